@@ -1,17 +1,15 @@
 """The pictures of chapter 13: grids, the levels of a code, quality against bits, bytes and time."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minillm_exercises.chapters.ch13 import Format, Product
 from minillm_exercises.chapters.quality import Quality
-from minillm_exercises.plots import COLOURS, MARKERS, bars, bound, figure, series, show
+from minillm_exercises.plots import COLOURS, bars, bound, figure, series, show
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+SHAPES = "os^DvPX*"  # markers, one for each format beside the line
 
 
 def draw_points(weights: Sequence[float], low: float, step: float) -> None:
@@ -32,8 +30,8 @@ def draw_points(weights: Sequence[float], low: float, step: float) -> None:
     worst = max(abs(w - low - step * round((w - low) / step)) for w in weights)
     show(
         fig,
-        f"{len(weights)} weights (dots) and the 16 points of their grid. Each weight is replaced by "
-        f"the nearest point; here the largest error is {worst / step:.2f} of a step.",
+        f"{len(weights)} weights (dots) and the 16 points of their grid. Each weight is replaced "
+        f"by the nearest point; here the largest error is {worst / step:.2f} of a step.",
     )
 
 
@@ -75,9 +73,9 @@ def draw_levels(shares: Tensor, tables: Mapping[str, Sequence[float]]) -> None:
         edges = [-1.0, *middles.tolist(), 1.0]
         for code in range(16):
             ax.bar(edges[code], float(part[code]), edges[code + 1] - edges[code], align="edge",
-                   **{**bars(2), "edgecolor": "black"})  # fmt: skip
+                   color=COLOURS[2], edgecolor="black")  # fmt: skip
         ax.plot(levels, [0.0] * 16, color="black", marker="|", markersize=14, linestyle="")
-        ax.set_title(name)
+        ax.set(title=name, ylim=(0, 16))
         told.append(f"between {part.min():.1f} and {part.max():.1f} % with {name}")
     show(
         fig,
@@ -89,29 +87,28 @@ def draw_levels(shares: Tensor, tables: Mapping[str, Sequence[float]]) -> None:
 def draw_quality(found: Mapping[Format, Quality], joined: Sequence[str]) -> None:
     """Draw KL against bits; the formats named in `joined` are connected."""
     fig, ax = figure("bits for a weight, scales included", "KL (nats per token, logarithmic)",
-                     size=(7.2, 4.0))  # fmt: skip
+                     size=(8.2, 3.8))  # fmt: skip
     line = sorted((each.bits, quality.kl) for each, quality in found.items() if each.name in joined)
     ax.plot(*zip(*line, strict=True), color=COLOURS[0], linewidth=1.2, label="int, groups of 32")
-    for place, (each, quality) in enumerate(found.items()):
-        own = 0 if each.name in joined else 1 + place % (len(COLOURS) - 1)
-        ax.plot([each.bits], [quality.kl], color=COLOURS[own], marker=MARKERS[own], markersize=7)
-        _name(ax, each.name, each.bits, quality.kl, left=each.bits > 7.5)
+    others = 0
+    for each, quality in found.items():
+        on_line = each.name in joined
+        own = 0 if on_line else 1 + others
+        others += not on_line
+        ax.plot([each.bits], [quality.kl], color=COLOURS[own % len(COLOURS)], markersize=8,
+                marker=SHAPES[own], linestyle="", label=None if on_line else each.name)  # fmt: skip
+        if on_line:
+            ax.annotate(each.name, (each.bits, quality.kl), xytext=(8, 2), fontsize=9,
+                        textcoords="offset points")  # fmt: skip
     ax.set_yscale("log")
-    ax.set_xlim(1.8, 9.2)
-    ax.legend(loc="upper right")
+    ax.set_xlim(2.3, 9.2)
+    fig.legend(loc="outside right upper", fontsize=9)
     worst, best = (pick(found, key=lambda f: found[f].kl) for pick in (max, min))
     show(
         fig,
         f"Distance of tiny from itself after rounding, against bits; lower is better. It ranges "
         f"from {found[worst].kl:.2g} ({worst.name}) to {found[best].kl:.2g} ({best.name}).",
     )
-
-
-def _name(ax: "Axes", name: str, x: float, y: float, left: bool) -> None:
-    ax.annotate(
-        name, (x, y), xytext=(-7 if left else 7, 0), textcoords="offset points",
-        ha="right" if left else "left", va="center", fontsize=8,
-    )  # fmt: skip
 
 
 def draw_products(
@@ -121,11 +118,14 @@ def draw_products(
     fig, ax = figure("format", "time of a product (ms)", size=(6.2, 3.2))
     for place, (how, value) in enumerate(seconds.items()):
         ax.bar(place, 1e3 * value, 0.6, **bars(place))
-        bound(ax, [place - 0.38, place + 0.38], [1e3 * floors[how]] * 2, "bytes / bandwidth",
-              side="above", at=0.5)  # fmt: skip
+        edges, floor = [place - 0.42, place + 0.42], [1e3 * floors[how]] * 2
+        ax.plot(edges, floor, color="white", linewidth=3.5)
+        label = None if place else "bound: bytes / bandwidth"
+        ax.plot(edges, floor, color="black", linestyle="--", linewidth=1.4, label=label)
     names = [f"{how}\n{each.num_bytes / 1e6:.1f} MB" for how, each in made.items()]
     ax.set_xticks(range(len(names)), names)
     ax.grid(visible=False, axis="x")
+    ax.legend(loc="upper right")
     first, *others = seconds
     told = ", ".join(f"{how} {seconds[first] / seconds[how]:.1f} times" for how in others)
     show(
