@@ -27,12 +27,13 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "info": "describe a model, or list the models and this machine",
         "plan": "predict memory use and speed, without loading the model",
         "bench": "measure speed against upper bounds and other engines",
+        "quantize": "quantise the weights of a model into a new folder",
         "node": "run one rank of a multi-node engine on this machine",
         "trace": "show a recorded trace as a web page, table or Perfetto file",
     }
 )
-IN_LAB = frozenset({"info", "plan", "bench", "trace", "demo"})
-LATER = ("quantize", "inspect", "compare")
+IN_LAB = frozenset({"info", "plan", "bench", "trace", "quantize", "demo"})
+LATER = ("inspect", "compare")
 DESCRIPTION = "A language-model inference engine small enough to read."
 EXAMPLES = """\
 examples:

@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
-from minillm.layers.linear_methods import CheckpointTensor, Matrix
+from minillm.layers.linear_methods import CheckpointTensor, Matrix, TensorSlice
 from minillm.models.checkpoint import ModelSource, read_tensors, shard_headers, weight_files
 from minillm.models.decoder import Decoder, MethodOf
-from minillm.quantization.formats import Headers, format_of
+from minillm.quantization.formats import Format, Headers, format_of
 from minillm.quantization.methods import LoadingMethod
 from minillm.quantization.readers import READERS
 
@@ -63,34 +63,47 @@ def load_model(
     files = weight_files(source)
     headers = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
     shapes = [(path, name, header.shape) for path, name, header in headers]
-    method_of = method_of or stored_method_of(source, {name: header for _, name, header in headers})
+    format = stored_format(source, {name: header for _, name, header in headers})
+    method_of = method_of or reading(format)
     # Check before allocating memory: config.json may give sizes that the files do not have.
     expected = Decoder(source.config, dtype, "meta", None, method_of).checkpoint_tensors()
-    check_tensors(source, expected, shapes)
+    zeros = check_tensors(source, expected, shapes, format)
     model = Decoder(config or source.config, dtype, device, max_model_len, method_of, shard)
     fill(model.checkpoint_tensors(), files, source.config.tie_word_embeddings)
+    check_zeros(zeros, files)
     for matrix in model.modules():
         if isinstance(matrix, Matrix):
             matrix.method.finish(matrix)
     return model.eval()
 
 
-def stored_method_of(source: ModelSource, headers: Headers) -> MethodOf | None:
-    """How the matrices of a quantised checkpoint are read; None if it is not quantised."""
+def stored_format(source: ModelSource, headers: Headers) -> Format | None:
+    """The format of a quantised checkpoint; None if it is not quantised."""
     if not source.quantization:
         return None
     format = format_of(source.quantization, headers, READERS)
     logger.info("%s is quantised: %s.", source.name, format.describe())
-    return lambda matrix: LoadingMethod(format)
+    return format
+
+
+def reading(format: Format | None) -> MethodOf | None:
+    """How the matrices of a quantised checkpoint are read. The matrix that MLA absorbs becomes
+    dense, because its products are not those of a linear layer."""
+    if format is None:
+        return None
+    return lambda matrix: LoadingMethod(format, matrix.parts[0].name.endswith(".kv_b_proj"))
 
 
 def check_tensors(
     source: ModelSource,
     wanted: dict[str, CheckpointTensor],
     shapes: list[tuple[Path, str, tuple[int, ...]]],
-) -> None:
-    """Check that each expected tensor is in exactly one file with its shape, and no other is."""
+    format: Format | None = None,
+) -> dict[str, tuple[int, ...]]:
+    """Check that each expected tensor is in exactly one file with its shape, and no other is.
+    Returns the shapes of tensors that are not needed if they are 0."""
     found: dict[str, Path] = {}
+    zeros: dict[str, tuple[int, ...]] = {}
     for path, name, shape in shapes:
         if name in found:
             raise CheckpointError(f"{name} is in both {found[name].name} and {path.name}.")
@@ -99,7 +112,9 @@ def check_tensors(
         if name == OUTPUT and target is None:  # tied: the loader compares it with the embedding
             target = wanted[INPUT]
         if target is None:
-            if not is_expected_extra(source, name):
+            if format is not None and format.is_zero(name):
+                zeros[name] = shape
+            elif not is_expected_extra(source, name) and not (format and format.is_unused(name)):
                 raise CheckpointError(
                     f"{path.name} has a tensor {name} of shape {list(shape)} that the "
                     f"{source.config.family} model of config.json has no place for."
@@ -113,6 +128,19 @@ def check_tensors(
     if missing:
         more = f" and {len(missing) - 1} more" * (len(missing) > 1)
         raise CheckpointError(f"{source.folder} has no tensor {missing[0]}{more}.")
+    return zeros
+
+
+def check_zeros(zeros: Mapping[str, tuple[int, ...]], files: list[Path]) -> None:
+    """Check that tensors without a place in the model change nothing."""
+    slices = {name: TensorSlice.whole(shape) for name, shape in zeros.items()}
+    for path in files if zeros else ():
+        for name, found in read_tensors(path, slices):
+            if found.any():
+                raise CheckpointError(
+                    f"{path.name} has a tensor {name} that the model has no place for, and its "
+                    "values are not 0."
+                )
 
 
 def is_expected_extra(source: ModelSource, name: str) -> bool:

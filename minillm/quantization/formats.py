@@ -72,9 +72,29 @@ class Format(ABC):
             )
         return found
 
+    def scales(self, part: WeightSlice, suffix: str) -> Header:
+        """The header of a tensor of scales. Raises CheckpointError unless it holds floating-point
+        numbers, at least one."""
+        found = self.header(part, suffix)
+        if found.dtype not in PLAIN or 0 in found.shape:
+            dtype = "another type" if found.dtype is None else str(found.dtype)[6:]
+            raise CheckpointError(
+                f"{part.name}.{suffix} is {dtype} {list(found.shape)}; scales are floating-point "
+                "numbers, at least one."
+            )
+        return found
+
     def has(self, part: WeightSlice, suffix: str) -> bool:
         """Whether the files have a tensor."""
         return f"{part.name}.{suffix}" in self.headers
+
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor that the model has no place for may be left out."""
+        return False
+
+    def is_zero(self, name: str) -> bool:
+        """Whether a tensor may be left out if all its values are 0."""
+        return False
 
     @abstractmethod
     def packed(self, part: WeightSlice) -> dict[str, Stored]:
@@ -87,6 +107,19 @@ class Format(ABC):
     @abstractmethod
     def describe(self) -> str:
         """The format in a few words, such as "GPTQ, 4 bits, groups of 128"."""
+
+
+def setting(settings: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    """A value of `quantization_config`; `default` if it is absent or null. Raises CheckpointError
+    if it is of another type."""
+    value = settings.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise CheckpointError(
+            f"quantization_config gives {name} as {value!r}; it must be of type {kind.__name__}."
+        )
+    return value
 
 
 def cut(

@@ -75,11 +75,12 @@ class LoadingMethod(LinearMethod):
     """A matrix that is being read from a quantised checkpoint.
 
     It holds the tensors of the file as they are. `finish` turns them into a `Quantized`, or into
-    a dense weight if the parts of the matrix have different formats, and replaces this method.
+    a dense weight, and replaces this method. It is dense if the parts have different formats or one
+    of them has no resident form, or if `dense` asks for it.
     """
 
-    def __init__(self, format: Format):
-        self.format = format
+    def __init__(self, format: Format, dense: bool = False):
+        self.format, self.dense = format, dense
         self.found: dict[str, Tensor] = {}
         self.dtype = torch.float32
         self.device: torch.device | str = "cpu"
@@ -106,12 +107,13 @@ class LoadingMethod(LinearMethod):
         decoded = [self._decode(part) for part in matrix.parts]
         quantized = [each for each in decoded if isinstance(each, Quantized)]
         whole = stacked(quantized) if len(quantized) == len(decoded) else None
-        if whole is not None:
+        if whole is not None and not self.dense and whole.codes.numel():
             install(matrix, whole, self.dtype)
             return
-        if quantized:
+        if not all(map(self.format.is_plain, matrix.parts)) and not self.dense:
             names = ", ".join(part.name for part in matrix.parts)
-            logger.info("%s have different formats and are stored dense.", names)
+            why = "its parts have different formats" if quantized else "its groups are cut"
+            logger.info("%s: dense in memory, because %s.", names, why)
         dense = [
             each.dense(self.dtype) if isinstance(each, Quantized) else each for each in decoded
         ]

@@ -147,10 +147,10 @@ for argv in (["--help"], ["generate", "--help"], ["generate", "--top-p", "0"],
 FULL = "error: The output cannot be written: No space left on device.\n"
 MISTAKES = [
     (["genrate"], "Did you mean 'generate'?"),
-    (["quantize"], "'quantize' is not built yet"),
+    (["quantize", "tiny", "--method", "gpt", "--out", "x"], "There is no method 'gpt'"),
     (["generate", "--temprature", "1"], "no option --temprature. Did you mean '--temperature'?"),
     (["generate", "--max-tok", "5"], "no option --max-tok. Did you mean '--max-tokens'?"),
-    (["generate", "--quantization", "int4"], "--quantization is not built yet"),
+    (["generate", "--kv-cache-dtype", "int8"], "--kv-cache-dtype is not built yet"),
     (["generate", "two", "words"], "'words' is one argument too many"),
     (["generate", "--max-tokens", "many"], "invalid int value: 'many'"),
     (["generate", "--max-tokens", "0"], "--max-tokens is 0"),

@@ -22,6 +22,7 @@ EXAMPLES = """examples:
   python -m minillm.lab.training tiny-draft  distil the draft model from the embedded tiny
   python -m minillm.lab.training variants    train the twelve runs of chapter 04, one per core
   python -m minillm.lab.training card        measure both and write assets/MODEL_CARD.md
+  python -m minillm.lab.training calibration write assets/calibration.txt.gz, for quantisation
   python -m minillm.lab.training manifest    select a new corpus from the installed packages
   python -m minillm.lab.training tokenizer   train a new vocabulary (then train the models again)
 """
@@ -43,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = [candidate.name for candidate in RECIPES]
-    tasks = [*names, "variants", "card", "manifest", "tokenizer", "verify"]
+    tasks = [*names, "variants", "card", "calibration", "manifest", "tokenizer", "verify"]
     parser.add_argument("task", choices=tasks, metavar="TASK", help=", ".join(tasks))
     parser.add_argument("--out", type=Path, help="folder of the run (default: work/training/TASK)")
     parser.add_argument(
@@ -118,6 +119,10 @@ def run(arguments: argparse.Namespace) -> str:
         manifest = corpus.load_manifest()
         size = corpus.verify(manifest)
         return f"All {len(manifest.files)} files of the corpus match the manifest: {size:,} bytes."
+    if arguments.task == "calibration":
+        from minillm.lab.training.calibration import write_calibration_text
+
+        return write_calibration_text(corpus.load_manifest(), ASSETS / "calibration.txt.gz")
     if arguments.task == "tokenizer":
         return learn_tokenizer(arguments)
     if arguments.task == "variants":

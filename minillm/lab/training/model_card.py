@@ -230,6 +230,9 @@ Held out, never trained on: the standard-library modules {modules}
 file is left out when more than a tenth of its longer lines occur in held-out files, and so are
 tests, tables and near-copies of other files.
 
+`calibration.txt.gz` holds whole training files of the standard library (PSF-2.0, copyright Python
+Software Foundation), drawn at random: the default calibration text of `minillm quantize`.
+
 ## The draft model
 
 Speculation with 4 drafted tokens, greedy, 64 held-out prompts of 128 tokens, 64 new tokens each:

@@ -4,8 +4,18 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from minillm.quantization.formats import Format
+from minillm.quantization.readers.awq import AWQ
+from minillm.quantization.readers.bitsandbytes import BitsAndBytes
 from minillm.quantization.readers.compressed_tensors import CompressedTensors
+from minillm.quantization.readers.fp8 import FP8
+from minillm.quantization.readers.gptq import GPTQ
 
 READERS: Mapping[str, Callable[..., Format]] = MappingProxyType(
-    {"compressed-tensors": CompressedTensors}
+    {
+        "compressed-tensors": CompressedTensors,
+        "gptq": GPTQ,
+        "awq": AWQ,
+        "bitsandbytes": BitsAndBytes,
+        "fp8": FP8,
+    }
 )

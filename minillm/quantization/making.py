@@ -1,0 +1,104 @@
+"""Quantises one matrix by a recipe."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minillm.quantization.awq import clipped
+from minillm.quantization.fp8 import round_fp8
+from minillm.quantization.gptq import GPTQOptions, gptq
+from minillm.quantization.nf4 import NestedScales, nf4
+from minillm.quantization.quantized import Quantized
+from minillm.quantization.recipe import BLOCK, Recipe
+from minillm.quantization.rounding import Grid, round_symmetric, round_to_grid
+from minillm.quantization.statistics import InputStatistics, output_error
+
+
+@dataclass(frozen=True)
+class Made:
+    """A quantised checkpoint matrix.
+
+    `error` is the root mean square error relative to the values: of outputs on the calibration
+    text if there is one, else of weights. `nested` is how NF4 stores its scales.
+    """
+
+    name: str
+    quantized: Quantized
+    error: float
+    nested: NestedScales | None = None
+
+
+def quantize_parts(
+    weight: Tensor,
+    names: list[tuple[str, int]],
+    recipe: Recipe,
+    group: int,
+    statistics: InputStatistics | None,
+    scale_dtype: torch.dtype,
+) -> list[Made]:
+    """Quantise stacked checkpoint matrices.
+
+    Args:
+        weight: float32 [rows, in].
+        names: name and number of rows of each matrix.
+        group: inputs that share a scale.
+        statistics: of the inputs; required by calibrated methods.
+        scale_dtype: the type of stored scales.
+    """
+    grid, rows = Grid(recipe.bits, recipe.symmetric, scale_dtype), [count for _, count in names]
+    whole: Quantized | None = None
+    if recipe.method == "gptq" and enough(statistics, weight.shape[1]):
+        options = GPTQOptions(recipe.damp, recipe.act_order, recipe.static_groups)
+        whole = gptq(weight, statistics.hessian, grid, group, options)  # type: ignore[union-attr]
+    made, start = [], 0
+    for (name, count), part in zip(names, weight.split(rows), strict=True):
+        nested = None
+        if whole is not None:
+            found = whole.rows(slice(start, start + count))
+        elif recipe.method == "nf4":
+            found, nested = nf4(part, recipe.double)
+        elif recipe.method == "fp8":
+            found = round_fp8(part, scale_dtype, blocks=group == BLOCK)
+        elif recipe.grouped:
+            found = round_to_grid(
+                prepared(name, part, recipe, grid, group, statistics), grid, group
+            )
+        else:
+            found = round_symmetric(part, dtype=scale_dtype)
+        made.append(Made(name, found, relative_error(part, found, statistics), nested))
+        start += count
+    return made
+
+
+def enough(statistics: InputStatistics | None, in_features: int) -> bool:
+    """Whether there are as many inputs as their Hessian has rows. An expert that few tokens reach
+    is rounded to nearest instead."""
+    return statistics is not None and statistics.count >= in_features
+
+
+def prepared(
+    name: str,
+    weight: Tensor,
+    recipe: Recipe,
+    grid: Grid,
+    group: int,
+    statistics: InputStatistics | None,
+) -> Tensor:
+    """The weight before rounding: AWQ clips all but queries and keys, whose products are sensitive
+    to outliers."""
+    if recipe.method != "awq" or not recipe.clip or not enough(statistics, 1):
+        return weight
+    if name.rsplit(".", 1)[-1] in ("q_proj", "k_proj", "q_a_proj", "q_b_proj"):
+        return weight
+    return clipped(weight, statistics.hessian, grid, group)  # type: ignore[union-attr]
+
+
+def relative_error(weight: Tensor, found: Quantized, statistics: InputStatistics | None) -> float:
+    """The error of `Made`."""
+    difference = found.dense() - weight
+    if statistics is None or not statistics.count:
+        return float(difference.norm() / weight.norm().clamp(min=1e-30))
+    hessian = statistics.hessian
+    ratio = output_error(difference, hessian) / output_error(weight, hessian).clamp(min=1e-30)
+    return float(ratio.clamp(min=0).sqrt())

@@ -1,0 +1,93 @@
+"""Writes compressed-tensors (`readers/compressed_tensors.py` describes the layouts).
+
+| method | format | activations |
+|---|---|---|
+| rtn, gptq, awq | pack-quantized | 16 bits |
+| int8, smoothquant | int-quantized | 8 bits, a scale per token |
+| fp8 | float-quantized | FP8, a scale per token |
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.quantization.integers import pack_words
+from minillm.quantization.making import Made
+from minillm.quantization.quantized import Quantized
+from minillm.quantization.writers.writer import Writer, group_index, padded, unsigned
+
+
+class CompressedTensorsWriter(Writer):
+    """`quant_method: compressed-tensors`."""
+
+    name = "compressed-tensors"
+
+    def scale_dtype(self, model: torch.dtype) -> torch.dtype:
+        """As loaders keep them: the model's type."""
+        return torch.float16 if model == torch.float32 else model
+
+    def tensors(self, made: Made) -> dict[str, Tensor]:
+        """Codes, scales, and zero points and the groups of inputs where they are not implied."""
+        found = made.quantized
+        if not self.recipe.grouped:
+            return self._named(made, {"weight": found.codes, "weight_scale": found.scales})
+        codes, zeros = unsigned(found)
+        tensors = {
+            "weight_packed": packed(codes, found),
+            "weight_scale": found.scales,
+            "weight_shape": torch.tensor(found.shape),
+        }
+        if not self.recipe.symmetric:
+            tensors["weight_zero_point"] = packed(zeros.T, found).T
+        if found.order is not None:
+            tensors["weight_g_idx"] = group_index(found)
+        return self._named(made, tensors)
+
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """`quantization_config`; `ignored` are the linear modules that stay in 16 bits."""
+        kind = "pack-quantized"
+        activations = None
+        if not self.recipe.grouped:
+            number = "float" if self.recipe.method == "fp8" else "int"
+            kind = f"{number}-quantized"
+            activations = arguments(8, number, True, "token", None) | {"dynamic": True}
+        group: dict[str, Any] = {"targets": ["Linear"], "weights": self._weights(), "format": kind}
+        group |= {"input_activations": activations, "output_activations": None}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": kind,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": list(ignored),
+            "kv_cache_scheme": None,
+        }
+
+    def _weights(self) -> dict[str, Any]:
+        number = "float" if self.recipe.method == "fp8" else "int"
+        strategy, size = ("group", self.group) if self.group else ("channel", None)
+        symmetric = self.recipe.symmetric or not self.recipe.grouped
+        found = arguments(self.recipe.width, number, symmetric, strategy, size)
+        if self.recipe.act_order:
+            found["actorder"] = "weight" if self.recipe.static_groups or not self.group else "group"
+        return found
+
+
+def arguments(
+    bits: int, number: str, symmetric: bool, strategy: str, group: int | None
+) -> dict[str, Any]:
+    """The description of quantised numbers."""
+    return {
+        "num_bits": bits,
+        "type": number,
+        "symmetric": symmetric,
+        "strategy": strategy,
+        "group_size": group,
+        "dynamic": False,
+    }
+
+
+def packed(codes: Tensor, found: Quantized) -> Tensor:
+    """Unsigned codes [.., n] in int32 [.., ceil(n x bits / 32)]; the last word is filled with 0."""
+    return pack_words(padded(codes, 32 // found.bits), found.bits)

@@ -1,0 +1,52 @@
+"""Writes GPTQ, version 1 (`readers/gptq.py` describes the layout): zero points are stored one
+less."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.quantization.integers import pack_words
+from minillm.quantization.making import Made
+from minillm.quantization.writers.writer import Writer, group_index, padded, unsigned
+
+
+class GPTQWriter(Writer):
+    """`quant_method: gptq`."""
+
+    name = "gptq"
+
+    def scale_dtype(self, model: torch.dtype) -> torch.dtype:
+        """float16"""
+        return torch.float16
+
+    def tensors(self, made: Made) -> dict[str, Tensor]:
+        """Codes packed along inputs, zero points along outputs, both transposed."""
+        found, bits = made.quantized, self.recipe.bits
+        codes, zeros = unsigned(found)
+        stored = (zeros.T - 1) & ((1 << bits) - 1)
+        tensors = {
+            "qweight": pack_words(padded(codes, 32 // bits), bits).T,
+            "qzeros": pack_words(padded(stored, 32 // bits), bits),
+            "scales": found.scales.T,
+            "g_idx": group_index(found),
+        }
+        return self._named(made, tensors)
+
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """`quantization_config`"""
+        skipped: dict[str, Any] = {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in ignored}
+        return {
+            "quant_method": "gptq",
+            "bits": self.recipe.bits,
+            "group_size": self.group or -1,
+            "sym": self.recipe.symmetric,
+            "desc_act": self.recipe.act_order,
+            "static_groups": self.recipe.static_groups,
+            "damp_percent": self.recipe.damp,
+            "true_sequential": False,
+            "lm_head": False,
+            "checkpoint_format": "gptq",
+            "dynamic": skipped,
+        }

@@ -1,0 +1,64 @@
+"""What a writer of a checkpoint format must provide."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillm.quantization.integers import split_bytes
+from minillm.quantization.making import Made
+from minillm.quantization.quantized import Quantized
+from minillm.quantization.recipe import Recipe
+
+
+class Writer(ABC):
+    """A checkpoint format for the results of one recipe. `group` is the number of inputs that share
+    a scale; 0: whole rows."""
+
+    name: str  # of `--format`
+
+    def __init__(self, recipe: Recipe, group: int):
+        self.recipe, self.group = recipe, group
+
+    @abstractmethod
+    def scale_dtype(self, model: torch.dtype) -> torch.dtype:
+        """The type of stored scales, for a model in this dtype."""
+
+    @abstractmethod
+    def tensors(self, made: Made) -> dict[str, Tensor]:
+        """The tensors of a quantised matrix, by their names in the checkpoint."""
+
+    @abstractmethod
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """`quantization_config` of config.json; `ignored` are the names of the linear modules that
+        stay in 16 bits."""
+
+    def _named(self, made: Made, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {f"{made.name}.{suffix}": each.contiguous() for suffix, each in tensors.items()}
+
+
+def unsigned(found: Quantized) -> tuple[Tensor, Tensor]:
+    """Codes [out, in] in the checkpoint's order of inputs, and zero points [out, groups], both from
+    0 to 2^bits - 1 as int64."""
+    codes = (split_bytes(found.codes) if found.bits == 4 else found.codes).long()
+    zeros = torch.zeros_like(found.scales) if found.zeros is None else found.zeros
+    shift = 0 if found.bits == 4 else 128
+    if found.order is not None:
+        codes = codes[:, found.order.argsort()]
+    return codes + shift, zeros.long() + shift
+
+
+def group_index(found: Quantized) -> Tensor:
+    """The group of each input, int32 [in], in the checkpoint's order of inputs."""
+    places = torch.arange(found.shape[1])
+    if found.order is not None:
+        places = found.order.argsort()
+    return (places // found.group_size).to(torch.int32)
+
+
+def padded(codes: Tensor, count: int) -> Tensor:
+    """Codes [.., n] with zeros up to a multiple of `count` entries, those of an int32."""
+    return F.pad(codes, (0, -codes.shape[-1] % count))

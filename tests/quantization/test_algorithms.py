@@ -1,0 +1,103 @@
+"""The quantisation algorithms beside independent ones, and planted bugs that these checks find."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+from minillm.errors import ConfigError
+from minillm.quantization import awq, fp8, gptq, nf4, smoothquant
+from minillm.quantization.rounding import Grid
+from tests.quantization import algorithm_checks as checks
+
+CHECKS: dict[ModuleType, tuple[Callable[[ModuleType], None], ...]] = {
+    gptq: (
+        checks.gptq_equals_the_textbook,
+        checks.two_columns_by_hand,
+        checks.unit_hessian_gives_rounding,
+        checks.every_block_size_is_the_same,
+        checks.error_is_below_rounding,
+        checks.dead_inputs_are_ignored,
+        checks.act_order_equals_the_textbook,
+    ),
+    awq: (
+        checks.awq_protects_large_inputs,
+        checks.awq_equals_a_plain_search,
+        checks.clipping_lowers_the_error,
+    ),
+    smoothquant: (checks.smoothing_balances_largest_values,),
+    nf4: (
+        checks.levels_are_those_of_bitsandbytes,
+        checks.nf4_codes_are_nearest,
+        checks.nested_scales_are_close,
+    ),
+    fp8: (checks.fp8_scales_reach_the_largest_number,),
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "check"),
+    [(module, check) for module, found in CHECKS.items() for check in found],
+    ids=lambda each: each.__name__.rsplit(".", 1)[-1],
+)
+def test_algorithm(module: ModuleType, check: Callable[[ModuleType], None]) -> None:
+    check(module)
+
+
+# Module, right text, wrong text, and the check that must find it.
+BUGS = (
+    (gptq, "upper=True).to", ").to", checks.gptq_equals_the_textbook),
+    (gptq, "- rounded) / upper[i, i]", "- rounded)", checks.gptq_equals_the_textbook),
+    (gptq, "scales[:, g], zeros[:, g] = grid.fit(weight", "scales[:, g], zeros[:, g] = grid.fit("
+     "original", checks.gptq_equals_the_textbook),
+    (gptq, "weight[:, end:] -= errors @ upper[start:end, end:]", "pass",
+     checks.every_block_size_is_the_same),
+    (gptq, "hessian[order][:, order]", "hessian", checks.act_order_equals_the_textbook),
+    (gptq, "order if options.act_order else None", "None", checks.act_order_equals_the_textbook),
+    (gptq, "codes[:, order.argsort()]", "codes[:, order]", checks.error_is_below_rounding),
+    (gptq, "order if options.static_groups else torch.arange(columns)", "torch.arange(columns)",
+     checks.error_is_below_rounding),
+    (gptq, "weight[:, dead] = 0", "pass", checks.dead_inputs_are_ignored),
+    (gptq, "return wanted - wanted % group if group <= wanted else math.gcd(group, wanted)",
+     "return wanted", checks.gptq_equals_the_textbook),
+    (awq, ".dense() / scales", ".dense()", checks.awq_equals_a_plain_search),
+    (awq, "mean**ratio", "mean**-ratio", checks.awq_protects_large_inputs),
+    (awq, "error < least", "error > least", checks.clipping_lowers_the_error),
+    (smoothquant, "weights ** (1 - alpha)", "weights**alpha",
+     checks.smoothing_balances_largest_values),
+    (nf4, "(table[1:] + table[:-1]) / 2", "table[1:]", checks.nf4_codes_are_nearest),
+    (nf4, "OFFSET = (1 - 1 / 30 + 1 - 1 / 32) / 2", "OFFSET = 1 - 1 / 30",
+     checks.levels_are_those_of_bitsandbytes),
+    (nf4, "NESTED_BLOCK)[: len(found)] + self.offset", "NESTED_BLOCK)[: len(found)]",
+     checks.nested_scales_are_close),
+    (fp8, "LARGEST = 448.0", "LARGEST = 240.0", checks.fp8_scales_reach_the_largest_number),
+    (fp8, "found.repeat_interleave(BLOCK, 0)", "found.repeat(BLOCK, 1)",
+     checks.fp8_scales_reach_the_largest_number),
+)  # fmt: skip
+
+
+def broken(module: ModuleType, right: str, wrong: str) -> ModuleType:
+    """A copy of a module with one text replaced."""
+    source = importlib.util.find_spec(module.__name__).loader.get_source(module.__name__)
+    assert source.count(right) == 1, right
+    copy = ModuleType(module.__name__ + "_broken")
+    sys.modules[copy.__name__] = copy  # dataclasses look their module up
+    exec(compile(source.replace(right, wrong), copy.__name__, "exec"), copy.__dict__)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("module", "right", "wrong", "check"), BUGS, ids=lambda each: str(each)[:40]
+)
+def test_planted_bug_is_found(module, right, wrong, check) -> None:
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+        check(broken(module, right, wrong))
+
+
+def test_too_little_damping_is_one_sentence() -> None:
+    singular = torch.ones(8, 8)
+    with pytest.raises(ConfigError, match="--damp 0"):
+        gptq.gptq(torch.ones(2, 8), singular, Grid(), 8, gptq.GPTQOptions(damp=0.0))
