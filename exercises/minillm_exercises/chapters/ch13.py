@@ -15,7 +15,7 @@ from minillm.ops import cpu
 from minillm.plan.parameters import all_products
 from minillm.quantization.methods import install
 from minillm.quantization.panels import pack_quantized
-from minillm.quantization.rounding import round_asymmetric, round_symmetric
+from minillm.quantization.rounding import Grid, round_symmetric, round_to_grid
 from minillm_exercises import measure
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
@@ -45,9 +45,9 @@ def q4_0(weight: Tensor) -> Tensor:
     """
     groups = weight.unflatten(1, (-1, 32))
     extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    d = (extreme / -8).half().float()
-    codes = (groups / d + 8.5).floor().clamp(0, 15)
-    return ((codes - 8) * d).nan_to_num().flatten(1)
+    d = extreme / -8
+    codes = (groups * torch.where(d == 0, 0.0, 1 / d) + 8.5).floor().clamp(0, 15)
+    return ((codes - 8) * d.half().float()).flatten(1)
 
 
 def q4_k(weight: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def layer(weight: Tensor, how: str) -> Linear:
         if cpu.takes_panels(found.weight):
             into_panels([found])
         return found
-    quantized = round_symmetric(weight) if how == "int8" else round_asymmetric(weight, 4, 128)
+    quantized = round_symmetric(weight) if how == "int8" else round_to_grid(weight, Grid(4), 128)
     install(found, quantized, torch.bfloat16)
     pack_quantized(found)
     return found

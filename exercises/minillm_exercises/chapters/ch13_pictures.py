@@ -125,7 +125,7 @@ def draw_products(
     names = [f"{how}\n{each.num_bytes / 1e6:.1f} MB" for how, each in made.items()]
     ax.set_xticks(range(len(names)), names)
     ax.grid(visible=False, axis="x")
-    ax.legend(loc="upper right")
+    fig.legend(loc="outside upper right")
     first, *others = seconds
     told = ", ".join(f"{how} {seconds[first] / seconds[how]:.1f} times" for how in others)
     show(

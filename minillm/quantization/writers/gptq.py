@@ -36,7 +36,9 @@ class GPTQWriter(Writer):
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
         """`quantization_config`"""
-        skipped: dict[str, Any] = {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in ignored}
+        skipped: dict[str, Any] = {
+            f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in ignored
+        }
         return {
             "quant_method": "gptq",
             "bits": self.recipe.bits,
