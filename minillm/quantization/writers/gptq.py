@@ -1,6 +1,7 @@
 """Writes GPTQ, version 1 (`readers/gptq.py` describes the layout): zero points are stored one
 less."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,9 +37,7 @@ class GPTQWriter(Writer):
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
         """`quantization_config`"""
-        skipped: dict[str, Any] = {
-            f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in ignored
-        }
+        skipped: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in ignored}
         return {
             "quant_method": "gptq",
             "bits": self.recipe.bits,
