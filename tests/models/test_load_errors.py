@@ -313,8 +313,8 @@ def test_file_instead_of_folder(folder):
     refused(folder / "model.safetensors", ModelNotFoundError, "is a file")
 
 
-def test_gguf(tmp_path):
-    refused(tmp_path / "model.gguf", UnsupportedFeatureError, "GGUF")
+def test_missing_gguf_file(tmp_path):
+    refused(tmp_path / "model.gguf", ModelNotFoundError, "model.gguf")
 
 
 def test_misspelt_embedded_name():
