@@ -99,7 +99,7 @@ def layer(weight: Tensor, how: str) -> Linear:
         return found
     quantized = round_symmetric(weight) if how == "int8" else round_to_grid(weight, Grid(4), 128)
     install(found, quantized, torch.bfloat16)
-    pack_quantized(found)
+    pack_quantized([found])
     return found
 
 
