@@ -1,6 +1,6 @@
 """Show how a model's weights are stored, which kernel computes with them, and check their values.
 
-Weights are loaded in float32, one model at a time.
+The model is loaded as a CPU engine in bfloat16 does it. A folder or a GGUF file is read.
 """
 
 import json
@@ -81,7 +81,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 
 def inspect_folder(name: str, against: str | None = None) -> Inspection:
-    """Inspect a folder of safetensors files.
+    """Inspect a folder or a GGUF file.
 
     Raises:
         ConfigError: `against` is quantised, or its matrices are others.
@@ -97,62 +97,71 @@ def inspect_folder(name: str, against: str | None = None) -> Inspection:
     }
     format = stored_format(source, headers)
     text = f"not quantised, {source.config.dtype}" if format is None else format.describe()
-    model, reference = load_model(source, torch.float32), None
+    reference = None
     if against is not None:
         other = open_model(against)
         if other.quantization:
             raise ConfigError(f"--against {against} is quantised; give a folder in 16 or 32 bits.")
         reference = {each: values for each, values in parts_of(load_model(other, torch.float32))}
+    model = load_model(source, torch.bfloat16)
     return Inspection(name, text, kinds_of(model, reference))
 
 
 def kinds_of(model: "Decoder", reference: "dict[str, Tensor] | None" = None) -> list[Kind]:
-    """The matrices of a loaded model, grouped by how they are stored."""
+    """The matrices of a loaded model, grouped by how they are stored. Packs the model."""
     from minillm.layers.linear_methods import Matrix
+    from minillm.layers.panel_methods import PanelHeadsMethod
+    from minillm.models.packing import pack_weights
+    from minillm.quantization.panels import kernel_of
 
     found: dict[tuple[object, ...], Kind] = {}
+    members: list[tuple[Kind, Matrix]] = []
     for matrix in model.modules():
         if not isinstance(matrix, Matrix) or not matrix.out_features:
             continue
         kind = kind_of(matrix)
-        key = kind.names, kind.layout, kind.bits, kind.group
-        kind = found.setdefault(key, kind)
+        kind = found.setdefault((kind.names, kind.layout, kind.bits, kind.group), kind)
         kind.count += 1
         kind.num_bytes += int(kind.bits * matrix.out_features * matrix.in_features / 8)
         kind.checks += [check(*each, reference) for each in values_of(matrix)]
+        members.append((kind, matrix))
+    pack_weights(model)
+    for kind, matrix in members:
+        kernel = kernel_of(matrix)
+        if isinstance(matrix.method, PanelHeadsMethod):
+            kernel = "C panels of each head, not quantised"
+        if kernel not in kind.kernel:
+            kind.kernel += f" or {kernel}" if kind.kernel else kernel
     return list(found.values())
 
 
 def kind_of(matrix: "Matrix") -> Kind:
-    """How one matrix is stored. The kernel is that of a CPU engine in bfloat16."""
-    import torch
-
-    from minillm.ops import cpu
-    from minillm.ops.cpu_quantized import fits
+    """How one matrix is stored, before it is packed for a kernel."""
     from minillm.quantization.methods import QuantizedMethod
 
     names = "+".join(dict.fromkeys(part.name.rpartition(".")[2] for part in matrix.parts))
     method = matrix.method
-    panels = cpu.panels_are_fast(torch.bfloat16)
     if not isinstance(method, QuantizedMethod):
-        kernel = "16-bit panels in C" if panels else "16-bit product of torch"
-        return Kind(names, "dense", 16.0, None, kernel)
-    codes = method.quantized(matrix)
-    layout = "FP8 e4m3" if codes.codes.dtype == torch.float8_e4m3fn else f"int{codes.bits}"
-    layout = f"table of {len(codes.table)} values" if codes.table is not None else layout
-    layout += ", zero points" * (codes.zeros is not None) + ", minima" * (codes.minima is not None)
-    layout += ", act order" * (codes.order is not None)
-    plain = codes.codes.dtype in (torch.int8, torch.uint8)
-    plain = plain and codes.table is None and codes.order is None and matrix.copies is None
-    fast = plain and panels and fits(*codes.shape, codes.group_size, codes.bits)
-    kernel = f"{codes.bits}-bit panels in C" if fast else "made dense for each product"
-    bits = round(8 * codes.num_bytes / (codes.shape[0] * codes.shape[1]), 3)
-    return Kind(names, layout, bits, codes.group_size, kernel)
+        return Kind(names, "dense", 16.0, None, "")
+    found = method.quantized(matrix)
+    layout = str(found.codes.dtype).removeprefix("torch.") if found.bits == 8 else "int4"
+    layout = f"table of {len(found.table)} values" if found.table is not None else layout
+    layout += ", zero points" * (found.zeros is not None) + ", minima" * (found.minima is not None)
+    layout += ", act order" * (found.order is not None)
+    bits = round(8 * found.num_bytes / (found.shape[0] * found.shape[1]), 3)
+    return Kind(names, layout, bits, found.group_size, "")
 
 
 def values_of(matrix: "Matrix") -> "Iterator[tuple[str, Tensor]]":
     """Name and dense values of each checkpoint matrix that a layer holds."""
-    rows = matrix.values().flatten(0, -2).split([len(part.rows) for part in matrix.parts])
+    from minillm.quantization.methods import QuantizedMethod
+
+    method = matrix.method
+    if isinstance(method, QuantizedMethod):
+        values = method.quantized(matrix).dense()
+    else:
+        values = matrix.values().float()
+    rows = values.flatten(0, -2).split([len(part.rows) for part in matrix.parts])
     yield from zip((part.name for part in matrix.parts), rows, strict=True)
 
 
