@@ -19,6 +19,8 @@ visible in its results, and in no other row.
 Dettmers et al., LLM.int8(), 2022, section 2.1 (vector-wise quantisation).
 """
 
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
@@ -51,7 +53,7 @@ from minillm_kernels.quantized_config import (
 __all__ = ["Config", "int8_linear", "quantize_rows"]
 
 E4M3 = torch.float8_e4m3fn
-MOST = {torch.int8: 127.0, E4M3: 448.0}
+MOST = MappingProxyType({torch.int8: 127.0, E4M3: 448.0})  # largest number of a code
 # Above this many columns a sum of products of 127 x 127 could leave int32.
 LONGEST = (2**31 - 1) // 127**2
 
