@@ -23,7 +23,7 @@ FLOORS = {
             "errors",
             "config",
             "api",
-            "cache",
+            "cache gguf",
             "plan text",
             "ops",
             "layers",
@@ -46,7 +46,7 @@ FLOORS = {
 }
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 24
-TORCH_FREE_ROOMS = ("errors", "config", "api", "cache", "plan", "text", "scheduling")
+TORCH_FREE_ROOMS = ("errors", "config", "api", "cache", "gguf", "plan", "text", "scheduling")
 NEEDS_TORCH = ("torch", "triton", "minillm_kernels", "safetensors.torch")
 
 

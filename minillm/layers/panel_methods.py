@@ -8,6 +8,7 @@ from minillm.layers.linear_methods import LinearMethod, Matrix, PanelLinearMetho
 from minillm.ops import cpu
 from minillm.ops.cpu_experts import panel_experts
 from minillm.ops.cpu_latent import head_linear
+from minillm.ops.cpu_quantized import MatrixParts
 
 
 class PanelExpertsMethod(PanelLinearMethod):
@@ -21,7 +22,8 @@ class PanelExpertsMethod(PanelLinearMethod):
         self, gate_up: Matrix, down: Matrix, x: Tensor, weights: Tensor, ids: Tensor, tiled: bool
     ) -> Tensor:
         """x [N, d], experts `ids` [N, k] and their `weights` [N, k] -> [N, d]."""
-        return panel_experts(x, gate_up.weight, down.weight, weights, ids)
+        parts = MatrixParts(gate_up.weight), MatrixParts(down.weight)
+        return panel_experts(x, *parts, weights, ids)
 
 
 class PanelHeadsMethod(LinearMethod):
@@ -45,6 +47,8 @@ def pack_heads(matrix: Matrix, heads: int, nope: int, value_dim: int) -> None:
     rank = matrix.in_features
     keys, values = matrix.values().view(heads, -1, rank).split((nope, value_dim), dim=1)
     parts = keys.transpose(1, 2).reshape(heads * rank, nope), values.reshape(-1, rank)
+    for name in [name for name, _ in matrix.named_buffers(recurse=False)]:
+        delattr(matrix, name)  # of a quantised matrix
     matrix.method = PanelHeadsMethod(rank)
     for name, part in zip(("weight", "value_panels"), parts, strict=True):
         matrix.register_parameter(name, in_panels(part))

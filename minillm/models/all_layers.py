@@ -98,13 +98,16 @@ def fits(layer: nn.Module) -> bool:
     attention, mlp = layer.attention, layer.mlp
     if not isinstance(attention, Attention | MLAttention) or not isinstance(mlp, MLP | MoE):
         return False
-    if isinstance(mlp, MoE) and not isinstance(mlp.experts.gate_up.method, PanelExpertsMethod):
+    if isinstance(mlp, MoE) and not isinstance(
+        mlp.experts.gate_up.method, PanelExpertsMethod | PanelQuantizedMethod
+    ):
+        return False
+    if isinstance(mlp, MoE) and not isinstance(mlp.router.method, PanelLinearMethod):
         return False
     absorbed = [attention.kv_b_proj] if isinstance(attention, MLAttention) else []
-    dense = isinstance(attention, Attention) and isinstance(mlp, MLP)
-    kinds = PanelLinearMethod | PanelQuantizedMethod if dense else PanelLinearMethod
     return all(isinstance(each.method, PanelHeadsMethod) for each in absorbed) and all(
-        isinstance(each.method, kinds) for each in matrices(attention, mlp)
+        isinstance(each.method, PanelLinearMethod | PanelQuantizedMethod)
+        for each in matrices(attention, mlp)
     )
 
 
@@ -173,11 +176,11 @@ def bias_of(matrix: Linear | None) -> Tensor | None:
 def latent_weights(attention: MLAttention) -> LatentWeights:
     """The tensors of MLA."""
     return LatentWeights(
-        q_a=weight_of(attention.q_a_proj),
+        q_a=parts_of(attention.q_a_proj),
         q_a_bias=bias_of(attention.q_a_proj),
         q_a_norm=weight_of(attention.q_a_norm),
-        q=attention.q_proj.weight,
-        kv_a=attention.kv_a_proj.weight,
+        q=parts_of(attention.q_proj),
+        kv_a=parts_of(attention.kv_a_proj),
         kv_a_bias=attention.kv_a_proj.bias,
         kv_a_norm=attention.kv_a_norm.weight,
         keys=attention.kv_b_proj.weight,
@@ -191,11 +194,11 @@ def expert_weights(layer: MoE) -> ExpertWeights:
     return ExpertWeights(
         router=layer.router.weight,
         bias=layer.router.bias,
-        gate_up=layer.experts.gate_up.weight,
-        down=layer.experts.down.weight,
-        shared_gate_up=None if shared is None else shared.gate_up_proj.weight,
+        gate_up=parts_of(layer.experts.gate_up),
+        down=parts_of(layer.experts.down),
+        shared_gate_up=None if shared is None else parts_of(shared.gate_up_proj),
         shared_gate_up_bias=None if shared is None else shared.gate_up_proj.bias,
-        shared_down=None if shared is None else shared.down_proj.weight,
+        shared_down=None if shared is None else parts_of(shared.down_proj),
         shared_down_bias=None if shared is None else shared.down_proj.bias,
     )
 

@@ -1,6 +1,7 @@
-"""Locating and reading checkpoints: a local folder, an embedded model, or a Hugging Face hub id.
+"""Locating and reading checkpoints: a local folder, a GGUF file, an embedded model, or a Hugging
+Face hub id.
 
-Only JSON and safetensors files are read; code in a checkpoint is never run.
+Only JSON, safetensors and GGUF files are read; code in a checkpoint is never run.
 """
 
 import json
@@ -22,13 +23,15 @@ from minillm.errors import (
     CheckpointError,
     InvalidRequestError,
     ModelNotFoundError,
-    UnsupportedFeatureError,
     did_you_mean,
 )
+from minillm.gguf.container import SUFFIX, is_gguf
 from minillm.layers.linear_methods import TensorSlice
 from minillm.models.families import integer, parse_config, section
+from minillm.models.gguf import open_gguf_model
 from minillm.models.presets import PRESETS, preset
 from minillm.quantization.formats import Header
+from minillm.quantization.gguf.tensors import gguf_headers, read_gguf
 
 ASSETS = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -64,7 +67,8 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model before its weights are read. `folder` is None for a preset."""
+    """A model before its weights are read. `folder` is None for a preset, and the file itself for a
+    GGUF file."""
 
     name: str
     config: ModelConfig
@@ -77,8 +81,8 @@ class ModelSource:
 
 
 def open_model(model: str | Path) -> ModelSource:
-    """Describe `model`: an embedded name, ``preset:NAME``, a folder, or a hub id. Does not fetch
-    weights.
+    """Describe `model`: an embedded name, ``preset:NAME``, a folder, a GGUF file, or a hub id. Does
+    not fetch weights.
 
     Raises ModelNotFoundError, CheckpointError, ConfigError or UnsupportedFeatureError.
     """
@@ -87,6 +91,8 @@ def open_model(model: str | Path) -> ModelSource:
         return ModelSource(name, preset(name.removeprefix("preset:")))
     local = local_folder(name)
     folder = local or download(name)
+    if is_gguf(folder):
+        return gguf_source(name, folder)
     config_data = read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
@@ -100,6 +106,21 @@ def open_model(model: str | Path) -> ModelSource:
         None if local else name,
         integer(config_data, "num_nextn_predict_layers", 0),
         quantization_settings(config_data, folder),
+    )
+
+
+def gguf_source(name: str, path: Path) -> ModelSource:
+    """Describe the model of a GGUF file."""
+    found = open_gguf_model(path)
+    return ModelSource(
+        name,
+        found.config,
+        path,
+        end_of_sequence_ids(found.generation["eos_token_id"], path),
+        sampling_defaults(found.generation, path),
+        None,
+        found.ignored_layers,
+        found.quantization,
     )
 
 
@@ -149,14 +170,14 @@ def embedded_models() -> list[str]:
 
 
 def find_folder(name: str) -> Path:
-    """The local folder of a model. Fetches the small files of a hub id if necessary."""
+    """The local folder (or GGUF file) of a model. Fetches the small files of a hub id if
+    necessary."""
     return local_folder(name) or download(name)
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder of an embedded or local model; None if `name` can only be a hub id."""
-    if name.endswith(".gguf"):
-        raise UnsupportedFeatureError("GGUF files are not supported by this version.")
+    """The folder of an embedded or local model, or a GGUF file; None if `name` can only be a hub
+    id."""
     if name in embedded_models():
         return ASSETS / name
     try:
@@ -166,11 +187,12 @@ def local_folder(name: str) -> Path | None:
         raise ModelNotFoundError(
             f"The folder {shown(name)} cannot be looked up: {reason(error)}."
         ) from error
-    if is_folder:
+    if is_folder or (is_file and path.suffix == SUFFIX):
         return path
     if is_file:
         raise ModelNotFoundError(
-            f"{name} is a file; give the folder that holds config.json and the weights."
+            f"{name} is a file; give a .gguf file, or the folder that holds config.json and the "
+            "weights."
         )
     if HUB_ID.fullmatch(name) and not beside:
         return None
@@ -234,7 +256,10 @@ def weight_files(source: ModelSource) -> list[Path]:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The weight files of a folder: those listed in its index, or the only one."""
+    """The weight files of a folder: those listed in its index, or the only one. A GGUF file is its
+    own."""
+    if is_gguf(folder):
+        return [folder]
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, Mapping):
@@ -277,6 +302,8 @@ def open_shard(path: Path) -> Iterator[Any]:
 
 def shard_headers(path: Path) -> dict[str, Header]:
     """Shape and dtype of every tensor in a file, by name. Reads only the file's header."""
+    if is_gguf(path):
+        return gguf_headers(path)
     with open_shard(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {
@@ -295,6 +322,9 @@ def read_tensors(path: Path, slices: Mapping[str, TensorSlice]) -> Iterator[tupl
 
     The file is memory-mapped, so only the pages of a slice are read.
     """
+    if is_gguf(path):
+        yield from read_gguf(path, slices)
+        return
     with open_shard(path) as file:
         for name in file.keys():  # noqa: SIM118
             wanted = slices.get(name)

@@ -28,7 +28,8 @@ from minillm.layers.panel_methods import PanelExpertsMethod, pack_heads
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.ops import c_library, cpu
-from minillm.quantization.panels import pack_quantized
+from minillm.quantization.methods import QuantizedMethod
+from minillm.quantization.panels import PanelQuantizedMethod, pack_quantized, runs_in_panels
 from minillm_kernels import reference
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ def pack_weights(model: Decoder) -> str:
     chosen = [each for each in matrices if cpu.takes_panels(each.values())]
     if chosen:
         into_panels(chosen)
+    num_quantized = pack_quantized(may_be_panels(model))
     pack_parts(model)
-    num_quantized = sum(pack_quantized(each) for each in list_matrices(model))
     model.all_layers = AllLayers.of(model)
     count = sum(into_onednn(model, each) for each in matrices if each not in chosen)
     c_library.return_freed_memory()
@@ -95,6 +96,20 @@ def list_matrices(model: Decoder) -> list[Matrix]:
     return [each for each in model.modules() if isinstance(each, Matrix)]
 
 
+def may_be_panels(model: Decoder) -> list[Matrix]:
+    """The matrices that may be quantised in panels. Not the experts of a layer if only gate_up or
+    only down could be, nor the matrix that MLA absorbs."""
+    left_out = set[int]()
+    for each in model.modules():
+        if isinstance(each, MLAttention):
+            left_out.add(id(each.kv_b_proj))
+        elif isinstance(each, MoE):
+            pair = each.experts.gate_up, each.experts.down
+            if not all(map(runs_in_panels, pair)):
+                left_out.update(map(id, pair))
+    return [each for each in list_matrices(model) if id(each) not in left_out]
+
+
 def pack_parts(model: Decoder) -> None:
     """Pack routers, experts and the matrices that MLA absorbs into panels, if their sizes fit."""
     for layer in model.modules():
@@ -104,13 +119,17 @@ def pack_parts(model: Decoder) -> None:
             mla, matrix = layer.mla, layer.kv_b_proj
             sizes = mla.qk_nope_head_dim, mla.v_head_dim
             whole = not any(each % cpu.PANEL_STEP for each in sizes)
-            if whole and is_plain(matrix) and cpu.takes_panels(matrix.values()):
+            if whole and absorbs(matrix) and cpu.takes_panels(matrix.values()):
                 pack_heads(matrix, layer.num_heads, *sizes)
 
 
 def pack_experts(layer: MoE) -> None:
     """Pack the experts and the router of a layer, if their sizes fit."""
     experts: Sequence[Matrix] = (layer.experts.gate_up, layer.experts.down)
+    if all(isinstance(each.method, PanelQuantizedMethod) for each in experts):
+        if is_plain(layer.router) and cpu.takes_panels(layer.router.values()):
+            into_panels([layer.router])
+        return
     weights = [each.values()[0] for each in experts if is_plain(each)]
     if len(weights) < 2 or not all(
         cpu.takes_panels(each) and len(each) % cpu.PANEL_STEP == 0 for each in weights
@@ -119,6 +138,12 @@ def pack_experts(layer: MoE) -> None:
     into_panels(experts, lambda each: PanelExpertsMethod(each.out_features))
     if is_plain(layer.router):
         into_panels([layer.router])
+
+
+def absorbs(matrix: Matrix) -> bool:
+    """Whether the matrix that MLA absorbs can be packed by heads; if it is quantised, it is made
+    dense once: products of heads read both its rows and its columns."""
+    return is_plain(matrix) or isinstance(matrix.method, QuantizedMethod)
 
 
 def is_plain(matrix: Matrix) -> bool:

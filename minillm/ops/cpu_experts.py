@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from minillm.ops import cpu
+from minillm.ops.cpu_quantized import MatrixParts, inputs_of
 from minillm.ops.cpu_structures import filled
 
 MOST_EXPERTS = 4096  # as in routing.c, which has numbers for each on the stack
@@ -22,11 +23,11 @@ class ExpertWeights:
 
     router: Tensor | None
     bias: Tensor | None
-    gate_up: Tensor
-    down: Tensor
-    shared_gate_up: Tensor | None = None
+    gate_up: MatrixParts
+    down: MatrixParts
+    shared_gate_up: MatrixParts | None = None
     shared_gate_up_bias: Tensor | None = None
-    shared_down: Tensor | None = None
+    shared_down: MatrixParts | None = None
     shared_down_bias: Tensor | None = None
 
 
@@ -54,20 +55,23 @@ class ExpertShape:
         return self.experts <= MOST_EXPERTS and not any(each % cpu.PANEL_STEP for each in sizes)
 
 
-def panel_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+def panel_experts(
+    x: Tensor, gate_up: MatrixParts, down: MatrixParts, weights: Tensor, ids: Tensor
+) -> Tensor:
     """The weighted sum of each token's chosen experts, `reference.moe_experts` with panels.
 
-    x [N, d], weights and ids [N, k]; panels of gate_up [E x 2 I, d] and of down [E x d, I], each
-    [panels, in / 2, 32, 2] -> [N, d].
+    x [N, d], weights and ids [N, k]; gate_up [E x 2 I, d] and down [E x d, I] in panels, plain or
+    quantised -> [N, d].
     """
-    hidden, size = 2 * gate_up.shape[1], 2 * down.shape[1]
-    experts = down.shape[0] * 32 // hidden
+    hidden, size = inputs_of(gate_up), inputs_of(down)
+    experts = len(down.panels) * 32 // hidden
     shape = ExpertShape(hidden, experts, ids.shape[1], size)
-    due = cpu.panels_shape(2 * experts * size, hidden)
-    if x.shape[1:] != (hidden,) or gate_up.shape != due or x.dtype != gate_up.dtype:
+    plain = {each.panels.dtype for each in (gate_up, down) if each.scales is None}
+    whole = len(gate_up.panels) * 32 == 2 * experts * size
+    if x.shape[1:] != (hidden,) or not whole or plain - {x.dtype}:
         raise ValueError(
             f"x is {list(x.shape)}, {x.dtype}, which does not fit the experts' panels "
-            f"{list(gate_up.shape)} and {list(down.shape)}, {gate_up.dtype}."
+            f"{list(gate_up.panels.shape)} and {list(down.panels.shape)}, {gate_up.panels.dtype}."
         )
     if weights.shape != ids.shape or len(ids) != len(x):
         raise ValueError(

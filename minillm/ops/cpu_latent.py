@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minillm.ops import cpu
+from minillm.ops.cpu_quantized import MatrixParts
 
 
 @dataclass(frozen=True)
@@ -15,11 +16,11 @@ class LatentWeights:
     panels of W_uk, transposed, and W_uv of each head.
     """
 
-    q_a: Tensor | None
+    q_a: MatrixParts | None
     q_a_bias: Tensor | None
     q_a_norm: Tensor | None
-    q: Tensor
-    kv_a: Tensor
+    q: MatrixParts
+    kv_a: MatrixParts
     kv_a_bias: Tensor | None
     kv_a_norm: Tensor
     keys: Tensor

@@ -31,15 +31,25 @@ class MatrixParts:
     panels: Tensor
     scales: Tensor | None = None
     offsets: Tensor | None = None
+    numbers: Tensor | None = None
+    order: Tensor | None = None
     bits: int = 0
     group: int = 0
     scale_kind: int = 0
     offset_kind: int = EXACT
+    unit: float = 1.0
+
+
+def inputs_of(matrix: MatrixParts) -> int:
+    """The number of inputs of a matrix."""
+    if matrix.scales is None:
+        return 2 * matrix.panels.shape[1]
+    return matrix.panels[0].numel() * 8 // (matrix.bits * PANEL)
 
 
 def fits(out_features: int, in_features: int, group: int, bits: int) -> bool:
-    """Whether C supports a matrix with these groups: of 32 inputs for 4 bits, of 4 for 8."""
-    step = 32 if bits == 4 else 4
+    """Whether C supports a matrix with these groups: of 32 inputs for 4 bits, of 16 for 8."""
+    step = 32 if bits == 4 else 16
     return group % step == 0 and in_features % 32 == 0 and 0 < in_features <= MOST_INPUTS
 
 
@@ -67,22 +77,49 @@ def pack_groups(values: Tensor) -> Tensor:
     return values.view(-1, PANEL, values.shape[1]).transpose(1, 2).contiguous()
 
 
+def whole_numbers(table: Tensor) -> tuple[Tensor, float]:
+    """A table float32 [16] as whole numbers of up to 127 times a unit: uint8 [16], with 128 added,
+    and the unit.
+
+    Of the units with which the largest number is 1 to 127, the one with the smallest error. FP4 is
+    exact. NF4 has an error of up to 0.4% of the largest number of a group, where half the distance
+    of its levels is 4% to 15%.
+    """
+    most = table.abs().amax().double()
+    units = most / torch.arange(1, 128, dtype=torch.float64)
+    numbers = (table.double() / units[:, None]).round()
+    errors = (numbers * units[:, None] - table.double()).square().sum(1)
+    best = int((errors <= errors.min() * (1 + 1e-6) + 1e-14 * most**2).nonzero()[0])
+    return (numbers[best] + 128).to(torch.uint8), float(units[best])
+
+
 def packed_matrix(
-    codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, minima: Tensor | None
+    codes: Tensor,
+    bits: int,
+    scales: Tensor,
+    zeros: Tensor | None,
+    minima: Tensor | None,
+    table: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> MatrixParts:
     """Arrange unsigned codes uint8 [out, in] with their scales, and zero points int8 or minima, all
-    [out, groups]. Signed 8-bit codes have 128 added, their zero points have not."""
+    [out, groups]; with the table [16] of 4-bit codes, and the input of each column [in]. Signed
+    8-bit codes have 128 added, their zero points have not."""
     if bits == 4 and zeros is not None and bool((zeros == 8).all()):
         zeros = None  # C knows this one
     given = zeros if minima is None else minima
+    numbers, unit = (None, 1.0) if table is None else whole_numbers(table)
     return MatrixParts(
         panels=pack_codes(codes, bits),
         scales=pack_groups(scales),
         offsets=None if given is None else pack_groups(given),
+        numbers=numbers,
+        order=None if order is None else order.to(torch.int32),
         bits=bits,
         group=codes.shape[1] // scales.shape[1],
         scale_kind=SCALE_KINDS[scales.dtype],
         offset_kind=EXACT if given is None else ZEROS if minima is None else MINIMA,
+        unit=unit,
     )
 
 
@@ -90,7 +127,7 @@ def quantized_linear(x: Tensor, matrix: MatrixParts, bias: Tensor | None, out: i
     """x [N, in], which is rounded to 8 bits per row -> [N, out]"""
     x = x.contiguous()
     count, size = x.shape
-    inputs = matrix.panels[0].numel() * 8 // (matrix.bits * PANEL)
+    inputs = inputs_of(matrix)
     check(size == inputs and -(-out // PANEL) == len(matrix.panels), "x", x, f"[N, {inputs}]")
     if bias is not None:
         check_vector("bias", bias, out, x.dtype)

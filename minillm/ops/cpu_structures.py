@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from ctypes import Structure, addressof, c_float, c_int64, c_void_p
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -19,11 +19,18 @@ def structure_of(kind: type) -> type[Structure]:
 
 
 def filled(values: Any) -> Structure:
-    """The C structure of a dataclass instance. The caller keeps its tensors alive."""
-    given = (getattr(values, each.name) for each in fields(values))
-    numbers = (each.data_ptr() if isinstance(each, Tensor) else each for each in given)
+    """The C structure of a dataclass instance, whose fields may be others. The caller keeps its
+    tensors alive."""
+    given = [getattr(values, each.name) for each in fields(values)]
+    inner = [filled(each) if is_dataclass(each) else None for each in given]
+    numbers = (
+        address(part) if part else each.data_ptr() if isinstance(each, Tensor) else each
+        for each, part in zip(given, inner, strict=True)
+    )
     kind: Any = type(values)
-    return structure_of(kind)(*numbers)
+    found: Any = structure_of(kind)(*numbers)
+    found.inner = inner  # keeps them alive
+    return found
 
 
 def address(structure: Structure | None) -> int | None:

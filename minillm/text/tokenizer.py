@@ -20,8 +20,10 @@ import tokenizers
 
 from minillm.api.sampling_params import shown
 from minillm.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
+from minillm.gguf.container import is_gguf
 from minillm.text.chat_prompt import ControlTokens
 from minillm.text.chat_template import ChatTemplate, Message
+from minillm.text.gguf import gguf_tokenizer
 
 
 def _byte_alphabet() -> Mapping[str, int]:
@@ -101,13 +103,15 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":
-        """Load ``tokenizer.json`` and the files beside it from a local folder.
+        """Load ``tokenizer.json`` and the files beside it, or the tokenizer of a GGUF file.
 
         Raises:
             ModelNotFoundError: there is no such folder, or no ``tokenizer.json`` in it.
             CheckpointError: a file is damaged.
         """
         folder = Path(path)
+        if is_gguf(folder):
+            return cls(*gguf_tokenizer(folder))
         file = folder / "tokenizer.json"
         try:
             is_folder, is_file = folder.is_dir(), file.is_file()

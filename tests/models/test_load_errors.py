@@ -296,8 +296,8 @@ def test_missing_field(folder):
     refused(folder, ConfigError, "hidden_size")
 
 
-@pytest.mark.parametrize("method", ["gptq", "fp8"])
-def test_quantised(folder, method):
+@pytest.mark.parametrize("method", ["hqq", "aqlm"])
+def test_an_unknown_quantisation(folder, method):
     edit_json(folder / "config.json", quantization_config={"quant_method": method})
     refused(folder, UnsupportedFeatureError, method)
 
@@ -313,8 +313,8 @@ def test_file_instead_of_folder(folder):
     refused(folder / "model.safetensors", ModelNotFoundError, "is a file")
 
 
-def test_gguf(tmp_path):
-    refused(tmp_path / "model.gguf", UnsupportedFeatureError, "GGUF")
+def test_missing_gguf_file(tmp_path):
+    refused(tmp_path / "model.gguf", ModelNotFoundError, "model.gguf")
 
 
 def test_misspelt_embedded_name():

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from minillm.models.all_layers import AllLayers
-from minillm.ops import cpu
+from minillm.ops import cpu, cpu_experts
 from minillm.ops.c_library import library
-from minillm.ops.cpu_experts import ExpertShape, panel_experts
+from minillm.ops.cpu_experts import ExpertShape
 from minillm.ops.cpu_latent import head_linear
+from minillm.ops.cpu_quantized import MatrixParts
 from minillm.ops.cpu_structures import filled, structure_of
 from minillm_kernels import reference
 from tests.ops.c_variants import ELEMENTS, built, poisoned, use
@@ -136,6 +137,11 @@ def exact_experts(x, gate_up, down, weights, ids) -> Tensor:
             gate, up = (gate_up[expert] @ x[token]).chunk(2)
             out[token] += weight.double() * (down[expert] @ (gate * gate.sigmoid() * up))
     return out
+
+
+def panel_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Experts whose weights are not quantised."""
+    return cpu_experts.panel_experts(x, MatrixParts(gate_up), MatrixParts(down), weights, ids)
 
 
 CHOICES = {  # of 6 experts

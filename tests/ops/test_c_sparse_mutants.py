@@ -17,10 +17,10 @@ V2, V3, QWEN = "deepseek v2", "deepseek v3", "experts in some layers"
 ODD, PIECES = "latent, low-rank queries, biases", "pieces"
 MUTANTS = {  # file, pattern, mistake, and the decoder that shows it
     "the expert before's gate": (
-        "experts.c", r"w->gate_up \+ e \* 2", "w->gate_up + (e ? e - 1 : 0) * 2", QWEN
+        "experts.c", r"w->gate_up, e \* 2", "w->gate_up, (e ? e - 1 : 0) * 2", QWEN
     ),
     "the neighbour's down": (
-        "experts.c", r"w->down \+ e \* hidden", "w->down + (e ^ 1) * hidden", QWEN
+        "experts.c", r"w->down, e \* hidden", "w->down, (e ^ 1) * hidden", QWEN
     ),
     "the weight of another choice": (
         "experts.c", r"b->weights\[i\];", "b->weights[token * chosen];", QWEN
@@ -67,7 +67,7 @@ MUTANTS = {  # file, pattern, mistake, and the decoder that shows it
     ),
     "the first head's queries": ("latent.c", r"p\.x \+= h \* heads->x_step;", "", "latent"),
     "queries without their norm": (
-        "latent.c", r"panel_product\(normed, w->q,", "panel_product(b->q_low, w->q,", ODD
+        "latent.c", r"product_of\(normed, w->q,", "product_of(b->q_low, w->q,", ODD
     ),
     "the output's bias": ("latent.c", r"l->o_bias", "0", ODD),
     "the bias of latents": ("latent.c", r"w->kv_a_bias", "0", ODD),

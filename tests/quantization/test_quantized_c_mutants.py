@@ -3,6 +3,7 @@
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,30 +13,49 @@ from tests.quantization import test_quantized_products as products
 
 AVX2 = ("-march=x86-64-v3", "-mprefer-vector-width=256")
 SOURCES = ("quantized.c", "linear.c", "threads.c")
+MISTAKEN = ("quantized.c", "integers.h")
 MUTANTS = {  # pattern, mistake, case of test_quantized_products, flags
-    "halves of a byte swapped": (r"\(u\[s\] >> 4\) & low", "u[s] & low", "int4, zero points", ()),
-    "inputs of the high half": (r"four\(at \+ 16\)", "four(at + 4)", "int4, groups of 32", ()),
+    "halves of a byte swapped": (
+        r"v\[c\] = high_halves\(both\)", "v[c] = low_halves(both)", "int4, zero points", ()
+    ),
+    "inputs of the high half": (
+        r"second = four\(q \+ r \* in \+ i \+ 16\)",
+        "second = four(q + r * in + i + 4)",
+        "int4, groups of 32",
+        (),
+    ),
+    "inputs of the high half of a table": (r"i \+ 16 \* half", "i + 4 * half", "NF4", ()),
+    "one half of a table's codes": (r"half \? high_halves\(both\) :", "", "NF4", ()),
+    "the unit of a table is left out": (r" \* w->unit", "", "NF4", ()),
+    "the order of inputs is left out": (r"load\(x\[order\[i\]\]\)", "load(x[i])", "act order", ()),
+    "minima with a zero point's sign": (
+        r"offset = scales_at", "offset = -scales_at", "int4, minima", ()
+    ),
     "zero point 7": (r"EXACT \? 8 : 0", "EXACT ? 7 : 0", "int4, groups of 32", ()),
-    "codes are signed": (r"SIGNED \? 0 : 128", "0", "int8, groups of 32", ()),
+    "codes are signed": (r"SIGNED \? 0 : 128", "SIGNED ? 128 : 0", "int8, groups of 32", ()),
     "scale of the first group": (
         r"groups \+ g\) \* PANEL", "groups) * PANEL", "int4, zero points", ()
     ),
     "sum of the first group": (
-        r"\(float\)p->sums\[\(row \+ r\) \* groups \+ g\]",
-        "(float)p->sums[(row + r) * groups]",
-        "int4, zero points",
-        (),
+        r"at->row \* groups \+ g;", "at->row * groups;", "int4, zero points", ()
     ),
-    "zero point without scale": (r"offset \*= scale;", ";", "int4, zero points", ()),
-    "factor of the first row": (r"p->t\[row \+ r\]", "p->t[row]", "int8, a scale per row", ()),
+    "zero point without scale": (
+        r"-s \* zeros_at", "-zeros_at", "int4, zero points", ()
+    ),
+    "factor of the first row": (
+        r"p->x\.t\[row \+ r\]", "p->x.t[row]", "int8, a scale per row", ()
+    ),
     "the second part is left out": (
         r"part < group;", "part < 1;", "int4, a zero point per row", ()
     ),
     "offset for each part": (
-        r"if \(first && w->offset", "if (w->offset", "int4, a zero point per row", ()
+        r"if \(at->is_first && w->offset", "if (w->offset", "int4, a zero point per row", ()
     ),
     "sign of the code is lost": (
-        r"_mm256_sign_epi8\(x, code\)", "x", "int8, groups of 32", AVX2
+        r"_mm256_sign_epi8\(\(__m256i\)q, \(__m256i\)code\)",
+        "(__m256i)q",
+        "int8, groups of 32",
+        AVX2,
     ),
 }  # fmt: skip
 
@@ -44,10 +64,8 @@ MUTANTS = {  # pattern, mistake, case of test_quantized_products, flags
 def test_a_mistake_is_found(name, tmp_path, monkeypatch):
     pattern, mistake, case, flags = MUTANTS[name]
     shutil.copytree(c_library.SOURCES, tmp_path / "c")
-    file = tmp_path / "c" / "quantized.c"
-    text, count = re.subn(pattern, mistake, file.read_text())
-    assert count == 1, f"{pattern} is there {count} times"
-    file.write_text(text)
+    counts = [put(mistake, pattern, tmp_path / "c" / name) for name in MISTAKEN]
+    assert sum(counts) == 1, f"{pattern} is there {sum(counts)} times"
     command = [str(c_library.find_compiler()), *c_library.FLAGS, *c_library.for_this_cpu(), "-O1"]
     sources = [tmp_path / "c" / each for each in SOURCES]
     c_library.build([*command, *flags, "-DELEMENT_BF16"], sources, tmp_path / "mutant.so")
@@ -55,6 +73,13 @@ def test_a_mistake_is_found(name, tmp_path, monkeypatch):
     with_mistake(monkeypatch, c_library.load(tmp_path / "mutant.so"))
     with pytest.raises(AssertionError):
         products.test_products_equal_float64(case, 9)
+
+
+def put(mistake: str, pattern: str, file: Path) -> int:
+    """Replace a pattern in a file; returns how often it was there."""
+    text, count = re.subn(pattern, mistake, file.read_text())
+    file.write_text(text)
+    return count
 
 
 def with_mistake(monkeypatch: pytest.MonkeyPatch, built: c_library.Library) -> None:

@@ -1,11 +1,15 @@
 """Products with quantised weights in C, beside float64 with the same rounded activations."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from minillm.ops import cpu
-from minillm.ops.cpu_quantized import fits, packed_matrix, quantized_linear
-from minillm.quantization.integers import split_bytes
+from minillm.ops.cpu_quantized import quantized_linear, whole_numbers
+from minillm.quantization.integers import joined
+from minillm.quantization.panels import arranged
+from minillm.quantization.quantized import Quantized
 from minillm.quantization.rounding import round_asymmetric, round_symmetric
 
 pytestmark = pytest.mark.skipif(
@@ -22,16 +26,41 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return (x * inverse).round().double() * step.double()
 
 
-def packed(quantised):
-    """A `Quantized` as C reads it."""
-    if quantised.bits == 4:
-        codes = split_bytes(quantised.codes)
-    else:
-        codes = (quantised.codes.to(torch.int16) + 128).to(torch.uint8)
-    parts = quantised.scales, quantised.zeros, quantised.minima
-    return packed_matrix(codes, quantised.bits, *parts)
+def with_minima(weight: torch.Tensor, scales: torch.dtype) -> Quantized:
+    """Unsigned 4-bit codes times a scale, plus the minimum, as GGUF's Q4_1 and Q4_K."""
+    found = round_asymmetric(weight, 4, 32, scales)
+    minima = (-found.zeros.float() * found.scales.float()).to(scales)
+    return replace(found, zeros=None, minima=minima)
 
 
+def in_table(weight: torch.Tensor, table: torch.Tensor, group: int = 64) -> Quantized:
+    """The nearest entries of a table, times the largest absolute value of a group."""
+    grouped = weight.unflatten(1, (-1, group))
+    scales = grouped.abs().amax(-1) / table.abs().max()
+    entries = grouped / scales[..., None]
+    codes = (entries[..., None] - table).abs().argmin(-1).flatten(1)
+    return Quantized(joined(codes), scales, table=table)
+
+
+def in_order(weight: torch.Tensor) -> Quantized:
+    """Columns in another order, as GPTQ's act order leaves them."""
+    order = torch.randperm(weight.shape[1])
+    return replace(round_asymmetric(weight[:, order], 4, 32), order=order)
+
+
+def with_whole_numbers(quantised: Quantized) -> Quantized:
+    """The table as C has it, rounded to multiples of a unit."""
+    if quantised.table is None:
+        return quantised
+    numbers, unit = whole_numbers(quantised.table)
+    return replace(quantised, table=(numbers.float() - 128) * unit)
+
+
+NF4 = torch.tensor([
+    -1.0, -0.6961928, -0.5250730, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0,
+    0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0,
+])  # fmt: skip  # QLoRA (Dettmers et al., 2023), appendix E
+E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 CASES = {
     "int8, a scale per row": lambda w: round_symmetric(w),
     "int8, groups of 32": lambda w: round_symmetric(w, 8, 32, torch.float16),
@@ -39,6 +68,13 @@ CASES = {
     "int4, groups of 32": lambda w: round_symmetric(w, 4, 32, torch.float16),
     "int4, zero points": lambda w: round_asymmetric(w, 4, 64, BF16),
     "int4, a zero point per row": lambda w: round_asymmetric(w, 4, -1, torch.float32),
+    "int8, groups of 16": lambda w: round_symmetric(w, 8, 16, torch.float16),
+    "int4, groups of 16": lambda w: round_asymmetric(w, 4, 16, torch.float16),
+    "int4, minima": lambda w: with_minima(w, torch.float32),
+    "int4, minima in float16": lambda w: with_minima(w, torch.float16),
+    "NF4": lambda w: in_table(w, NF4),
+    "FP4": lambda w: in_table(w, E2M1, 32),
+    "act order": in_order,
 }
 
 
@@ -48,22 +84,50 @@ def test_products_equal_float64(name, rows):
     torch.manual_seed(rows)
     x, bias = torch.randn(rows, 1600).to(BF16), torch.randn(75).to(BF16)
     quantised = CASES[name](torch.randn(75, 1600) + 0.3)
-    assert fits(*quantised.shape, quantised.group_size, quantised.bits)
-    found = quantized_linear(x, packed(quantised), bias, 75).double()
-    due = rounded(x) @ quantised.dense().double().T + bias.double()
-    assert (found - due).abs().max() <= 2**-8 * due.abs().max()
+    found = quantized_linear(x, arranged(quantised), bias, 75).double()
+    due = rounded(x) @ with_whole_numbers(quantised).dense().double().T + bias.double()
+    assert (found - due).abs().max() <= 2**-8 * due.abs().max()  # of rounding y to bf16
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_error_is_that_of_rounding_x(name):
+    """Beside the product with x itself: |x - t q| is at most t / 2 for each input."""
+    torch.manual_seed(1)
+    x, quantised = torch.randn(5, 1600).to(BF16), CASES[name](torch.randn(75, 1600) + 0.3)
+    found, weight = quantized_linear(x, arranged(quantised), None, 75).double(), quantised.dense()
+    due = x.double() @ weight.double().T
+    step = x.float().abs().amax(1).double() / 127
+    bound = step[:, None] / 2 * weight.double().abs().sum(1) + 2**-8 * due.abs()
+    table = weight.double() - with_whole_numbers(quantised).dense().double()
+    bound += x.double().abs() @ table.abs().T
+    assert ((found - due).abs() <= bound * 1.001).all()
+
+
+def test_tables_in_whole_numbers():
+    numbers, unit = whole_numbers(E2M1)
+    assert torch.equal((numbers.float() - 128) * unit, E2M1)
+    numbers, unit = whole_numbers(NF4)
+    assert ((numbers.float() - 128) * unit - NF4).abs().max() <= 0.5 / 120
+
+
+def test_numbers_that_are_not_finite_stay_so_in_their_row():
+    weight, x = arranged(round_symmetric(torch.randn(32, 64))), torch.randn(3, 64).to(BF16)
+    x[0, 5], x[2, 63] = float("nan"), float("inf")
+    found = quantized_linear(x, weight, None, 32)
+    assert found[[0, 2]].isnan().all()
+    assert found[1].isfinite().all()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_output_depends_on_its_row_only(name):
     torch.manual_seed(0)
-    x, weight = torch.randn(33, 320).to(BF16), packed(CASES[name](torch.randn(64, 320)))
+    x, weight = torch.randn(33, 320).to(BF16), arranged(CASES[name](torch.randn(64, 320)))
     whole = quantized_linear(x, weight, None, 64)
     for start, stop in ((0, 1), (3, 5), (7, 20), (32, 33)):
         assert torch.equal(quantized_linear(x[start:stop], weight, None, 64), whole[start:stop])
 
 
 def test_a_row_of_zeros_gives_the_bias():
-    weight = packed(round_asymmetric(torch.randn(32, 64), 4, 32))
+    weight = arranged(round_asymmetric(torch.randn(32, 64), 4, 32))
     bias = torch.randn(32).to(BF16)
     assert torch.equal(quantized_linear(torch.zeros(2, 64, dtype=BF16), weight, bias, 32)[1], bias)

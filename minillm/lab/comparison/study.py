@@ -18,6 +18,7 @@ from typing import Any
 from minillm.cli.terminal import Terminal
 from minillm.lab.comparison.candidates import parse
 from minillm.lab.comparison.outliers import plant_outliers
+from minillm.lab.comparison.plot import draw
 from minillm.lab.comparison.run import Work, compare
 
 MODEL, GROUPS, SEEDS = "tiny", (128, 64, 32), (0, 1, 2)
@@ -60,13 +61,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="output file")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads (1)")
     parser.add_argument("--part", metavar="NAME", choices=NAMES, help="run one part only")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw all parts")
     args = parser.parse_args(arguments)
     for name, work in parts(args.threads):
         if args.part in (None, name):
             started = time.process_time()
             found = compare(work, teller(Terminal()))
             add_part(args.json, name, found | {"cpu_seconds": time.process_time() - started})
+    if args.plot is not None:
+        draw_study(json.loads(args.json.read_text("utf-8")), args.plot)
     return 0
+
+
+def draw_study(study: dict[str, Any], name: Path) -> None:
+    """Draw the parts with the same model in one figure."""
+    base = study["plain"]["results"][0]
+    rows = [row for part in NAMES if part != "planted" for row in study[part]["results"][1:]]
+    draw({"model": MODEL, "results": [base, *rows]}, name)
 
 
 def add_part(file: Path, name: str, found: dict[str, Any]) -> None:

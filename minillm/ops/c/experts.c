@@ -18,7 +18,7 @@
 
 /* The products of all experts that have rows. */
 typedef struct {
-    piece_of_product *products;
+    piece_of_matrix *products;
     int64_t *starts; /* [count + 1] number of the first panel of each, counted over all */
     int64_t count;
 } batch;
@@ -31,6 +31,7 @@ typedef struct {
     batch up, down;
     element *rows, *units, *outputs;      /* [n x chosen, hidden or size] */
     element *shared_units, *shared_output; /* [n, shared_size], [n, hidden] */
+    char *rounded, *shared_rounded;        /* for quantised weights: `rows` or `units`, rounded */
 } buffers;
 
 /* A job on tokens: copying x to the rows, or adding up the outputs. */
@@ -48,6 +49,8 @@ static void *take(uintptr_t *memory, int64_t bytes) {
     return (void *)taken;
 }
 
+static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
 /* Lay out the memory for `n` tokens; returns its end. */
 static uintptr_t lay_out(const expert_shape *s, int64_t n, uintptr_t memory, buffers *b) {
     int64_t pairs = n * s->chosen, wide = s->hidden * (int64_t)sizeof(element);
@@ -58,7 +61,7 @@ static uintptr_t lay_out(const expert_shape *s, int64_t n, uintptr_t memory, buf
     b->starts = take(&memory, (s->experts + 1) * 8);
     for (int64_t i = 0; i < 2; i++) {
         batch *each = i ? &b->down : &b->up;
-        each->products = take(&memory, (s->experts + 1) * (int64_t)sizeof(piece_of_product));
+        each->products = take(&memory, (s->experts + 1) * (int64_t)sizeof(piece_of_matrix));
         each->starts = take(&memory, (s->experts + 2) * 8);
     }
     b->rows = take(&memory, pairs * wide);
@@ -66,6 +69,8 @@ static uintptr_t lay_out(const expert_shape *s, int64_t n, uintptr_t memory, buf
     b->units = take(&memory, pairs * s->size * (int64_t)sizeof(element));
     b->shared_units = take(&memory, n * s->shared_size * (int64_t)sizeof(element));
     b->shared_output = take(&memory, s->shared_size ? n * wide : 0);
+    b->rounded = take(&memory, rounded_bytes(pairs, larger_of(s->hidden, s->size)));
+    b->shared_rounded = take(&memory, rounded_bytes(n, larger_of(s->hidden, s->shared_size)));
     return memory;
 }
 
@@ -84,21 +89,54 @@ static void group_by_expert(const expert_shape *s, const buffers *b, int64_t n) 
     for (int64_t i = 0; i < n * s->chosen; i++) b->places[i] = next[b->ids[i]]++;
 }
 
-static void add_product(batch *all, piece_of_product product) {
-    int64_t panels = (product.out + PANEL - 1) / PANEL;
+/* Rows of x from `first` on. */
+static rounded_rows rows_from(rounded_rows x, int64_t first, int64_t in, int64_t group) {
+    return (rounded_rows){x.q + first * in, x.t + first, x.sums + first * (in / group)};
+}
+
+/* Add a product of the rows of x and y from `first` on; x has `rows` rows, whose rounded copies lie
+ * in `memory`. */
+static void add_product(batch *all, piece_of_product plain, matrix w, int64_t first, char *memory,
+                        int64_t rows) {
+    int64_t panels = (plain.out + PANEL - 1) / PANEL;
+    piece_of_matrix product = {plain, w, {0}};
+    product.plain.x += first * plain.in;
+    product.plain.y += first * plain.out;
+    if (w.scales)
+        product.rounded =
+            rows_from(rounded_at(memory, rows, plain.in, w.group), first, plain.in, w.group);
     all->products[all->count] = product;
     all->starts[all->count + 1] = all->starts[all->count] + panels;
     all->count++;
 }
 
-/* Add the products of one expert with `n` rows. */
-static void add_expert(buffers *b, const element *x, const element *gate_up,
-                       const element *gate_up_bias, const element *down, const element *down_bias,
-                       element *units, element *out, int64_t n, int64_t hidden, int64_t size) {
-    add_product(&b->up, (piece_of_product){x, gate_up, gate_up_bias, units, n, hidden, size, 1,
-                                           hidden, size});
-    add_product(&b->down, (piece_of_product){units, down, down_bias, out, n, size, hidden, 0, size,
-                                             hidden});
+/* Add the products of expert `e` with its rows. */
+static void add_expert(buffers *b, const expert_weights *w, const expert_shape *s, int64_t e,
+                       int64_t pairs) {
+    int64_t hidden = s->hidden, size = s->size, first = b->starts[e], n = b->starts[e + 1] - first;
+    piece_of_product up = {b->rows, 0, 0, b->units, n, hidden, size, 1, hidden, size};
+    piece_of_product down = {b->units, 0, 0, b->outputs, n, size, hidden, 0, size, hidden};
+    if (!n) return;
+    add_product(&b->up, up, outputs_from(w->gate_up, e * 2 * size, hidden), first, b->rounded,
+                pairs);
+    add_product(&b->down, down, outputs_from(w->down, e * hidden, size), first, b->rounded, pairs);
+}
+
+/* Add the products of the shared experts with all `n` tokens. */
+static void add_shared(buffers *b, const expert_weights *w, const expert_shape *s, const element *x,
+                       int64_t n) {
+    int64_t hidden = s->hidden, size = s->shared_size;
+    piece_of_product up = {x, 0, w->shared_gate_up_bias, b->shared_units, n, hidden, size, 1,
+                           hidden, size};
+    piece_of_product down = {b->shared_units, 0, w->shared_down_bias, b->shared_output, n, size,
+                             hidden, 0, size, hidden};
+    add_product(&b->up, up, *w->shared_gate_up, 0, b->shared_rounded, n);
+    add_product(&b->down, down, *w->shared_down, 0, b->shared_rounded, n);
+}
+
+/* Round the inputs of quantised weights, once for all experts of a row's kind. */
+static void round_inputs(const matrix *w, const element *x, int64_t n, int64_t in, char *memory) {
+    if (w && w->scales) round_for(w, x, n, in, rounded_at(memory, n, in, w->group));
 }
 
 /* Panels `begin` to `end` - 1 of all products. */
@@ -114,7 +152,7 @@ static void multiply_panels(void *context, int64_t begin, int64_t end, int64_t t
     for (; begin < end; low++) {
         int64_t first = all->starts[low], stop = all->starts[low + 1];
         stop = stop < end ? stop : end;
-        panel_piece(&all->products[low], begin - first, stop - first);
+        matrix_piece(&all->products[low], begin - first, stop - first);
         begin = stop;
     }
 }
@@ -122,7 +160,7 @@ static void multiply_panels(void *context, int64_t begin, int64_t end, int64_t t
 /* All products as one job. Pieces are pairs of panels, which tiles multiply together. */
 static void multiply(batch *all) {
     int64_t nanoseconds = 0, count = all->starts[all->count];
-    for (int64_t i = 0; i < all->count; i++) nanoseconds += product_time(&all->products[i]);
+    for (int64_t i = 0; i < all->count; i++) nanoseconds += matrix_time(&all->products[i]);
     int64_t threads = threads_for(nanoseconds), piece = piece_for(count, threads, nanoseconds);
     run_job(count, (piece + 1) / 2 * 2, threads, multiply_panels, all);
 }
@@ -165,23 +203,18 @@ static void add_outputs(void *context, int64_t begin, int64_t end, int64_t threa
 /* Products of the chosen experts of up to MOST_TOKENS tokens, for the ids and weights in `b`. */
 static void run_experts(const expert_weights *w, const expert_shape *s, const element *x,
                         element *out, int64_t n, buffers *b) {
-    int64_t hidden = s->hidden, size = s->size, moved = n * s->chosen * hidden;
+    int64_t hidden = s->hidden, pairs = n * s->chosen, moved = pairs * hidden;
     job j = {s, b, x, out, w->shared_down != 0};
     b->up.count = b->down.count = b->up.starts[0] = b->down.starts[0] = 0;
     group_by_expert(s, b, n);
-    for (int64_t e = 0; e < s->experts; e++) {
-        int64_t first = b->starts[e], count = b->starts[e + 1] - first;
-        if (count)
-            add_expert(b, b->rows + first * hidden, w->gate_up + e * 2 * size * hidden, 0,
-                       w->down + e * hidden * size, 0, b->units + first * size,
-                       b->outputs + first * hidden, count, hidden, size);
-    }
-    if (j.shared)
-        add_expert(b, x, w->shared_gate_up, w->shared_gate_up_bias, w->shared_down,
-                   w->shared_down_bias, b->shared_units, b->shared_output, n, hidden,
-                   s->shared_size);
+    for (int64_t e = 0; e < s->experts; e++) add_expert(b, w, s, e, pairs);
+    if (j.shared) add_shared(b, w, s, x, n);
     divide_job(n, moved / 16, copy_rows, &j);
+    round_inputs(w->gate_up, b->rows, pairs, hidden, b->rounded);
+    round_inputs(w->shared_gate_up, x, n, hidden, b->shared_rounded);
     multiply(&b->up);
+    round_inputs(w->down, b->units, pairs, s->size, b->rounded);
+    round_inputs(w->shared_down, b->shared_units, n, s->shared_size, b->shared_rounded);
     multiply(&b->down);
     divide_job(n, moved / 8, add_outputs, &j);
 }

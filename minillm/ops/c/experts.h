@@ -1,15 +1,17 @@
 /* Mixture-of-experts layers: weights and shape. Python fills both in, with the same order of fields
  * (`minillm/ops/cpu_experts.py`). */
 #pragma once
-#include "panels.h"
+#include "matrix.h"
 
 typedef struct {
     const element *router;                           /* panels [experts, hidden] */
     const float *bias;                               /* [experts], of the choice only; NULL */
-    const element *gate_up;                          /* panels [experts, 2 size, hidden] */
-    const element *down;                             /* panels [experts, hidden, size] */
-    const element *shared_gate_up, *shared_gate_up_bias; /* shared experts as one MLP; NULL */
-    const element *shared_down, *shared_down_bias;
+    const matrix *gate_up;                           /* [experts x 2 size, hidden] */
+    const matrix *down;                              /* [experts x hidden, size] */
+    const matrix *shared_gate_up;                    /* shared experts as one MLP; NULL */
+    const element *shared_gate_up_bias;              /* NULL */
+    const matrix *shared_down;
+    const element *shared_down_bias;
 } expert_weights;
 
 typedef struct {

@@ -66,18 +66,15 @@ static void each_head(head_products *heads, int64_t count) {
     divide_job(count, count * product_time(&heads->first), multiply_heads, heads);
 }
 
-/* x -> queries of all heads [n, heads, nope + rope]. */
-static void project_queries(const latent_weights *w, const latent_shape *s, const element *x,
-                            int64_t n, int64_t hidden, const buffers *b) {
+/* x -> queries of all heads [n, heads, nope + rope]. Returns 1 if memory is exhausted. */
+static int64_t project_queries(const latent_weights *w, const latent_shape *s, const element *x,
+                               int64_t n, int64_t hidden, const buffers *b) {
     int64_t out = s->heads * (s->nope + s->rope);
-    if (!w->q_a) {
-        panel_product(x, w->q, 0, b->q, n, hidden, out, 0);
-        return;
-    }
+    if (!w->q_a) return product_of(x, w->q, 0, b->q, n, hidden, out, 0);
     element *normed = b->q_low + n * s->q_rank;
-    panel_product(x, w->q_a, w->q_a_bias, b->q_low, n, hidden, s->q_rank, 0);
+    if (product_of(x, w->q_a, w->q_a_bias, b->q_low, n, hidden, s->q_rank, 0)) return 1;
     rms_norm(b->q_low, s->q_rank, w->q_a_norm, normed, n, s->q_rank, s->eps);
-    panel_product(normed, w->q, 0, b->q, n, s->q_rank, out, 0);
+    return product_of(normed, w->q, 0, b->q, n, s->q_rank, out, 0);
 }
 
 /* The part of each query that is multiplied by latents: W_uk^T q. */
@@ -103,8 +100,8 @@ int64_t latent_half(const layer *l, const shape *s, const step *now) {
     int64_t n = now->n, hidden = s->hidden, row = m->rank + m->rope;
     buffers b;
     lay_out(m, n, (uintptr_t)now->memory, &b);
-    project_queries(w, m, now->normed, n, hidden, &b);
-    panel_product(now->normed, w->kv_a, w->kv_a_bias, b.kv, n, hidden, row, 0);
+    if (project_queries(w, m, now->normed, n, hidden, &b)) return 1;
+    if (product_of(now->normed, w->kv_a, w->kv_a_bias, b.kv, n, hidden, row, 0)) return 1;
     if (latent_write(m, b.q, b.kv, w->kv_a_norm, now->cos, now->sin, s->interleaved, l->k_cache,
                      s->cache_strides[0], s->cache_strides[2], s->block_size, now->slots,
                      now->num_slots, s->num_blocks * s->block_size, b.query, n))

@@ -1,12 +1,14 @@
 /* Multi-head latent attention (MLA): weights and shape. Python fills both in, with the same order
  * of fields (`minillm/ops/cpu_latent.py`). */
 #pragma once
-#include "panels.h"
+#include "matrix.h"
 
 typedef struct {
-    const element *q_a, *q_a_bias, *q_a_norm; /* low-rank queries; NULL */
-    const element *q;                         /* panels [heads x (nope + rope), hidden or q_rank] */
-    const element *kv_a, *kv_a_bias;          /* panels [rank + rope, hidden]; bias: NULL */
+    const matrix *q_a;                        /* low-rank queries; NULL */
+    const element *q_a_bias, *q_a_norm;       /* NULL */
+    const matrix *q;                          /* [heads x (nope + rope), hidden or q_rank] */
+    const matrix *kv_a;                       /* [rank + rope, hidden] */
+    const element *kv_a_bias;                 /* NULL */
     const element *kv_a_norm;
     const element *keys;                      /* W_uk transposed: panels [heads, rank, nope] */
     const element *values;                    /* W_uv: panels [heads, v, rank] */

@@ -7,8 +7,9 @@
  *
  *   sum of w x  ~  t s (sum of u q  -  z sum of q)       zero point z, an exact integer
  *   sum of w x  ~  t (s sum of u q  +  m sum of q)       minimum m (GGUF's _1 and K formats)
+ *   sum of w x  ~  t s unit (sum of table[u] q)          a table of 16 whole numbers (NF4, FP4)
  *
- * Signed 8-bit codes are stored as u = code + 128, with 128 added to z.
+ * Signed 8-bit codes and numbers of a table are stored as u = code + 128, with 128 added to z.
  *
  *   8 bits  panels [out / 32, in / 4, 32, 4]
  *   4 bits  panels [out / 32, in / 32, 4, 32, 4]: byte (j, o, e) of a block has input 4 j + e in its
@@ -18,221 +19,213 @@
  * and W, not on the number of rows or threads.
  */
 #include <stdlib.h>
+#include "integers.h"
 #include "matrix.h"
 #include "threads.h"
-#include "vectors.h"
 
-#define LONGEST 1024 /* inputs of a group that are added before they become float */
-#define FEW 16       /* up to so many rows, a task is one or more panels */
-#define ROWS 32      /* rows of x that are processed together; a multiple of BLOCK_ROWS */
-#define AHEAD 4096   /* prefetch distance in bytes */
+#define LONGEST 512 /* inputs of a group that are added before they become float: 16 KiB of codes */
+#define FEW 16      /* up to so many rows, a task is one or more panels */
+#define ROWS 32     /* rows of x that are processed together; a multiple of BLOCK_ROWS */
+#define AHEAD 4096  /* prefetch distance in bytes */
+#define LEAST_GROUP 16 /* inputs of a group, as in cpu_quantized.py */
 #if defined(WIDE)
 #define BLOCK_ROWS 8
-#define STEPS 2 /* vectors of outputs at a time */
 #else
 #define BLOCK_ROWS 4
-#define STEPS 2
 #endif
+#define EACH (PANEL / LANES) /* vectors of outputs of a panel */
 
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+enum { BYTES, HALVES, TABLE }; /* codes of 8 bits, of 4 bits, and of 4 bits with a table */
 
-/* sum + u q, four products per lane: u unsigned, q signed. Without an instruction that cannot
- * overflow, 8-bit codes are multiplied as |code| times q with the code's sign, at most 128 x 127: a
- * sum of two fits in 16 bits. */
-#if defined(WIDE) && defined(__AVX512VNNI__)
-#define SIGNED 0 /* codes are multiplied as they are stored, */
-static inline ints dot4(ints sum, ints u, ints q) {
-    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)q);
-}
-static inline ints dot_half(ints sum, ints u, ints q) { return dot4(sum, u, q); }
-#elif defined(WIDE)
-#define SIGNED 1 /* or minus 128 */
-static inline ints add_pairs(ints sum, __m512i pairs) {
-    return (ints)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
-}
-static inline ints dot_half(ints sum, ints u, ints q) { /* u below 16 */
-    return add_pairs(sum, _mm512_maddubs_epi16((__m512i)u, (__m512i)q));
-}
-static inline ints dot4(ints sum, ints u, ints q) {
-    __m512i code = _mm512_xor_si512((__m512i)u, _mm512_set1_epi8(-128)), x = (__m512i)q;
-    __m512i turned = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(code), _mm512_setzero_si512(), x);
-    return add_pairs(sum, _mm512_maddubs_epi16(_mm512_abs_epi8(code), turned));
-}
-#elif defined(__AVX2__)
-#include <immintrin.h>
-#define SIGNED 1
-static inline ints add_pairs(ints sum, __m256i pairs) {
-    return (ints)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
-static inline ints dot_half(ints sum, ints u, ints q) {
-    return add_pairs(sum, _mm256_maddubs_epi16((__m256i)u, (__m256i)q));
-}
-static inline ints dot4(ints sum, ints u, ints q) {
-    __m256i code = _mm256_xor_si256((__m256i)u, _mm256_set1_epi8(-128)), x = (__m256i)q;
-    return add_pairs(sum, _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(x, code)));
-}
-#else
-#define SIGNED 0
-static inline ints dot4(ints sum, ints u, ints q) {
-    for (int e = 0; e < 4; e++) sum += (u >> (8 * e) & 255) * (q << (24 - 8 * e) >> 24);
-    return sum;
-}
-static inline ints dot_half(ints sum, ints u, ints q) { return dot4(sum, u, q); }
-#endif
-
-static inline ints load_ints(const void *p) {
-    ints v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-/* Four adjacent q in all lanes. */
-static inline ints four(const int8_t *q) {
-    int32_t together;
-    memcpy(&together, q, 4);
-    return (ints){0} + together;
-}
-
-#if !defined(WIDE) && !(defined(__AVX2__) && defined(__F16C__))
-/* float16 -> float32. */
-static inline float half_to_float(uint16_t h) {
-    uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
-    float f;
-    memcpy(&f, &magnitude, 4);
-    f *= 5.192296858534828e33f; /* 2^112, exact also for subnormal halves */
-    memcpy(&magnitude, &f, 4);
-    if ((h & 0x7c00) == 0x7c00) magnitude = 0x7f800000 | (uint32_t)(h & 0x3ff) << 13;
-    magnitude |= sign;
-    memcpy(&f, &magnitude, 4);
-    return f;
-}
-#endif
-
-/* LANES scales at index `at`. */
-static inline vec scales_at(const void *scales, int64_t kind, int64_t at) {
-    if (kind == 0) return load_vec((const float *)scales + at);
-    const uint16_t *from = (const uint16_t *)scales + at;
-#if defined(WIDE)
-    __m256i sixteen = _mm256_loadu_si256((const __m256i *)from);
-    if (kind == 2) return (vec)_mm512_cvtph_ps(sixteen);
-    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(sixteen), 16);
-#elif defined(__AVX2__) && defined(__F16C__)
-    __m128i eight = _mm_loadu_si128((const __m128i *)from);
-    if (kind == 2) return (vec)_mm256_cvtph_ps(eight);
-    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(eight), 16);
-#else
-    vec found;
-    for (int i = 0; i < LANES; i++) {
-        uint32_t bits = (uint32_t)from[i] << 16;
-        float f;
-        memcpy(&f, &bits, 4);
-        found[i] = kind == 2 ? half_to_float(from[i]) : f;
-    }
-    return found;
-#endif
-}
-
-/* A product of rows of x, rounded: q [n, in] with factors t [n] and sums of q [n, in / group]. */
+/* A product of rounded rows of x. */
 typedef struct {
     const matrix *w;
-    const element *x, *bias;
+    const element *bias;
     element *y;
-    int8_t *q;
-    float *t;
-    int32_t *sums;
+    rounded_rows x;
     int64_t n, in, out, gated, chunk;
 } product;
 
-/* Round rows `begin` to `end` - 1 of x. */
-static void round_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
-    const product *p = context;
-    int64_t in = p->in, group = p->w->group, groups = in / group;
-    for (int64_t r = begin; r < end; r++) {
-        const element *x = p->x + r * in;
-        int8_t *q = p->q + r * in;
-        float most = 0;
-#pragma omp simd reduction(max : most)
-        for (int64_t i = 0; i < in; i++) {
-            float f = fabsf(load(x[i]));
-            most = f > most ? f : most;
-        }
-        float inverse = most > 0 ? 127.f / most : 0;
-        p->t[r] = most / 127.f;
+/* Rows of x to be rounded. */
+typedef struct {
+    const element *x;
+    const int32_t *order;
+    rounded_rows to;
+    int64_t in, group;
+} rounding;
+
+/* One row: x ~ t q. Returns t, which is NaN if a number is infinite or NaN. */
+static inline __attribute__((always_inline)) float round_row(const element *x, const int ordered,
+                                                             const int32_t *order, int64_t in,
+                                                             int8_t *q) {
+    float most = 0, poison = 0;
+#pragma omp simd reduction(max : most) reduction(+ : poison)
+    for (int64_t i = 0; i < in; i++) {
+        float f = fabsf(load(x[i]));
+        most = f > most ? f : most;
+        poison += f * 0.f;
+    }
+    if (poison != 0 || most == 0) {
+        memset(q, 0, (size_t)in);
+        return poison;
+    }
+    float inverse = 127.f / most;
+    if (ordered)
+        for (int64_t i = 0; i < in; i++) q[i] = (int8_t)__builtin_rintf(load(x[order[i]]) * inverse);
+    else
         INDEPENDENT
         for (int64_t i = 0; i < in; i++) q[i] = (int8_t)__builtin_rintf(load(x[i]) * inverse);
+    return most / 127.f;
+}
+
+/* Round rows `begin` to `end` - 1 of x. */
+static void round_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
+    const rounding *c = context;
+    int64_t in = c->in, group = c->group, groups = in / group;
+    for (int64_t r = begin; r < end; r++) {
+        const element *x = c->x + r * in;
+        int8_t *q = c->to.q + r * in;
+        c->to.t[r] = c->order ? round_row(x, 1, c->order, in, q) : round_row(x, 0, 0, in, q);
         for (int64_t g = 0; g < groups; g++) {
             int32_t sum = 0;
             for (int64_t i = 0; i < group; i++) sum += q[g * group + i];
-            p->sums[r * groups + g] = sum;
+            c->to.sums[r * groups + g] = sum;
         }
     }
     (void)thread;
 }
 
-/* acc [rows][vecs] += codes by q, of `length` inputs from a panel. */
-static inline __attribute__((always_inline)) void add_codes(const int rows, const int half,
+int64_t rounded_bytes(int64_t n, int64_t in) {
+    return (n * (in + in / LEAST_GROUP * 4 + 4) + 63) / 64 * 64;
+}
+
+rounded_rows rounded_at(char *memory, int64_t n, int64_t in, int64_t group) {
+    float *t = (float *)memory;
+    int32_t *sums = (int32_t *)(t + n);
+    return (rounded_rows){(int8_t *)(sums + n * (in / group)), t, sums};
+}
+
+void round_for(const matrix *w, const element *x, int64_t n, int64_t in, rounded_rows to) {
+    rounding all = {x, w->order, to, in, w->group};
+    if (w->scales) divide_job(n, n * in / 8, round_rows, &all);
+}
+
+/* Request the next codes, of as many as are being read. */
+static inline __attribute__((always_inline)) void prefetch(const char *codes, const int vecs) {
+    for (int line = 0; line < vecs * 4 * LANES; line += 64)
+        __builtin_prefetch(codes + AHEAD + line);
+}
+
+/* acc [rows][vecs] += 8-bit codes by q, of `length` inputs from a panel. */
+static inline __attribute__((always_inline)) void add_bytes(const int rows, const int vecs,
                                                             const char *codes, const int8_t *q,
-                                                            int64_t length, int64_t in,
-                                                            ints acc[BLOCK_ROWS][STEPS]) {
-    const ints low = (ints){0} + 0x0f0f0f0f;
-    const int64_t step = half ? 32 : 4; /* inputs of PANEL x 16 or PANEL x 4 bytes */
-    for (int64_t k = 0; k < length; k += step) {
-        for (int j = 0; j < (half ? 4 : 1); j++, codes += 4 * PANEL) {
-            for (int line = 0; line < STEPS * 4 * LANES; line += 64)
-                __builtin_prefetch(codes + AHEAD + line);
-            ints u[STEPS], v[STEPS];
-            for (int s = 0; s < STEPS; s++) {
-                u[s] = load_ints(codes + s * 4 * LANES);
-                if (!half) continue;
-                v[s] = (u[s] >> 4) & low;
-                u[s] &= low;
-            }
+                                                            int64_t length, int64_t in, int ahead,
+                                                            ints acc[BLOCK_ROWS][EACH]) {
+    for (int64_t k = 0; k < length; k += 4, codes += 4 * PANEL) {
+        if (ahead) prefetch(codes, vecs);
+        whole u[EACH];
+        for (int c = 0; c < vecs; c++) u[c] = whole_of(load_ints(codes + c * 4 * LANES));
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) {
-                const int8_t *at = q + r * in + k + 4 * j;
-                ints first = four(at);
-                for (int s = 0; s < STEPS; s++)
-                    acc[r][s] = half ? dot_half(acc[r][s], u[s], first) : dot4(acc[r][s], u[s], first);
-                if (!half) continue;
-                ints second = four(at + 16);
-                for (int s = 0; s < STEPS; s++) acc[r][s] = dot_half(acc[r][s], v[s], second);
-            }
+        for (int r = 0; r < rows; r++) {
+            ints x = four(q + r * in + k);
+            for (int c = 0; c < vecs; c++) acc[r][c] = add_whole(acc[r][c], u[c], x);
         }
     }
 }
 
-/* sums [rows, 32] += the products of one group (or LONGEST inputs of it) with a panel, from input
- * `k` on. `first`: the offsets are added here. */
-static inline __attribute__((always_inline)) void add_group(const product *p, const int rows,
-                                                            const int half, int64_t panel,
-                                                            int64_t row, int64_t k, int64_t length,
-                                                            int first, float *sums) {
-    const matrix *w = p->w;
-    int64_t groups = p->in / w->group, g = k / w->group, at = (panel * groups + g) * PANEL;
-    int64_t base = panel * p->in * PANEL + k * PANEL; /* codes before these */
-    const char *codes = (const char *)w->panels + (half ? base / 2 : base);
-    /* What codes are stored with: 128 or 8, and their zero points. */
-    const int constant = half ? (w->offset_kind == EXACT ? 8 : 0) : SIGNED ? 0 : 128;
-    for (int o = 0; o < PANEL; o += STEPS * LANES) {
-        ints acc[BLOCK_ROWS][STEPS];
-        for (int r = 0; r < rows; r++) {
-            int32_t start = first ? -constant * p->sums[(row + r) * groups + g] : 0;
-            for (int s = 0; s < STEPS; s++) acc[r][s] = (ints){0} + start;
+/* The same for codes of 4 bits. */
+static inline __attribute__((always_inline)) void add_halves(const int rows, const int vecs,
+                                                             const char *codes, const int8_t *q,
+                                                             int64_t length, int64_t in, int ahead,
+                                                             ints acc[BLOCK_ROWS][EACH]) {
+    for (int64_t k = 0; k < length; k += 32) {
+        partial sum[BLOCK_ROWS][EACH] = {{{0}}};
+        for (int64_t i = k; i < k + 16; i += 4, codes += 4 * PANEL) {
+            if (ahead) prefetch(codes, vecs);
+            ints u[EACH], v[EACH];
+            for (int c = 0; c < vecs; c++) {
+                ints both = load_ints(codes + c * 4 * LANES);
+                u[c] = low_halves(both), v[c] = high_halves(both);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                ints first = four(q + r * in + i), second = four(q + r * in + i + 16);
+                for (int c = 0; c < vecs; c++)
+                    sum[r][c] = add_half(add_half(sum[r][c], u[c], first), v[c], second);
+            }
         }
-        add_codes(rows, half, codes + 4 * o, p->q + row * p->in + k, length, p->in, acc);
-        for (int s = 0; s < STEPS; s++) {
-            int64_t lanes = o + s * LANES;
-            vec scale = scales_at(w->scales, w->scale_kind, at + lanes), offset = {0};
-            if (w->offset_kind == ZEROS)
-                for (int i = 0; i < LANES; i++)
-                    offset[i] = -(float)((const int8_t *)w->offsets)[at + lanes + i];
-            if (w->offset_kind == ZEROS) offset *= scale;
-            if (w->offset_kind == MINIMA) offset = scales_at(w->offsets, w->scale_kind, at + lanes);
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < vecs; c++) acc[r][c] += widened(sum[r][c]);
+    }
+}
+
+/* The same for codes of 4 bits that stand for the numbers of a table. */
+static inline __attribute__((always_inline)) void add_numbers(const int rows, const int vecs,
+                                                              const uint8_t *numbers,
+                                                              const char *codes, const int8_t *q,
+                                                              int64_t length, int64_t in, int ahead,
+                                                              ints acc[BLOCK_ROWS][EACH]) {
+    ints table = {0};
+    for (size_t i = 0; i < sizeof table; i += 16) memcpy((char *)&table + i, numbers, 16);
+    for (int64_t k = 0; k < length; k += 32)
+        for (int64_t i = k; i < k + 16; i += 4, codes += 4 * PANEL)
+            for (int64_t half = 0; half < 2; half++) { /* one after the other: few registers */
+                if (ahead && !half) prefetch(codes, vecs);
+                whole u[EACH];
+                for (int c = 0; c < vecs; c++) {
+                    ints both = load_ints(codes + c * 4 * LANES);
+                    u[c] = whole_of(looked_up(table, half ? high_halves(both) : low_halves(both)));
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) {
+                    ints x = four(q + r * in + i + 16 * half);
+                    for (int c = 0; c < vecs; c++) acc[r][c] = add_whole(acc[r][c], u[c], x);
+                }
+            }
+}
+
+/* Where a group (or LONGEST inputs of it) begins. */
+typedef struct {
+    int64_t panel, row, k, length;
+    int is_first; /* of the group: its offsets are added here */
+    int ahead;    /* codes are read for the first time: prefetch the next ones */
+} place;
+
+/* sums [rows, 32] += the products of a group with a panel. */
+static inline __attribute__((always_inline)) void add_group(const product *p, const int rows,
+                                                            const int mode, const place *at,
+                                                            float *sums) {
+    const matrix *w = p->w;
+    const int vecs = rows > 2 ? 2 : EACH; /* of one or two rows all, to read in sequence */
+    int64_t groups = p->in / w->group, g = at->k / w->group;
+    int64_t scale = (at->panel * groups + g) * PANEL;
+    int64_t base = at->panel * p->in * PANEL + at->k * PANEL; /* codes before these */
+    const char *codes = (const char *)w->panels + (mode == BYTES ? base : base / 2);
+    const int32_t *totals = p->x.sums + at->row * groups + g;
+    const int8_t *q = p->x.q + at->row * p->in + at->k;
+    /* What codes are stored with: 128 or 8, and their zero points. */
+    const int constant = mode == HALVES ? (w->offset_kind == EXACT ? 8 : 0) : SIGNED ? 0 : 128;
+    for (int o = 0; o < PANEL; o += vecs * LANES) {
+        ints acc[BLOCK_ROWS][EACH];
+        for (int r = 0; r < rows; r++) {
+            int32_t start = at->is_first ? -constant * totals[r * groups] : 0;
+            for (int c = 0; c < vecs; c++) acc[r][c] = (ints){0} + start;
+        }
+        if (mode == BYTES) add_bytes(rows, vecs, codes + 4 * o, q, at->length, p->in, at->ahead, acc);
+        else if (mode == HALVES)
+            add_halves(rows, vecs, codes + 4 * o, q, at->length, p->in, at->ahead, acc);
+        else
+            add_numbers(rows, vecs, w->numbers, codes + 4 * o, q, at->length, p->in, at->ahead, acc);
+        for (int c = 0; c < vecs; c++) {
+            int64_t lanes = o + c * LANES;
+            vec s = scales_at(w->scales, w->scale_kind, scale + lanes), offset = {0};
+            if (w->offset_kind == ZEROS) offset = -s * zeros_at(w->offsets, scale + lanes);
+            if (w->offset_kind == MINIMA) offset = scales_at(w->offsets, w->scale_kind, scale + lanes);
             for (int r = 0; r < rows; r++) {
                 float *to = sums + r * PANEL + lanes;
-                vec found = load_vec(to) + __builtin_convertvector(acc[r][s], vec) * scale;
-                if (first && w->offset_kind != EXACT)
-                    found += offset * (float)p->sums[(row + r) * groups + g];
+                vec found = load_vec(to) + __builtin_convertvector(acc[r][c], vec) * s;
+                if (at->is_first && w->offset_kind != EXACT)
+                    found += offset * (float)totals[r * groups];
                 store_vec(to, found);
             }
         }
@@ -240,38 +233,43 @@ static inline __attribute__((always_inline)) void add_group(const product *p, co
 }
 
 /* The same for any number of rows up to ROWS. */
-static inline __attribute__((always_inline)) void add_rows(const product *p, const int half,
-                                                           int64_t panel, int64_t row, int64_t rows,
-                                                           int64_t k, int64_t length, int first,
-                                                           float *sums) {
-    for (; rows > 0; rows -= BLOCK_ROWS, row += BLOCK_ROWS, sums += BLOCK_ROWS * PANEL) {
+static inline __attribute__((always_inline)) void add_rows(const product *p, const int mode,
+                                                           place at, int64_t rows, float *sums) {
+    for (; rows > 0; rows -= BLOCK_ROWS, sums += BLOCK_ROWS * PANEL) {
         switch (rows < BLOCK_ROWS ? rows : BLOCK_ROWS) {
-            case 1: add_group(p, 1, half, panel, row, k, length, first, sums); break;
-            case 2: add_group(p, 2, half, panel, row, k, length, first, sums); break;
-            case 3: add_group(p, 3, half, panel, row, k, length, first, sums); break;
+            case 1: add_group(p, 1, mode, &at, sums); break;
+            case 2: add_group(p, 2, mode, &at, sums); break;
+            case 3: add_group(p, 3, mode, &at, sums); break;
 #if BLOCK_ROWS > 4
-            case 4: add_group(p, 4, half, panel, row, k, length, first, sums); break;
-            case 5: add_group(p, 5, half, panel, row, k, length, first, sums); break;
-            case 6: add_group(p, 6, half, panel, row, k, length, first, sums); break;
-            case 7: add_group(p, 7, half, panel, row, k, length, first, sums); break;
+            case 4: add_group(p, 4, mode, &at, sums); break;
+            case 5: add_group(p, 5, mode, &at, sums); break;
+            case 6: add_group(p, 6, mode, &at, sums); break;
+            case 7: add_group(p, 7, mode, &at, sums); break;
 #endif
-            default: add_group(p, BLOCK_ROWS, half, panel, row, k, length, first, sums);
+            default: add_group(p, BLOCK_ROWS, mode, &at, sums);
         }
+        at.row += BLOCK_ROWS;
+        at.ahead = 0;
     }
 }
 
 /* Rows `row` to `row + rows` - 1 of x by a panel, times t -> sums [rows, 32]. */
 static void sum_panel(const product *p, int64_t panel, int64_t row, int64_t rows, float *sums) {
-    int64_t group = p->w->group;
+    const matrix *w = p->w;
+    int64_t group = w->group;
     memset(sums, 0, (size_t)(rows * PANEL) * sizeof(float));
     for (int64_t k = 0; k < p->in; k += group)
         for (int64_t part = 0; part < group; part += LONGEST) {
             int64_t length = group - part < LONGEST ? group - part : LONGEST;
-            if (p->w->bits == 4) add_rows(p, 1, panel, row, rows, k + part, length, !part, sums);
-            else add_rows(p, 0, panel, row, rows, k + part, length, !part, sums);
+            place at = {panel, row, k + part, length, !part, 1};
+            if (w->numbers) add_rows(p, TABLE, at, rows, sums);
+            else if (w->bits == 4) add_rows(p, HALVES, at, rows, sums);
+            else add_rows(p, BYTES, at, rows, sums);
         }
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t j = 0; j < PANEL; j++) sums[r * PANEL + j] *= p->t[row + r];
+    for (int64_t r = 0; r < rows; r++) {
+        float factor = p->x.t[row + r] * w->unit;
+        for (int64_t j = 0; j < PANEL; j++) sums[r * PANEL + j] *= factor;
+    }
 }
 
 /* Tasks `begin` to `end` - 1: a panel (if `gated`, of gate and up) and a chunk of rows. */
@@ -282,7 +280,7 @@ static void multiply_some(void *context, int64_t begin, int64_t end, int64_t thr
     for (int64_t task = begin; task < end; task++) {
         int64_t panel = task % num_panels, first = panel * PANEL, row = task / num_panels * p->chunk;
         int64_t last = row + p->chunk < p->n ? row + p->chunk : p->n;
-        int64_t columns = p->gated || out - first > PANEL ? PANEL : out - first;
+        int64_t columns = columns_of(first, out, p->gated);
         read_bias(p->bias ? p->bias + first : 0, columns, biases[0]);
         if (p->gated) read_bias(p->bias ? p->bias + out + first : 0, PANEL, biases[1]);
         for (; row < last; row += ROWS) {
@@ -300,6 +298,44 @@ static void multiply_some(void *context, int64_t begin, int64_t end, int64_t thr
     (void)thread;
 }
 
+/* The time of a product on one thread: 32 bytes of codes a nanosecond, and 128 multiplications. */
+static int64_t nanoseconds_of(const matrix *w, int64_t n, int64_t in, int64_t out, int64_t gated) {
+    int64_t codes = in * out * (gated ? 2 : 1);
+    return codes * w->bits / 8 / 32 + codes * n / 128;
+}
+
+int64_t matrix_time(const piece_of_matrix *piece) {
+    const piece_of_product *p = &piece->plain;
+    if (!piece->w.scales) return product_time(p);
+    return nanoseconds_of(&piece->w, p->n, p->in, p->out, p->gated);
+}
+
+void matrix_piece(const piece_of_matrix *piece, int64_t begin, int64_t end) {
+    piece_of_product plain = piece->plain;
+    if (!piece->w.scales) {
+        plain.panels = piece->w.panels;
+        panel_piece(&plain, begin, end);
+        return;
+    }
+    product p = {&piece->w, plain.bias, plain.y, piece->rounded, plain.n,
+                 plain.in,  plain.out,  plain.gated, plain.n};
+    multiply_some(&p, begin, end, 0); /* one chunk: tasks are panels */
+}
+
+matrix outputs_from(const matrix *w, int64_t first, int64_t in) {
+    matrix part = *w;
+    if (!w->scales) {
+        part.panels = (const element *)w->panels + first * in;
+        return part;
+    }
+    int64_t groups = first * (in / w->group), size = w->scale_kind ? 2 : 4;
+    part.panels = (const char *)w->panels + first * in * w->bits / 8;
+    part.scales = (const char *)w->scales + groups * size;
+    if (w->offsets)
+        part.offsets = (const char *)w->offsets + groups * (w->offset_kind == ZEROS ? 1 : size);
+    return part;
+}
+
 /* Memory for rounded rows, which belongs to the calling thread and is kept between calls. */
 static char *scratch(size_t size) {
     static _Thread_local char *memory;
@@ -314,20 +350,15 @@ static char *scratch(size_t size) {
 
 int64_t quantized_product(const element *x, const matrix *w, const element *bias, element *y,
                           int64_t n, int64_t in, int64_t out, int64_t gated) {
-    product p = {w, x, bias, y, 0, 0, 0, n, in, out, gated, 0};
     if (n <= 0) return 0;
-    size_t factors = (size_t)n * 4, sums = (size_t)(n * (in / w->group)) * 4;
-    char *memory = scratch(factors + sums + (size_t)(n * in));
+    char *memory = scratch((size_t)rounded_bytes(n, in));
     if (!memory) return 1;
-    p.t = (float *)memory;
-    p.sums = (int32_t *)(memory + factors);
-    p.q = (int8_t *)(memory + factors + sums);
-    divide_job(n, n * in / 8, round_rows, &p);
-    int64_t num_panels = (out + PANEL - 1) / PANEL, codes = in * out * (gated ? 2 : 1);
-    int64_t time = codes * w->bits / 8 / 32 + codes * n / (SIGNED ? 128 : 256);
-    p.chunk = n <= FEW ? n : (1 << 19) / in / ROWS * ROWS;
+    product p = {w, bias, y, rounded_at(memory, n, in, w->group), n, in, out, gated, n};
+    round_for(w, x, n, in, p.x);
+    if (n > FEW) p.chunk = (1 << 19) / in / ROWS * ROWS;
     if (p.chunk < ROWS) p.chunk = n < ROWS ? n : ROWS;
-    divide_job(num_panels * ((n + p.chunk - 1) / p.chunk), time, multiply_some, &p);
+    int64_t num_panels = (out + PANEL - 1) / PANEL, chunks = (n + p.chunk - 1) / p.chunk;
+    divide_job(num_panels * chunks, nanoseconds_of(w, n, in, out, gated), multiply_some, &p);
     return 0;
 }
 

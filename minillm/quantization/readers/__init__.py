@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from minillm.quantization.formats import Format
+from minillm.quantization.gguf.format import GGUF
 from minillm.quantization.readers.awq import AWQ
 from minillm.quantization.readers.bitsandbytes import BitsAndBytes
 from minillm.quantization.readers.compressed_tensors import CompressedTensors
@@ -17,5 +18,6 @@ READERS: Mapping[str, Callable[..., Format]] = MappingProxyType(
         "awq": AWQ,
         "bitsandbytes": BitsAndBytes,
         "fp8": FP8,
+        "gguf": GGUF,
     }
 )

@@ -1,0 +1,82 @@
+"""A GGUF file as a model: its configuration, end tokens and recommended sampling parameters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from minillm.config import ModelConfig
+from minillm.errors import CheckpointError, ConfigError, UnsupportedFeatureError
+from minillm.gguf.container import GGUFFile, open_gguf
+from minillm.gguf.names import places
+from minillm.gguf.settings import config_fields
+from minillm.models.families import parse_config
+
+END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
+SAMPLING: Mapping[str, str] = MappingProxyType(  # names in generation_config.json
+    {
+        "temp": "temperature",
+        "top_k": "top_k",
+        "top_p": "top_p",
+        "min_p": "min_p",
+        "penalty_repeat": "repetition_penalty",
+    }
+)
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    """What a GGUF file says about its model. `generation` has the fields of a
+    generation_config.json."""
+
+    config: ModelConfig
+    generation: Mapping[str, Any]
+    ignored_layers: int
+    quantization: Mapping[str, Any]
+
+
+def open_gguf_model(path: Path) -> GGUFModel:
+    """Describe the model of a file without reading its weights.
+
+    Raises:
+        CheckpointError: the file is damaged or has tensors of other models.
+        ConfigError, UnsupportedFeatureError: the model is not supported.
+    """
+    file = open_gguf(path)
+    fields = config_fields(file)
+    try:
+        config = parse_config(fields)
+    except (ConfigError, UnsupportedFeatureError) as error:
+        raise type(error)(str(error).replace("config.json", f"the metadata of {path}")) from error
+    quantized = any(not each.type.is_plain for each in file.tensors.values())
+    return GGUFModel(
+        replace(config, **flags_of_tensors(file, config)),
+        generation_fields(file),
+        int(fields["num_nextn_predict_layers"]),
+        {"quant_method": "gguf"} if quantized else {},
+    )
+
+
+def flags_of_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:
+    """What only the tensors say: biases, and which layers have experts."""
+    found = places(file)
+    first = "model.layers.0.self_attn"
+    flags: dict[str, Any] = {"output_bias": f"{first}.o_proj.bias" in found}
+    if config.moe:
+        routers = {name.split(".")[2] for name in found if name.endswith(".gate.weight")}
+        flags["moe_layers"] = tuple(str(i) in routers for i in range(config.num_layers))
+    return flags
+
+
+def generation_fields(file: GGUFFile) -> dict[str, Any]:
+    """End tokens and sampling parameters, as in a generation_config.json."""
+    ids = [file.fields.get(f"tokenizer.ggml.{name}") for name in END_TOKENS]
+    if any(i is not None and not isinstance(i, int) for i in ids):
+        raise CheckpointError(f"{file.path} gives the end-of-sequence ids {ids}; ids are integers.")
+    sampling = {
+        ours: file.fields[f"general.sampling.{name}"]
+        for name, ours in SAMPLING.items()
+        if f"general.sampling.{name}" in file.fields
+    }
+    return sampling | {"eos_token_id": list(dict.fromkeys(i for i in ids if i is not None))}

@@ -1,0 +1,50 @@
+"""GGUF as a checkpoint format: each quantised matrix is one tensor of blocks."""
+
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from minillm.errors import CheckpointError
+from minillm.gguf.types import TYPES
+from minillm.layers.linear_methods import WeightSlice
+from minillm.quantization.formats import Format, Stored, cut
+from minillm.quantization.gguf.blocks import DECODERS
+from minillm.quantization.quantized import Quantized
+
+BY_SUFFIX: Mapping[str, int] = MappingProxyType(
+    {each.name.lower(): each.weights for each in TYPES.values() if not each.is_plain}
+)
+
+
+class GGUF(Format):
+    """`quant_method: gguf`. The type of each matrix is the suffix of its tensor's name."""
+
+    def describe(self) -> str:
+        """For example "GGUF, 12 matrices in Q4_K, 3 in Q6_K"."""
+        suffixes = Counter(name.rpartition(".")[2] for name in self.headers)
+        found = {name: count for name, count in suffixes.most_common() if name in BY_SUFFIX}
+        counts = [f"{count} in {name.upper()}" for name, count in found.items()]
+        return f"GGUF, matrices: {', '.join(counts)}"
+
+    def packed(self, part: WeightSlice) -> dict[str, Stored]:
+        """The blocks, cut along the rows, and between blocks along the columns."""
+        kind = self.kind(part)
+        blocks = cut(part, 1, BY_SUFFIX[kind])
+        size = self.header(part, kind).shape[-1]
+        shape, index = (*blocks.shape, size), (*blocks.index, slice(0, size))
+        return {kind: Stored(type(blocks)(shape, index), torch.uint8)}
+
+    def decode_packed(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized:
+        """The codes, scales and offsets of the blocks."""
+        kind = self.kind(part)
+        return DECODERS[kind.upper()](found[kind])
+
+    def kind(self, part: WeightSlice) -> str:
+        """The type of a matrix. Raises CheckpointError if the file does not have it."""
+        kinds = [kind for kind in BY_SUFFIX if self.has(part, kind)]
+        if not kinds:
+            raise CheckpointError(f"The GGUF file has no tensor for {part.name}.")
+        return kinds[0]

@@ -1,0 +1,236 @@
+"""Chapter 22's own functions: the server process, the law of step times, the search; claims L and M
+recomputed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minillm.lab.benchmarks.serving.measures import DIALECTS
+from minillm.lab.benchmarks.serving.percentiles import percentile
+from minillm.lab.benchmarks.serving.reply import Reply
+from minillm.lab.links import LINKS
+from minillm.lab.parallel_cost import Devices, precision, stage_times
+from minillm.lab.parallel_layout import Layout
+from minillm.models.presets import preset
+from minillm.plan.cost import step_cost, step_time
+from minillm.plan.hardware import DATASHEET
+from minillm_exercises.chapters import ch22, ch22_pictures, ch22_ship
+from minillm_exercises.errors import ExerciseError
+
+H100, LLAMA = DATASHEET["h100-sxm"], preset("llama-3.1-70b")
+STEPS = (
+    ([1] * 9, [100] * 9, 9),
+    ([1, 1, 300], [50, 70, 800], 2),
+    ([500], [1000], 0),  # a piece inside a prompt has no logits
+    ([4, 4, 1], [100, 90, 80], 9),  # drafts
+)
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The captions that would be displayed."""
+    seen: list[str] = []
+    monkeypatch.setattr(ch22_pictures, "show", lambda fig, caption: seen.append(caption))
+    return seen
+
+
+# ---- claims ---------------------------------------------------------------------------------
+
+
+def test_l2_the_first_token_is_inside_the_ttft():
+    times = [0.2 + 0.02 * number for number in range(100)]
+    found = DIALECTS["vllm"](ch22.answered(0, 0.0, times, 100))
+    assert found["e2el"] == pytest.approx(2.18)
+    assert found["ttft"] + found["tpot"] * 99 == pytest.approx(found["e2el"])
+
+
+def test_l3_a_stall_is_in_the_gaps_and_not_in_the_tpot():
+    times = [0.02 * number + 0.5 * (number > 50) for number in range(100)]
+    found = DIALECTS["vllm"](ch22.answered(0, 0.0, times, 100))
+    assert found["tpot"] == pytest.approx((99 * 0.02 + 0.5) / 99)
+    assert max(later - earlier for earlier, later in pairwise(times)) == pytest.approx(0.52)
+
+
+def test_l16_a_frame_without_text_is_a_first_token_for_vllm_only():
+    reply = Reply(0, 0, 0.0, 0.0, 1.0, 200, None, [0.001, 0.1, 0.2], [0.1, 0.2], output_tokens=2)
+    firsts = {tool: found[ch22.NAMES[tool][0]] for tool, found in ch22.in_dialects(reply).items()}
+    assert firsts == {"vllm": 0.001, "aiperf": 0.1, "guidellm": 0.1}
+
+
+def test_l17_the_simple_p99_of_a_hundred_values_is_their_maximum():
+    values = [float(value) for value in range(1, 101)]
+    assert sorted(values)[int(0.99 * len(values))] == max(values)
+    assert percentile(values, 99) == pytest.approx(np.percentile(values, 99)) == 99.01
+
+
+def test_m1_m2_and_m4_the_prices_of_the_articles():
+    assert f"{100 / (70 / 7) ** 0.6:.1f}" == "25.1"
+    assert f"{10_000 * 500 / 100 / 3600 * 3:.2f}" == "41.67"
+    one = ch22_ship.Configuration(H100, 3.0)
+    assert ch22_ship.price(one, 100) == pytest.approx(8.33, rel=1e-3)
+    assert ch22_ship.price(one, 1000) == pytest.approx(0.833, rel=1e-3)
+    four = ch22_ship.Configuration(H100, 3.0, ranks=4)
+    assert ch22_ship.price(four, 1000) == 4 * ch22_ship.price(one, 1000)
+
+
+def test_all_claims_of_serving_and_cost_are_listed():
+    claims = tomllib.loads((Path(__file__).parents[2] / "notebooks/claims.toml").read_text("utf-8"))
+    wanted = {f"L{number}" for number in range(1, 21)} | {f"M{number}" for number in range(1, 8)}
+    assert wanted <= set(claims)
+
+
+# ---- step times -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("queries", "lengths", "logits"), STEPS)
+def test_the_law_is_the_cost_model_on_one_gpu(queries, lengths, logits):
+    law = ch22_ship.StepSeconds(preset("llama-3.1-8b"), H100)
+    cost = step_cost(preset("llama-3.1-8b"), queries, lengths, num_logits=logits)
+    assert law.of(queries, lengths, logits) == pytest.approx(step_time(cost, H100).seconds)
+
+
+@pytest.mark.parametrize("link", ["nvlink", "pcie"])
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(("queries", "lengths", "logits"), STEPS)
+def test_the_law_is_that_of_tensor_parallelism(queries, lengths, logits, ranks, link):
+    law = ch22_ship.StepSeconds(LLAMA, H100, ranks, LINKS[link])
+    devices = Devices(H100, LINKS[link], Layout(tensor=ranks))
+    (stage,) = stage_times(LLAMA, devices, queries, lengths, precision(LLAMA, None, None), logits)
+    assert law.of(queries, lengths, logits) == pytest.approx(stage.seconds)
+
+
+# ---- configurations -------------------------------------------------------------------------
+
+
+def shipped(**limits):
+    return ch22_ship.Configuration(H100, 3.0, ranks=4, link=LINKS["nvlink"], **limits)
+
+
+def test_a_run_answers_every_request_with_its_tokens():
+    found = ch22_ship.run(LLAMA, shipped(seats=64, prefix_cache=True), 10, requests=12, seed=3)
+    wanted = [new for _, _, new in ch22_ship.demand(12, 3)]
+    assert [reply.tokens for reply in found.replies] == wanted
+    assert all(reply.intended <= reply.frames[0] for reply in found.replies)
+    assert all(wait >= 0 for wait in found.queue)
+    firsts = [reply.frames[0] - reply.intended for reply in found.replies]
+    assert all(wait <= first for wait, first in zip(found.queue, firsts, strict=True))
+
+
+def test_the_prefix_cache_saves_the_system_prompt():
+    alone = {"requests": 1, "seed": 0}
+    without, with_cache = (
+        ch22_ship.run(LLAMA, shipped(prefix_cache=cache), 1, **alone).replies[0]
+        for cache in (False, True)
+    )
+    law = ch22_ship.StepSeconds(LLAMA, H100, 4, LINKS["nvlink"])
+    ((_, own, _),) = ch22_ship.demand(1, 0)
+    for reply, cached in ((without, 0), (with_cache, 496)):  # whole blocks of 16
+        wanted = law.of([500 + own - cached], [500 + own], 1)
+        assert reply.frames[0] - reply.intended == pytest.approx(wanted)
+
+
+def test_the_search_finds_the_last_rate_that_holds(monkeypatch):
+    asked = []
+
+    def run(model, config, rate, requests, seed):
+        asked.append(rate)
+        times = (0.1, 0.2) if rate <= 34 else (9.0, 9.1)
+        return ch22_ship.Run([ch22.answered(0, 0.0, times, 2)], [0.0], 100.0 * rate)
+
+    monkeypatch.setattr(ch22_ship, "run", run)
+    sold = ch22_ship.highest_rate(LLAMA, shipped(), {"ttft": 0.5})
+    assert (sold.rate, sold.tokens) == (34, 3400.0)
+    assert len(asked) <= 5
+    assert ch22_ship.highest_rate(LLAMA, shipped(), {"ttft": 0.05}).rate == 0
+
+
+def test_no_price_is_below_the_bound_of_its_arithmetic():
+    config = shipped(seats=64, budget=512, prefix_cache=True)
+    sold = ch22_ship.highest_rate(LLAMA, config, {"ttft": 60.0, "tpot": 60.0}, requests=60)
+    assert ch22_ship.least_price(LLAMA, config, 60) < sold.dollars
+    assert ch22_ship.least_price(LLAMA, config) < ch22_ship.least_price(LLAMA, shipped())
+
+
+# ---- replies --------------------------------------------------------------------------------
+
+
+def test_requests_at_once_and_rates_by_hand():
+    replies = [Reply(n, 0, n, n, n + 2.5) for n in range(4)]  # each second one, each takes 2.5
+    assert ch22.most_at_once(replies) == 3
+    assert ch22.rate_of(replies) == pytest.approx(4 / 5.5)
+    assert ch22.refused(0, 1.0).outcome == "rejected"
+
+
+def test_an_error_in_the_thread_is_raised_here():
+    async def wrong():
+        raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        ch22.in_thread(wrong)
+
+
+# ---- a server of its own --------------------------------------------------------------------
+
+
+def test_a_server_that_cannot_start_says_why_and_leaves_nothing():
+    with pytest.raises(ExerciseError, match=r"The server did not start: .*nowhere"):
+        ch22.LocalServer("nowhere")
+
+
+PARENT = """
+import sys
+from minillm_exercises.chapters.ch22 import LocalServer
+server = LocalServer("tiny", "--max-num-seqs", "2")
+print(server.process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_the_server_ends_when_its_parent_is_killed():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    server = int(parent.stdout.readline())
+    os.kill(server, 0)  # it runs
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":  # it has ended, and its exit code was not read yet
+            return
+        time.sleep(0.1)
+    pytest.fail("the server outlived the process that started it")
+
+
+# ---- drawings -------------------------------------------------------------------------------
+
+
+def test_the_drawings_caption_what_they_draw(shown):
+    ch22_pictures.draw_request(0.0, 0.12, (0.20, 0.24, 0.28, 0.78, 0.82))
+    ch22_pictures.draw_stop({"closed": [(0, 10), (10, 1010)], "open": [(0, 10), (5, 500)]})
+    ch22_pictures.draw_loads(
+        [1, 2, 3], [10, 20, 30], [10, 19, 1], {"mean": [5, 6, 7], "p99": [6, 8, 9]},
+        [1.0, 0.95, 0.1], limit=8, knee=2, most=35,
+    )  # fmt: skip
+    ch22_pictures.draw_queues({0: 90, 4: 99, 16: 3}, 100, 20)
+    ch22_pictures.draw_prices({"plain": 4.0, "better": 1.0}, {"plain": 0.5, "better": 0.5}, "20 ms")
+    assert "TTFT) is 200 ms, of which 120 are waiting" in shown[0]
+    assert "155 ms, and the longest gap is 500 ms" in shown[0]
+    assert "1 of 2 (closed), 1 of 2 (open)" in shown[1]
+    assert "Up to 2 requests/s" in shown[2]
+    assert "At 3 requests/s the server writes more tokens, the mean TPOT is 7.0 ms" in shown[2]
+    assert "has 4 places, and gives 99 percent" in shown[3]
+    assert "'better', 4.0 times as cheap as 'plain'" in shown[4]
