@@ -22,7 +22,10 @@ END = "<!-- compiled: end -->"
 MADE_WITH = re.compile(r"Made with Triton ([\w.]+)")
 ABSENT = "-"
 # Instructions shown in the table, in this order; local memory is shown as spilled bytes.
-SHOWN = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "LDGSTS", "UTMALDG", "UBLKCP", "USETMAXREG")
+SHOWN = (
+    *("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "QGMMA", "UTCQMMA"),
+    *("LDGSTS", "UTMALDG", "UBLKCP", "USETMAXREG"),
+)
 EXAMPLES = """\
 examples:
   python -m minillm_kernels.compiled_table                    the whole table, to the screen

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from minillm_kernels.bench.case import Measurement
     from minillm_kernels.check.case import Launch
 
-FAMILIES = ("flash_attention", "paged_attention", "mla", "fused", "gemv", "sampling", "moe")
+FAMILIES = (
+    *("flash_attention", "paged_attention", "mla", "fused", "gemv", "sampling", "moe"),
+    "quantized",
+)
 
 
 class UnknownFamilyError(ValueError):

@@ -23,7 +23,7 @@ from minillm_kernels.launch import INTERPRETED, SHARED_MEMORY, KernelError, trit
 ARCHITECTURES = (80, 90, 100)
 # Counted instructions: tensor cores of Ampere, Hopper and Blackwell; asynchronous and bulk copies;
 # a change of the register budget (warp specialisation); local memory (spilled registers).
-MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "IMMA")
+MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "QGMMA", "UTCQMMA")
 COPIES = ("LDGSTS", "UTMALDG", "UBLKCP")
 LOCAL = ("LDL", "STL")
 OPCODES = (*MATRIX, *COPIES, "USETMAXREG", "FFMA", *LOCAL)

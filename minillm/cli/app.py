@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "chat": "chat with a model that has a chat template",
         "serve": "serve a model over HTTP (OpenAI's API)",
         "info": "describe a model, or list the models and this machine",
+        "inspect": "show how each kind of weight is stored, and check its values",
         "plan": "predict memory use and speed, without loading the model",
         "bench": "measure speed against upper bounds and other engines",
         "quantize": "quantise the weights of a model into a new folder",
@@ -32,8 +33,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "trace": "show a recorded trace as a web page, table or Perfetto file",
     }
 )
-IN_LAB = frozenset({"info", "plan", "bench", "trace", "quantize", "demo"})
-LATER = ("inspect", "compare")
+IN_LAB = frozenset({"info", "inspect", "plan", "bench", "trace", "quantize", "demo"})
+LATER = ("compare",)
 DESCRIPTION = "A language-model inference engine small enough to read."
 EXAMPLES = """\
 examples:

@@ -20,6 +20,7 @@ from minillm.models.packing import keep_plain, pack_weights
 from minillm.ops.batch import AttentionMode
 from minillm.plan import machine
 from minillm.plan.cost import MemoryPlan
+from minillm.quantization.kernels import pack_for_kernels
 from minillm.scheduling.config import scheduler_config
 from minillm.speculative.draft_model import DraftModel
 from minillm.speculative.setup import (
@@ -95,6 +96,8 @@ def with_cache(
 ) -> tuple[Decoder | TiledDecoder, KVCache, KVCache | None]:
     """The model prepared to run, and its KV cache on the device and in host memory."""
     size, host_blocks = plan.settings.block_size, num_host_blocks(args, plan)
+    if count := pack_for_kernels(model, model.device):
+        logger.info("Weights: %s quantised matrices in the layout of the kernels.", count)
     if packs(args, model.device):
         logger.info("Weights: %s.", pack_weights(model))
     elif args.enforce_eager and model.device.type == "cpu":

@@ -38,13 +38,19 @@ ROUNDINGS: Mapping[str, Callable[[Tensor], Quantized]] = MappingProxyType(
 
 @torch.inference_mode()
 def quantize_weights(model: Decoder, how: str) -> None:
-    """Quantise a loaded model in place, a matrix at a time."""
+    """Quantise a loaded model in place, a matrix at a time. A rank quantises its own part: where it
+    holds some columns, scales and groups are those of its columns."""
     skipped = {id(each.kv_b_proj) for each in model.modules() if isinstance(each, MLAttention)}
     for matrix in model.modules():
         if not isinstance(matrix, Matrix) or not isinstance(matrix.method, PlainLinearMethod):
             continue
-        is_input = isinstance(matrix, Embedding) and model.lm_head is not None
-        if isinstance(matrix, Router) or is_input or id(matrix) in skipped:
+        is_input = isinstance(matrix, Embedding) and not model.config.tie_word_embeddings
+        if (
+            isinstance(matrix, Router)
+            or is_input
+            or id(matrix) in skipped
+            or not matrix.out_features
+        ):
             continue
         is_output = matrix is model.lm_head or isinstance(matrix, Embedding)
         rounding = ROUNDINGS["int8" if is_output else how]

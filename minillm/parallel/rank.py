@@ -16,6 +16,7 @@ from minillm.models.decoder import Decoder
 from minillm.models.deterministic import TILES, TiledDecoder, find_tiles
 from minillm.models.fixed_sums import why_tiles
 from minillm.models.loader import DTYPES, load_model
+from minillm.models.quantize import quantize_weights
 from minillm.parallel.balance import balance_experts
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.experts import LockstepRunner, dispatch_experts
@@ -36,6 +37,8 @@ def build_rank(set_up: SetUp, place: Place) -> Runner:
     device, dtype = torch.device(set_up.device), DTYPES[plan.settings.dtype]
     limit = plan.settings.max_model_len
     model = load_rank(args, source, dtype, device, limit, place)
+    if args.quantization:
+        quantize_weights(model, args.quantization)
     if args.deterministic and place.stage.count > 1 and (obstacle := why_tiles(model)):
         raise UnsupportedFeatureError(
             "deterministic with pipeline_parallel_size above 1 computes every row by itself, which "

@@ -124,8 +124,9 @@ class VocabularyParallel(LinearMethod):
         own = ids - self.held.start
         mine = (own >= 0) & (own < len(self.held))
         if not self.held:
-            found = torch.zeros(len(ids), matrix.in_features, dtype=matrix.weight.dtype)
-            return self.communicator.sum(found.to(ids.device))
+            dtype = self.inner.lookup(matrix, ids[:0]).dtype
+            found = torch.zeros(len(ids), matrix.in_features, dtype=dtype, device=ids.device)
+            return self.communicator.sum(found)
         found = self.inner.lookup(matrix, own.clamp(0, len(self.held) - 1))
         return self.communicator.sum(found.masked_fill(~mine[:, None], 0.0))
 

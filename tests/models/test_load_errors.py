@@ -296,8 +296,8 @@ def test_missing_field(folder):
     refused(folder, ConfigError, "hidden_size")
 
 
-@pytest.mark.parametrize("method", ["gptq", "fp8"])
-def test_quantised(folder, method):
+@pytest.mark.parametrize("method", ["hqq", "aqlm"])
+def test_an_unknown_quantisation(folder, method):
     edit_json(folder / "config.json", quantization_config={"quant_method": method})
     refused(folder, UnsupportedFeatureError, method)
 

@@ -104,13 +104,15 @@ def check_headers(source: "ModelSource", files: list[Path]) -> Counter[str]:
     """Compare the files' headers with the model; returns bytes per stored dtype."""
     import torch
 
-    from minillm.models.checkpoint import open_shard, shard_shapes
+    from minillm.models.checkpoint import open_shard, shard_headers
     from minillm.models.decoder import Decoder
-    from minillm.models.loader import check_tensors
+    from minillm.models.loader import check_tensors, reading, stored_format
 
-    wanted = Decoder(source.config, device="meta").checkpoint_tensors()
-    shapes = [(path, name, shape) for path in files for name, shape in shard_shapes(path).items()]
-    check_tensors(source, wanted, shapes)
+    found = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
+    format = stored_format(source, {name: header for _, name, header in found})
+    model = Decoder(source.config, device="meta", method_of=reading(format))
+    wanted = model.checkpoint_tensors()
+    check_tensors(source, wanted, [(path, name, each.shape) for path, name, each in found], format)
     stored: Counter[str] = Counter()
     for path in files:
         with open_shard(path) as file:

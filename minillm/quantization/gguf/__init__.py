@@ -5,5 +5,4 @@
 | `blocks.py` | decodes the blocks of each tensor type |
 | `tensors.py` | headers and slices of a file's tensors, under the names of the model |
 | `format.py` | GGUF as a checkpoint format of the loader |
-| `writer.py` | writes a model as GGUF |
 """

@@ -1,0 +1,114 @@
+"""Chapters 13 and 14: how far a model with changed weights is from the model itself.
+
+`Subject` holds `tiny` in float32, a text that it was not trained on, and what the unchanged model
+says about it. `judge` changes all matrices of the layers and compares. The two texts are copies of
+files of this project, kept as text, so that the numbers stay the same when the project changes.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import minillm
+from minillm.lab.training.evaluate import logits_of
+from minillm.layers.linear_methods import Matrix
+from minillm.models.checkpoint import open_model
+from minillm.models.loader import load_model
+from minillm.text.tokenizer import Tokenizer
+
+TINY = Path(minillm.__file__).parent / "assets" / "tiny"
+WINDOW, WINDOWS = 512, 4  # tokens of a window, and how many are judged
+Change = Callable[[str, Tensor], Tensor]  # name and weight [out, in] of a matrix -> its new weight
+
+
+class Quality(NamedTuple):
+    """What a changed model says about the text.
+
+    `kl` is the mean Kullback-Leibler divergence from the law of the unchanged model, in nats per
+    token; `bits` are bits per byte of the text; `same` is the share of positions with the same most
+    likely token.
+    """
+
+    kl: float
+    bits: float
+    same: float
+
+
+def text(name: str) -> str:
+    """The text "held_out" or "calibration"."""
+    return Path(__file__).with_name(f"text_{name}.txt").read_text(encoding="utf-8")
+
+
+class Subject:
+    """`tiny` in float32 with its matrices, and the windows it is judged on."""
+
+    def __init__(self) -> None:
+        self.model = load_model(open_model(TINY), torch.float32)
+        self.tokenizer = Tokenizer.from_folder(TINY)
+        ids = self.tokenizer.encode(text("held_out"))
+        self.windows = [ids[at * WINDOW : (at + 1) * WINDOW] for at in range(WINDOWS)]
+        self._matrices = {
+            name.removeprefix("layers.").replace("attention.", "").replace("mlp.", ""): each
+            for name, each in self.model.named_modules()
+            if isinstance(each, Matrix) and name.startswith("layers.")
+        }
+        self.weights = {name: each.values().clone() for name, each in self._matrices.items()}
+        self._own = self._laws()
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of all matrices of the layers."""
+        return sum(each.numel() for each in self.weights.values())
+
+    def judge(self, change: Change) -> Quality:
+        """The quality with all weights changed. Afterwards they are as they were."""
+        with self.changed({name: change(name, each) for name, each in self.weights.items()}):
+            laws = self._laws()
+        kl, same, nats = 0.0, 0, 0.0
+        for own, law, ids in zip(self._own, laws, self.windows, strict=True):
+            kl += float((own.exp() * (own - law)).sum())
+            same += int((own.argmax(-1) == law.argmax(-1)).sum())
+            nats += float(F.nll_loss(law[:-1], torch.tensor(ids[1:]), reduction="sum"))
+        count = sum(map(len, self.windows))
+        num_bytes = sum(len(self.tokenizer.decode(ids[1:]).encode()) for ids in self.windows)
+        return Quality(kl / count, nats / math.log(2) / num_bytes, same / count)
+
+    @contextmanager
+    def changed(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Other weights inside the block."""
+        self._put(weights)
+        try:
+            yield
+        finally:
+            self._put(self.weights)
+
+    @torch.no_grad()
+    def inputs(self, tokens: int, start: int = 0) -> dict[str, Tensor]:
+        """The inputs [tokens, in] of each matrix on the calibration text, in windows of 512."""
+        ids = self.tokenizer.encode(text("calibration"))[start : start + tokens]
+        seen: dict[str, list[Tensor]] = {name: [] for name in self._matrices}
+        hooks = [
+            each.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0]))
+            for name, each in self._matrices.items()
+        ]
+        try:
+            for at in range(0, len(ids), WINDOW):
+                logits_of(self.model, ids[at : at + WINDOW])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {name: torch.cat(parts) for name, parts in seen.items()}
+
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, each in self._matrices.items():
+            each.values().copy_(weights[name])
+
+    def _laws(self) -> list[Tensor]:
+        return [logits_of(self.model, ids).log_softmax(-1) for ids in self.windows]

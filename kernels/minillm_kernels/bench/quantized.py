@@ -1,0 +1,180 @@
+"""Benchmarks of quantised products: a layer of an 8B model, by format and number of rows.
+
+The peers are `torch.mm` with the weight in bfloat16, which reads 2 to 4 times the bytes, and
+torch's own quantised products where they exist (`_int_mm`, `_scaled_mm`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from minillm_kernels import quantized, quantized_reference
+from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+Format = Literal["int4", "int8", "e4m3", "e4m3 rows"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A layer, its format and block of scales, and the rows of a step."""
+
+    format: Format
+    num_rows: int
+    num_out: int
+    size: int
+    block: tuple[int, int]
+    target: float | None = None  # share of the copy rate
+    over_bf16: float | None = None  # torch.mm's time over ours
+
+    @property
+    def num_bytes(self) -> int:
+        """Of codes, scales, x and y, each once."""
+        rows, columns = self.block
+        scales = -(-self.size // columns) * -(-self.num_out // rows)
+        offsets = scales if self.format == "int4" else 0  # a zero point each
+        codes = self.num_out * self.size // (2 if self.format == "int4" else 1)
+        scale_bytes = 2 if self.format == "int4" else 4
+        activations = 2 * self.num_rows * (self.size + self.num_out)
+        return codes + scale_bytes * scales + offsets + activations
+
+    @property
+    def name(self) -> str:
+        """What is computed."""
+        block = "x".join(map(str, self.block))
+        return f"{self.format} {block} M={self.num_rows} {self.size}->{self.num_out}"
+
+
+DOWN = 4096, 14336
+SIZES = (
+    Size("int4", 1, *DOWN, (1, 128), target=0.50, over_bf16=3.0),
+    Size("int4", 16, *DOWN, (1, 128), over_bf16=2.8),
+    Size("int4", 64, *DOWN, (1, 128), over_bf16=1.5),
+    Size("int4", 2048, *DOWN, (1, 128)),
+    Size("int4", 1, *DOWN, (1, 32)),
+    Size("int8", 1, *DOWN, (1, 14336), target=0.65),
+    Size("int8", 2048, *DOWN, (1, 14336)),
+    Size("e4m3", 1, *DOWN, (1, 14336), target=0.78),
+    Size("e4m3", 16, *DOWN, (128, 128)),
+    Size("e4m3 rows", 16, *DOWN, (128, 128)),
+    Size("e4m3 rows", 2048, *DOWN, (128, 128)),
+    Size("e4m3 rows", 2048, *DOWN, (1, 14336)),
+)
+TINY = (
+    Size("int4", 1, 24, 64, (1, 32), target=0.50, over_bf16=3.0),
+    Size("int8", 3, 24, 40, (1, 40)),
+    Size("e4m3", 2, 24, 64, (16, 32)),
+    Size("e4m3 rows", 20, 24, 64, (16, 32)),
+)
+BOUND_BY_OPERATIONS = 512  # rows from which matrix units are the limit
+
+
+def measurements(tiny: bool = False) -> list[Measurement]:
+    """The targets of one H200 and their neighbours; `tiny` ones at toy sizes on the CPU."""
+    return [measurement(size, "cpu" if tiny else "cuda") for size in (TINY if tiny else SIZES)]
+
+
+def measurement(size: Size, device: str) -> Measurement:
+    """Weights are made at the first call, so that a list of measurements costs no memory."""
+    sets = Sets(size, device)
+    return Measurement(
+        family="quantized",
+        name=size.name,
+        run=sets.ours,
+        num_bytes=size.num_bytes,
+        num_flops=2 * size.num_rows * size.num_out * size.size,
+        bound="matmul" if size.num_rows >= BOUND_BY_OPERATIONS else "copy",
+        peers=sets.peers(),
+        num_sets=sets.count,
+        target=size.target,
+        peer_targets={} if size.over_bf16 is None else {"torch": size.over_bf16},
+    )
+
+
+@dataclass
+class Sets:
+    """The tensors of a measurement: as many weights as a cache cannot hold."""
+
+    size: Size
+    device: str
+    made: list[tuple[dict[str, Any], Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Input sets, together larger than the cache."""
+        return 2 if self.device == "cpu" else sets_beyond_cache(self.size.num_bytes)
+
+    def inputs(self, number: int) -> tuple[dict[str, Any], Tensor, Tensor]:
+        """The weight's tensors, x, and the dense weight of one set."""
+        if not self.made:
+            self.made = [self.make() for _ in range(self.count)]
+        return self.made[number % self.count]
+
+    def make(self) -> tuple[dict[str, Any], Tensor, Tensor]:
+        """Random codes, and scales that keep results near 1."""
+        size, (rows, columns) = self.size, self.size.block
+        place = {"device": self.device}
+        shape, near_one = (size.num_out, size.size), size.size**-0.5
+        x = torch.randn(size.num_rows, size.size, dtype=BF16, device=self.device)
+        groups = -(-size.size // columns), -(-size.num_out // rows)
+        scales = (1 + torch.rand(groups, **place)) * near_one / 8  # type: ignore[call-overload]
+        if size.format == "int4":
+            codes = torch.randint(0, 16, shape, **place)  # type: ignore[call-overload]
+            zeros = torch.full(groups, 8, dtype=torch.int8, device=self.device)
+            scales = scales.half()
+            packed = quantized_reference.interleave(codes)
+            weight: dict[str, Any] = {"codes": packed, "scales": scales, "zeros": zeros}
+            numbers = codes.float() - 8
+        else:
+            codes = torch.randn(shape, **place).mul_(8)  # type: ignore[call-overload]
+            codes = codes.round().to(torch.int8) if size.format == "int8" else codes.to(E4M3)
+            weight, numbers = {"codes": codes, "scales": scales}, codes.float()
+        dense = numbers * quantized_reference.by_column(scales.float(), rows, columns, shape)
+        return weight, x, dense.to(BF16)
+
+    def ours(self, number: int) -> object:
+        """The kernel, with the rounding of activations if the format has it."""
+        weight, x, _ = self.inputs(number)
+        if self.size.format == "int4":
+            return quantized.int4_linear(x, **weight)
+        if self.size.format == "int8":
+            rows = quantized.quantize_rows(x)
+            return quantized.int8_linear(*rows, weight["codes"], weight["scales"][0])
+        options: dict[str, Any] = {"block": self.size.block}
+        if self.size.format == "e4m3 rows":
+            x, options["x_scales"] = quantized.quantize_rows(x, E4M3)
+        return quantized.scaled_linear(x, **weight, **options)
+
+    def bf16(self, number: int) -> object:
+        """cuBLAS with the dense weight."""
+        _, x, dense = self.inputs(number)
+        return torch.mm(x, dense.T)
+
+    def int_mm(self, number: int) -> object:
+        """cuBLAS's product of int8, with the same rounding and scaling."""
+        weight, x, _ = self.inputs(number)
+        codes, x_scales = quantized.quantize_rows(x)
+        total = torch._int_mm(codes, weight["codes"].T)
+        return (total.float() * x_scales[:, None] * weight["scales"][0]).to(BF16)
+
+    def scaled_mm(self, number: int) -> object:
+        """cuBLAS's product of e4m3 with a scale per row of both."""
+        weight, x, _ = self.inputs(number)
+        codes, x_scales = quantized.quantize_rows(x, E4M3)
+        scales = x_scales[:, None], weight["scales"]
+        return torch._scaled_mm(codes, weight["codes"].T, *scales, out_dtype=BF16)
+
+    def peers(self) -> Mapping[str, Call]:
+        """torch in bfloat16, and with the same format on a GPU."""
+        found: dict[str, Call] = {"torch": self.bf16}
+        if self.device == "cpu":
+            return found
+        if self.size.format == "int8" and self.size.num_rows > 16:
+            found["torch._int_mm"] = self.int_mm
+        if self.size.format == "e4m3 rows" and self.size.block[1] >= self.size.size:
+            found["torch._scaled_mm"] = self.scaled_mm
+        return MappingProxyType(found)

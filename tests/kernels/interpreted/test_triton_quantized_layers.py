@@ -1,0 +1,83 @@
+"""Layers and whole engines with quantised weights on interpreted kernels."""
+
+import pytest
+import torch
+from triton.runtime.interpreter import GridExecutor
+
+from minillm.ops import dispatch
+from minillm.ops.dispatch import Backend
+from minillm.quantization.kernels import pack_for_kernels
+from minillm_kernels import quantized_reference
+from tests.kernels.engine_cases import TINY, generate, open_engine
+from tests.quantization.test_kernel_layouts import FORMATS, OUT, WIDTH, layer
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{what} encountered in")  # numpy says it, a GPU does not
+    for what in ("divide by zero", "invalid value")
+]
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> set[str]:
+    """Send everything to kernels from now on; the names of those that ran."""
+    ran: set[str] = set()
+    call = GridExecutor.__call__
+
+    def counted(self, *args, **kwargs):
+        ran.add(self.fn.__name__)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    monkeypatch.setattr(dispatch, "backend_of", lambda device: Backend("triton", "interpreted"))
+    return ran
+
+
+KERNEL_OF = {"int4": "_int4_tile", "int8 rows": "_int8_tile"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_is_the_product_with_its_dense_values(name, dtype, kernels):
+    rng = torch.Generator().manual_seed(8)
+    found = FORMATS[name](rng)
+    matrix = layer(found)
+    pack_for_kernels(matrix, torch.device("cpu"))
+    x, bias = torch.randn(3, WIDTH, generator=rng).to(dtype), torch.randn(OUT).to(dtype)
+    got = matrix.method.apply(matrix, x, bias)
+    rows = x.double()
+    if name == "int8 rows":  # activations are rounded, too
+        codes, scales = quantized_reference.quantize_rows(x)
+        rows = codes.double() * scales.double()[:, None]
+    due = rows @ found.dense().double().T + bias.double()
+    assert got.dtype == dtype
+    limit = 2e-5 if dtype == torch.float32 else 1e-2
+    assert (got.double() - due).abs().max() < limit * due.abs().max()
+    assert KERNEL_OF.get(name, KERNEL_OF.get(name[:4], "_scaled_tile")) in kernels
+
+
+@pytest.mark.parametrize(
+    ("family", "how", "kernel"),
+    [
+        ("llama", "int4", "_int4_tile"),
+        ("llama", "int8", "_int8_tile"),
+        pytest.param("qwen3_moe", "int8", "_int8_tile", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_says_nearly_the_same(family, how, kernel, tmp_path, request):
+    """The log-probability of each token of a prompt: int8 products round activations, too (the
+    output matrix is int8 in both)."""
+    folder = TINY[family].write(tmp_path).folder
+    options = {"quantization": how, "enforce_eager": True}
+    (plain,) = generate(open_engine(folder, "cpu", **options), 2, only=1)
+    kernels = request.getfixturevalue("kernels")
+    (found,) = generate(open_engine(folder, "cpu", **options), 2, only=1)
+    assert kernel in kernels
+    got, due = prompt_logprobs(found), prompt_logprobs(plain)
+    assert len(got) == 20
+    assert got == pytest.approx(due, abs=0.05 if how == "int4" else 0.2)
+
+
+def prompt_logprobs(output):
+    tokens = output.prompt_token_ids
+    rows = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+    return [row[token].logprob for token, row in rows]

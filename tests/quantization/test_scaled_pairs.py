@@ -1,0 +1,184 @@
+"""Scaling channels does not change the model; planted bugs do. AWQ on planted outlier channels."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+
+from minillm.layers.moe import MoE
+from minillm.models import scaled_pairs
+from minillm.models.calibration import Calibration, layer_of
+from minillm.models.calibration_text import calibration_windows
+from minillm.models.checkpoint import open_model
+from minillm.models.loader import load_model
+from minillm.models.quantize_layers import quantized_model
+from minillm.quantization import making, rounding
+from minillm.quantization.llm_int8 import llm_int8_product
+from minillm.quantization.recipe import Recipe
+from minillm.quantization.rounding import round_symmetric
+from minillm.text.tokenizer import Tokenizer
+from tests.models.conftest import checkpoint_of  # noqa: F401
+from tests.models.parity import FlatRunner
+from tests.models.tiny import Tiny, prompt
+from tests.quantization.test_algorithms import broken
+
+F32 = torch.float32
+WINDOWS = torch.randint(128, (4, 24), generator=torch.Generator().manual_seed(7))
+MHA = Tiny("llama", {"num_key_value_heads": 4})
+
+
+def logits(model) -> torch.Tensor:
+    """Logits [20, V] of a fixed prompt."""
+    return FlatRunner(model, 16, 32, 1).step([(0, prompt(20))])[0]
+
+
+def change(source, module, only_norms: bool = False) -> float:
+    """Relative change of the logits after all pairs are scaled by random numbers."""
+    model = load_model(source, F32)
+    before, generator = logits(model), torch.Generator().manual_seed(1)
+    calibration = Calibration(model, WINDOWS)
+    with torch.no_grad():
+        for index in range(len(model.layers)):
+            layer = layer_of(model, index)
+            recorded = calibration.record(layer)
+
+            def random(weight: torch.Tensor, _: object) -> torch.Tensor:
+                return torch.rand(weight.shape[1], generator=generator) * 3 + 0.3
+
+            module.scale_pairs(layer, recorded, random, only_norms)
+            fresh = calibration.record(layer)  # inputs really were divided
+            for matrix, found in fresh.items():
+                for mine, due in zip(recorded[matrix], found, strict=True):
+                    assert torch.allclose(mine.products, due.products, rtol=2e-3, atol=1e-3)
+            calibration.advance(layer)
+    return float((logits(model) - before).abs().max() / before.abs().max())
+
+
+@pytest.mark.parametrize("case", [MHA, "qwen2", "qwen3_moe", "deepseek_v3"], ids=str)
+def test_scaled_channels_are_the_same_function(checkpoint_of, case):  # noqa: F811
+    assert change(open_model(checkpoint_of(case).folder), scaled_pairs) < 1e-4
+
+
+BUGS = (
+    (MHA, "tensor /= scales.view(-1, *[1] * (tensor.ndim - 1))", "pass"),  # producer forgotten
+    (MHA, "(dense.gate_up_proj, -dense.down_proj.in_features)", "(dense.gate_up_proj, 0)"),  # gate
+    (MHA, "attention.num_heads == attention.num_kv_heads", "False or True"),
+    ("qwen3_moe", "[mlp.experts.gate_up, *shared, mlp.router]", "[mlp.experts.gate_up, *shared]"),
+    ("deepseek_v3", "[first, attention.kv_a_proj]", "[first]"),
+    (MHA, "statistics.scale(scales)", "pass"),
+)
+
+
+@pytest.mark.parametrize(("case", "right", "wrong"), BUGS, ids=[bug[1][:40] for bug in BUGS])
+def test_planted_bug_of_pairs_is_found(checkpoint_of, case, right, wrong):  # noqa: F811
+    if wrong == "False or True":
+        case = "qwen2"  # grouped queries: v cannot be scaled
+    source = open_model(checkpoint_of(case).folder)
+    try:
+        found = change(source, broken(scaled_pairs, right, wrong))
+    except (AssertionError, RuntimeError):
+        return
+    assert found > 1e-3
+
+
+def test_the_scale_is_stored_before_codes_are_computed():
+    """Planted: codes from the exact scale, which is then rounded."""
+
+    def error(module) -> float:
+        weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(2))
+        grid = module.Grid(8, False, torch.bfloat16)
+        found = module.round_to_grid(weight, grid, 256)
+        return float((found.dense() - weight).norm() / weight.norm())
+
+    wrong = broken(rounding, ".to(self.dtype).to(weights.dtype)", ".to(weights.dtype)")
+    assert error(rounding) < 0.98 * error(wrong)
+
+
+def is_moe(layer) -> bool:
+    """Whether a layer has experts."""
+    return isinstance(layer.mlp, MoE)
+
+
+def test_an_expert_with_few_tokens_is_rounded(checkpoint_of):  # noqa: F811
+    source = open_model(checkpoint_of("qwen3_moe").folder)
+    few, rounded = (load_model(source, F32) for _ in range(2))
+    quantized_model(few, Recipe("gptq", group_size=8), WINDOWS[:1, :6])
+    quantized_model(rounded, Recipe("rtn", group_size=8))
+    pairs = [each for each in zip(few.layers, rounded.layers, strict=True) if is_moe(each[0])]
+    assert pairs
+    for mine, due in pairs:
+        assert torch.equal(mine.mlp.experts.down.values(), due.mlp.experts.down.values())
+    assert not making.enough(None, 8)
+
+
+def test_int8_products_do_not_depend_on_other_rows():
+    generator = torch.Generator().manual_seed(3)
+    x, w = torch.randn(5, 64, generator=generator), torch.randn(16, 64, generator=generator)
+    x[1, 3], x[2, 9] = 60.0, -80.0
+    found = round_symmetric(w)
+    whole = llm_int8_product(x, found)
+    assert torch.equal(whole[:1], llm_int8_product(x[:1], found))
+    due = x.double() @ w.double().T
+    error = (whole - due).norm(dim=1) / due.norm(dim=1)
+    assert (error < 0.02).all()
+    plain = llm_int8_product(x, found, threshold=1e9)
+    assert (plain - due).norm() > 3 * (whole - due).norm()
+
+
+def divergence(model, reference, rows: torch.Tensor) -> float:
+    """KL(reference || model) per token."""
+    total = 0.0
+    for row in rows.tolist():
+        ids = torch.tensor(row)
+        p, q = (FlatRunner(m, 16, 256, 1).step([(0, ids)])[0].log_softmax(-1)
+                for m in (reference, model))  # fmt: skip
+        total += float((p.exp() * (p - q)).sum(-1).mean())
+    return total / len(rows)
+
+
+@pytest.mark.slow
+def test_awq_protects_planted_outlier_channels():
+    """`tiny` with 8 channels of every norm 40 times as large and the next columns as much smaller:
+    the same function, but rounding loses the columns."""
+    source = open_model("tiny")
+    model = load_model(source, F32)
+    tokenizer = Tokenizer.from_folder(source.folder)
+    rows = calibration_windows(tokenizer, samples=4, length=128, seed=9)
+    windows = calibration_windows(tokenizer, samples=16, length=256)
+    planted = load_model(source, F32)
+    factors = torch.ones(256)
+    factors[::32] = 1 / 40
+    with torch.no_grad():
+        for layer in planted.layers:
+            for norm, matrix in (
+                (layer.input_norm, layer.attention.qkv_proj),
+                (layer.mlp_norm, layer.mlp.gate_up_proj),
+            ):
+                norm.weight /= factors
+                matrix.weight *= factors
+    assert divergence(planted, model, rows) < 1e-5
+    found = {}
+    for name, recipe in (
+        ("rtn", Recipe("rtn")),
+        ("awq", Recipe("awq", clip=False)),
+        ("gptq", Recipe("gptq")),
+    ):
+        each = copy.deepcopy(planted)
+        quantized_model(each, recipe, windows if recipe.calibrated else None)
+        found[name] = divergence(each, model, rows)
+    assert found["awq"] < 0.5 * found["rtn"], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "most"), [(Recipe("gptq", group_size=128), 0.025), (Recipe("int8"), 0.0005)]
+)
+def test_divergence_on_the_embedded_model(recipe, most):
+    source = open_model("tiny")
+    model, reference = load_model(source, F32), load_model(source, F32)
+    tokenizer = Tokenizer.from_folder(source.folder)
+    text = inspect.getsource(inspect)  # a held-out module of the standard library
+    rows = calibration_windows(tokenizer, text, samples=16, length=256, seed=1)
+    quantized_model(model, recipe, calibration_windows(tokenizer) if recipe.calibrated else None)
+    assert divergence(model, reference, rows) < most
