@@ -119,7 +119,8 @@ def test_claim_j10():
 @pytest.mark.parametrize("how", ["bf16", "int8", "int4"])
 def test_a_layer_computes_with_the_rounded_weight(how):
     x = torch.randn(3, 512, generator=GENERATOR).bfloat16()
-    made = ch13.layer(WEIGHT, how)
+    first, made = ch13.layers(WEIGHT, how, 2)
+    assert first.num_bytes == made.num_bytes
     with torch.inference_mode():
         found, exact = made(x).float(), x.float() @ WEIGHT.T
     error = float((found - exact).norm() / exact.norm())

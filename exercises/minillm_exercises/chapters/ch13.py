@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from typing import NamedTuple
 
 import torch
@@ -86,19 +85,21 @@ def file_bytes(config: ModelConfig, bits: float, rest_bits: float = 16) -> float
 # The time of a product ----------------------------------------------------------------------------
 
 
-def layer(weight: Tensor, how: str) -> Linear:
-    """A linear layer of the engine with this weight: "bf16", "int8" or "int4", packed for a CPU
+def layers(weight: Tensor, how: str, count: int = 1) -> list[Linear]:
+    """Linear layers of the engine with this weight: "bf16", "int8" or "int4", packed for a CPU
     where there are C functions for it."""
-    found = Linear("", weight.shape[1], {"w": weight.shape[0]})
-    found.create(torch.bfloat16, "cpu")
-    with torch.no_grad():
-        found.weight.copy_(weight)
+    found = [Linear("", weight.shape[1], {"w": weight.shape[0]}) for _ in range(count)]
+    for each in found:
+        each.create(torch.bfloat16, "cpu")
+        with torch.no_grad():
+            each.weight.copy_(weight)
     if how == "bf16":
-        if cpu.takes_panels(found.weight):
-            into_panels([found])
+        if cpu.takes_panels(found[0].weight):
+            into_panels(found)
         return found
     quantized = round_symmetric(weight) if how == "int8" else round_to_grid(weight, Grid(4), 128)
-    install(found, quantized, torch.bfloat16)
+    for each in found:
+        install(each, quantized, torch.bfloat16)
     pack_quantized(found)
     return found
 
@@ -112,10 +113,10 @@ class Product:
     """A product with several copies of one matrix in turn, so that each is read from memory."""
 
     def __init__(self, weight: Tensor, how: str):
-        first = layer(weight, how)
-        copies = max(2, math.ceil(ROTATED / first.num_bytes)) if has_products() else 2
-        self.num_bytes = first.num_bytes
-        self.layers = [first, *(deepcopy(first) for _ in range(copies - 1))]
+        size = weight.numel() * {"bf16": 2, "int8": 1, "int4": 0.5}[how]
+        copies = max(2, math.ceil(ROTATED / size)) if has_products() else 2
+        self.layers = layers(weight, how, copies)
+        self.num_bytes = self.layers[0].num_bytes
 
     def seconds(self, rows: int) -> float:
         """The shortest time of a product with so many rows."""
