@@ -56,7 +56,9 @@ BUGS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("module", "check"), CHECKS, ids=lambda each: str(each)[:50])
+@pytest.mark.parametrize(
+    ("module", "check"), CHECKS, ids=lambda each: getattr(each, "__name__", str(each))[:50]
+)
 def test_numbers_are_right(module, check) -> None:
     check(module)
 
@@ -72,7 +74,9 @@ def broken(module: ModuleType, right: str, wrong: str) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("module", "right", "wrong", "check"), BUGS, ids=lambda each: str(each)[:40]
+    ("module", "right", "wrong", "check"),
+    BUGS,
+    ids=lambda each: getattr(each, "__name__", str(each))[:40],
 )
 def test_planted_bug_is_found(module, right, wrong, check) -> None:
     with pytest.raises(AssertionError):
