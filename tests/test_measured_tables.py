@@ -8,6 +8,7 @@ import pytest
 
 from minillm.errors import ConfigError
 from minillm.lab.benchmarks import class_tables
+from minillm.lab.comparison import table
 
 ROOT = Path(__file__).resolve().parent.parent
 README, RESULTS = ROOT / "README.md", ROOT / "notebooks" / "results"
@@ -186,3 +187,30 @@ def test_a_missing_folder_or_file_is_named_and_the_tables_stay(tmp_path, capsys)
             class_tables.main(wrong)
         assert "nowhere" in capsys.readouterr().err.splitlines()[-1]
     assert "kept" in text.read_text()
+
+
+# ---- quantised weights --------------------------------------------------------------------------
+
+STUDY = RESULTS / "quantisation" / "tiny.json"
+
+
+def test_the_tables_of_quantised_weights_are_those_of_the_recorded_study():
+    new = table.section(json.loads(STUDY.read_text("utf-8")))
+    assert table.replace_section(TEXT, new) == TEXT
+    assert STUDY.with_suffix(".png").is_file()
+
+
+def test_a_changed_number_of_the_study_changes_the_table():
+    study = json.loads(STUDY.read_text("utf-8"))
+    study["seeded"]["results"][1]["quality"][0]["kl"]["value"] *= 1.1
+    assert table.section(study) not in TEXT
+
+
+def test_the_study_reaches_its_targets():
+    study = json.loads(STUDY.read_text("utf-8"))
+    rows = {row["name"]: row for name in table.MAIN_PARTS for row in study[name]["results"]}
+    planted = {row["name"]: row for row in study["planted"]["results"]}
+    assert table.average(rows["gptq:4:128"], "kl") <= 0.025
+    assert abs(table.average(rows["int8:head16"], "bits_per_byte_change")) <= 0.0003
+    gain = table.average(planted["awq:4:128"], "kl") / table.average(planted["rtn:4:128"], "kl")
+    assert gain < 0.5

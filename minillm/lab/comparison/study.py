@@ -20,6 +20,7 @@ from minillm.lab.comparison.candidates import parse
 from minillm.lab.comparison.outliers import plant_outliers
 from minillm.lab.comparison.plot import draw
 from minillm.lab.comparison.run import Work, compare
+from minillm.lab.comparison.table import MAIN_PARTS
 
 MODEL, GROUPS, SEEDS = "tiny", (128, 64, 32), (0, 1, 2)
 PLAIN = (
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def draw_study(study: dict[str, Any], name: Path) -> None:
     """Draw the parts with the same model in one figure."""
     base = study["plain"]["results"][0]
-    rows = [row for part in NAMES if part != "planted" for row in study[part]["results"][1:]]
+    rows = [row for part in MAIN_PARTS for row in study[part]["results"][1:]]
     draw({"model": MODEL, "results": [base, *rows]}, name)
 
 

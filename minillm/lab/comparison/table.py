@@ -14,9 +14,11 @@ from typing import Any
 
 from minillm.cli.terminal import Terminal, digits
 from minillm.errors import ConfigError
+from minillm.lab.comparison.outliers import FACTOR, STEP
 
 Found = Mapping[str, Any]
 SECTION = "## Quantised weights"
+MAIN_PARTS = ("plain", "seeded", "calibrated")  # the parts of a study with the same model
 QUALITY = ("method", "W A", "bits", "MB file", "MB memory", "bits/byte", "change", "KL", "top-1")
 SPEED = ("method", "tok/s, B=1", "x 16 bit", "of read", "tok/s, B=16", "x 16 bit", "of read")
 SETTINGS = ("method", "group", "zero points", "scales", "in 16 bits", "calibration", "made in")
@@ -155,17 +157,42 @@ def lines_of(study: Found) -> Iterator[str]:
         "`python -m minillm.lab.comparison.study --json FILE` repeats the measurement."
     )
     yield from ("", "![Quality against size](quantisation/tiny.png)", "")
-    rows = [base, *(row for name in ("plain", "seeded", "calibrated")
-                    for row in study[name]["results"][1:])]  # fmt: skip
-    yield from markdown(rows)
+    rows = [row for name in MAIN_PARTS for row in study[name]["results"][1:]]
+    yield from markdown([base, *sorted(rows, key=by_bits_and_divergence)])
+    yield from ("", findings({row["name"]: row for row in rows}))
     yield from ("", "### With planted outlier channels", "")
     yield (
-        "The same function, with every 32nd channel of the norms 64 times as large and the columns "
-        "that read it 64 times as small (`minillm/lab/comparison/outliers.py`)."
+        f"The same function, with every {STEP}nd channel of the norms {FACTOR:.0f} times as large "
+        "and the columns that read it divided by as much (`minillm/lab/comparison/outliers.py`). "
+        "Scaling the channels is what AWQ undoes; without clipping it returns to the KL of "
+        "rounding without outliers."
     )
     yield ""
     yield from markdown(planted["results"])
     yield ""
+
+
+def by_bits_and_divergence(row: Found) -> tuple[int, float]:
+    """The order of the rows: most bits first; of equal bits the most similar to 16 bits."""
+    return -max(row["weight_bits"]), average(row, "kl")
+
+
+def findings(rows: Mapping[str, Found]) -> str:
+    """What the table shows, in numbers from it."""
+    kl = {name: average(row, "kl") for name, row in rows.items()}
+    change = average(rows["int8:head16"], "bits_per_byte_change")
+    samples = [each["kl"]["value"] for each in rows["gptq:4:128"]["quality"]]
+    return (
+        f"8 bits per row change the bits per byte by {change:+.5f}. With 4 bits in groups of 128, "
+        f"GPTQ has {kl['gptq:4:128'] / kl['rtn:4:128']:.2f} times the KL of rounding; its "
+        f"calibration samples differ by {(max(samples) - min(samples)) / mean(samples):.0%}. "
+        f"AWQ's scales alone (`no-clip`) have {kl['awq:4:128:no-clip'] / kl['rtn:4:128']:.2f} "
+        f"times the KL of rounding, and with its search for smaller ranges "
+        f"{kl['awq:4:128'] / kl['rtn:4:128']:.2f} times: this model has no outlier channels to "
+        "protect, so the gain is that of clipping. Inputs rounded to 8 bits (`a8`) raise the KL "
+        f"of 4-bit weights in groups of 32 from {kl['rtn:4:32']:.4f} to {kl['rtn:4:32:a8']:.4f}. "
+        f"8-bit integers have {kl['int8:head16']:.4f}, FP8 rows {kl['fp8:row']:.4f}."
+    )
 
 
 def markdown(rows: Sequence[Found]) -> Iterator[str]:
