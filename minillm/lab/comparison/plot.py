@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Found = Mapping[str, Any]
-SIZE = (5.8, 4.8)  # inches of a panel
+SIZE, LARGE, MANY = (5.8, 4.8), (10.0, 7.5), 15  # inches of a panel, of many models
 LEAST_KL = 1e-5  # a logarithmic axis has no zero
 
 
@@ -27,9 +27,10 @@ def draw(found: Found, name: str | Path) -> None:
     rows = found["results"]
     kinds = [kind for kind, wanted in (("quality", "quality"), ("speed", "speed"))
              if wanted in rows[0]]  # fmt: skip
+    width, height = LARGE if len(rows) > MANY else SIZE
     with plt.rc_context(dict(STYLE)):
         figure, axes = plt.subplots(
-            1, len(kinds), figsize=(SIZE[0] * len(kinds) + 1, SIZE[1]), layout="constrained",
+            1, len(kinds), figsize=(width * len(kinds) + 1, height), layout="constrained",
             squeeze=False,
         )  # fmt: skip
         for ax, kind in zip(axes[0], kinds, strict=True):
@@ -70,7 +71,7 @@ def quality_panel(ax: "Axes", rows: Sequence[Found]) -> None:
         ax.errorbar(x, y, bars, fmt=marker, color=colour, markerfacecolor="white", markersize=5,
                     linewidth=1, label=method)  # fmt: skip
         for row, left, height in zip(mine, x, y, strict=True):
-            note(ax, row, left, height)
+            note(ax, row, left, height, number)
 
 
 def reach(row: Found) -> tuple[float, float]:
@@ -89,11 +90,12 @@ def speed_panel(ax: "Axes", rows: Sequence[Found]) -> None:
         y = [row["speed"]["by_batch"][0]["tokens_per_second"] for row in mine]
         ax.plot(x, y, marker, color=colour, markerfacecolor="white", markersize=5, label=method)
         for row, left, height in zip(mine, x, y, strict=True):
-            note(ax, row, left, height)
+            note(ax, row, left, height, number)
     ax.set_ylim(bottom=0)
 
 
-def note(ax: "Axes", row: Found, x: float, y: float) -> None:
-    """Write the settings of a row beside its point."""
+def note(ax: "Axes", row: Found, x: float, y: float, number: int) -> None:
+    """Write the settings of a row beside its point, on the left for every second method."""
     settings = str(row["name"]).partition(":")[2] or method_of(row)
-    ax.annotate(settings, (x, y), fontsize=6, xytext=(4, 2), textcoords="offset points")
+    place = {"xytext": (4, 2)} if number % 2 == 0 else {"xytext": (-5, -7), "ha": "right"}
+    ax.annotate(settings, (x, y), fontsize=6, textcoords="offset points", **place)

@@ -4,14 +4,17 @@ import json
 
 import gguf
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Type
 
+from minillm.errors import ConfigError
 from minillm.lab.comparison import run
-from minillm.lab.comparison.candidates import parse
-from minillm.lab.comparison.sizes import disk_sizes
+from minillm.lab.comparison.candidates import facts, open_candidate, parse
+from minillm.lab.comparison.sizes import disk_sizes, memory_sizes, packed_sizes
 from minillm.models.checkpoint import ASSETS, open_model
 from minillm.models.quantize_folder import quantize_folder
 from minillm.quantization.recipe import Recipe
+from tests.models.tiny import CASES
 from tests.quantization.gguf.export import export
 from tests.quantization.gguf.test_gguf_tokenizer import with_vocabulary
 
@@ -71,3 +74,22 @@ def test_a_gguf_file_is_compared(rows):
     assert row["group_sizes"] == [32]
     assert row["sixteen_bit"] == ["norms"]
     assert 0.005 < row["quality"][0]["kl"]["value"] < 0.08
+
+
+def test_a_quantised_model_is_no_reference(folder):
+    with pytest.raises(ConfigError, match="is quantised already; give the 16-bit model first"):
+        run.compare(run.Work(str(folder), (parse("int8"),), speed=False))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_experts_and_latent_attention_are_counted(name, tmp_path):
+    CASES[name].write(tmp_path)
+    source = open_model(tmp_path)
+    opened = open_candidate(parse("rtn:4:8"), source, torch.float32, None)
+    found, plain = memory_sizes(opened.model), disk_sizes(source)
+    assert found.scales > 0
+    assert found.linears < plain.linears / 2
+    assert packed_sizes(opened).total < plain.total
+    kept = facts(opened)["sixteen_bit"]
+    assert {"gate", "output matrix", "embedding"} <= {*kept}
+    assert ("kv_b_proj" in kept) == (name == "deepseek_v3")
