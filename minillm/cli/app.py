@@ -28,13 +28,13 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "inspect": "show how each kind of weight is stored, and check its values",
         "plan": "predict memory use and speed, without loading the model",
         "bench": "measure speed against upper bounds and other engines",
+        "compare": "compare quantised versions of a model: quality, bytes, speed",
         "quantize": "quantise the weights of a model into a new folder",
         "node": "run one rank of a multi-node engine on this machine",
         "trace": "show a recorded trace as a web page, table or Perfetto file",
     }
 )
-IN_LAB = frozenset({"info", "inspect", "plan", "bench", "trace", "quantize", "demo"})
-LATER = ("compare",)
+IN_LAB = frozenset({"info", "inspect", "plan", "bench", "compare", "trace", "quantize", "demo"})
 DESCRIPTION = "A language-model inference engine small enough to read."
 EXAMPLES = """\
 examples:
@@ -61,9 +61,7 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one sentence and exit with code 2."""
         bad = re.match(r"argument COMMAND: invalid choice: '(.*?)' ", message)
-        if bad and bad[1] in LATER:
-            message = f"'{bad[1]}' is not built yet; this version has {', '.join(COMMANDS)}"
-        elif bad:
+        if bad:
             hint = did_you_mean(bad[1], COMMANDS)
             message = f"there is no command '{bad[1]}'; the commands are {', '.join(COMMANDS)}"
             message += f".{hint}"

@@ -16,6 +16,7 @@ from minillm.models.decoder import Decoder
 from minillm.ops import cpu
 from minillm.ops.batch import Batch
 from minillm.ops.cpu_layers import Layers, LayerWeights
+from minillm.ops.cpu_quantized import MatrixParts
 from tests.ops.small_decoders import (
     BASE,
     BF16,
@@ -97,21 +98,21 @@ def share(model: Decoder, rank: int, ranks: int) -> list[LayerWeights]:
             return None
         return torch.cat([each.chunk(ranks)[rank] for each in whole.split(sizes)]).contiguous()
 
-    def packed(weight: Tensor) -> Tensor:
+    def packed(weight: Tensor) -> MatrixParts:
         panels = torch.empty(cpu.panels_shape(*weight.shape), dtype=weight.dtype)
         cpu.pack_panels(weight, panels)
-        return panels
+        return MatrixParts(panels)
 
     halves = [config.intermediate_size] * 2
     for layer in model.layers:
         whole = layer_weights(layer)
         changed = {
-            "qkv": packed(rows(whole.qkv, sizes)),
+            "qkv": packed(rows(whole.qkv.panels, sizes)),
             "qkv_bias": rows(whole.qkv_bias, sizes),
-            "o": packed(whole.o.chunk(ranks, dim=1)[rank]),
-            "gate_up": packed(rows(whole.gate_up, halves)),
+            "o": packed(whole.o.panels.chunk(ranks, dim=1)[rank]),
+            "gate_up": packed(rows(whole.gate_up.panels, halves)),
             "gate_up_bias": rows(whole.gate_up_bias, halves),
-            "down": packed(whole.down.chunk(ranks, dim=1)[rank]),
+            "down": packed(whole.down.panels.chunk(ranks, dim=1)[rank]),
         }
         if rank > 0:
             changed |= {"o_bias": None, "down_bias": None}

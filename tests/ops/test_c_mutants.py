@@ -197,7 +197,12 @@ MUTANTS = {
     ),
     "keys of a run's first position": Mutant(r"key \+ j \* p->k\.row", "key", tiles, D),
     "values of a run's first position": Mutant(r"value \+ j \* p->v\.row", "value", tiles, D),
-    "columns behind the first 32": Mutant(r"first \+ j, 1, sums", "first, 1, sums", groups, D),
+    "columns behind the first ones": Mutant(  # both branches: which one runs depends on LANES
+        r"first \+ j, 2(, sums \+ j, stride\);\s*\\\s*else add_values\(n, .*, )first \+ j, 1,",
+        r"first, 2\1first, 1,",
+        groups,
+        D,
+    ),
     "the first head's keys": Mutant(
         r"1, q \+ r, at, head \* p->k\.head", "1, q + r, at, 0", tiles, D
     ),

@@ -19,7 +19,7 @@ from tests.ops import c_variants, small_decoders
 
 V3 = "sse4_2 avx avx2 fma f16c bmi1 bmi2 movbe"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
-BF16 = f"{V4} avx512_bf16"
+BF16 = f"{V4} avx512_vnni avx512_bf16"
 AMX = f"{BF16} amx_tile amx_bf16 amx_int8"
 
 

@@ -90,7 +90,9 @@ def broken(module: ModuleType, right: str, wrong: str) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("module", "right", "wrong", "check"), BUGS, ids=lambda each: str(each)[:40]
+    ("module", "right", "wrong", "check"),
+    BUGS,
+    ids=lambda each: getattr(each, "__name__", each)[:40],
 )
 def test_planted_bug_is_found(module, right, wrong, check) -> None:
     with pytest.raises((AssertionError, RuntimeError, ValueError)):

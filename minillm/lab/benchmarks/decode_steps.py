@@ -79,6 +79,15 @@ class DecodeSteps:
         random.Random(SEED).shuffle(blocks)
         pool.release(blocks)
 
+    @property
+    def model(self) -> Decoder:
+        """The model whose steps are timed."""
+        return self._model
+
+    def use(self, model: Decoder) -> None:
+        """Time another model of the same shape, packed for the same dtype."""
+        self._model = runner_of(self.engine.runner).model = model
+
     def run(self, batch: int, context: int, count: int) -> list[Step]:
         """Time `count` steps of `batch` sequences; the last step attends to `context` - 2 positions
         of each."""

@@ -29,6 +29,7 @@ from minillm.serving.app import build_app
 from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.server import HttpServer
 from minillm.serving.settings import Settings
+from minillm.trace.recorder import size_of
 
 EXAMPLES = """examples:
   python -m minillm.lab.benchmarks.serving_soak --minutes 10
@@ -48,13 +49,15 @@ LINGER = b"\x01\x00\x00\x00\x00\x00\x00\x00"  # close with a reset, as the syste
 
 @dataclass
 class Result:
-    """The result of a run; `rss` has one figure per quarter, when idle."""
+    """The result of a run. `rss` has one figure per quarter, when idle and with an empty trace;
+    `trace` is what the trace's records took before, by its own count."""
 
     streams: int
     seconds: float = 0.0
     outcomes: dict[str, int] = field(default_factory=dict)
     characters: int = 0
     rss: list[int] = field(default_factory=list)
+    trace: list[int] = field(default_factory=list)
     tasks: list[int] = field(default_factory=list)
 
 
@@ -167,6 +170,8 @@ class ServingSoak:
         time.sleep(0.5)  # connections that are being closed
         pool = schedulers_of(self.engine._engine.scheduler)[0].blocks.pool
         require(pool.num_free == pool.num_blocks, pool.num_blocks - pool.num_free, "blocks left")
+        self.result.trace.append(sum(map(size_of, self.engine._engine.trace)))
+        self.engine._engine.trace.clear()  # its records may take 35 MB, which is no leak
         tasks = len(asyncio.all_tasks(loop))
         require(tasks <= 4, tasks, "tasks are left:", asyncio.all_tasks(loop))
         gc.collect()
@@ -213,7 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     terminal.paragraph(
         f"{result.characters:,} characters were equal to those of LLM.generate; memory grew by "
-        f"{grown // 1000:,} kB after the first quarter."
+        f"{grown // 1000:,} kB after the first quarter: at the end of each quarter it was "
+        f"{', '.join(f'{each / 1e6:.1f}' for each in result.rss)} MB."
     )
     require(grown <= MOST_BYTES, "bytes:", result.rss)
     write_result({"benchmark": "serving_soak", **asdict(result)}, chosen.json, terminal)

@@ -1,6 +1,7 @@
-"""Show how a model's weights are stored, which kernel computes with them, and check their values.
+"""Show how weights are stored, which kernel computes with them, and their range.
 
-The model is loaded as a CPU engine in bfloat16 does it. A folder or a GGUF file is read.
+The model is loaded as a CPU engine in bfloat16 does it, from a folder or a GGUF
+file.
 """
 
 import json
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 USAGE = "FOLDER [--against FOLDER] [--json]"
 EXAMPLES = """\
 examples:
-  minillm inspect FOLDER                    formats, kernels, and a check of each matrix
-  minillm inspect FOLDER --against 16BIT    also the error relative to the 16-bit model
-  minillm inspect FOLDER --json             the same for programs
+  minillm inspect FOLDER                   formats, kernels, ranges of values
+  minillm inspect FOLDER --against 16BIT   and the error relative to 16 bits
+  minillm inspect FOLDER --json            the same for programs
 """
 
 

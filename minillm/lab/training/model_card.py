@@ -232,6 +232,8 @@ tests, tables and near-copies of other files.
 
 `calibration.txt.gz` holds whole training files of the standard library (PSF-2.0, copyright Python
 Software Foundation), drawn at random: the default calibration text of `minillm quantize`.
+`held_out.txt.gz` holds the held-out files of the standard library (PSF-2.0), joined: the default
+text of `minillm compare`.
 
 ## The draft model
 

@@ -2,11 +2,11 @@
 
 from minillm.lab.benchmarks.serving import slo
 
-evaluate = slo.evaluate
+all_requests = slo.evaluate
 
 
 def of_answered(replies, objectives, wall):
-    return evaluate([reply for reply in replies if reply.error is None], objectives, wall)
+    return all_requests([reply for reply in replies if reply.error is None], objectives, wall)
 
 
 slo.evaluate = of_answered

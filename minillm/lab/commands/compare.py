@@ -1,0 +1,109 @@
+"""Compare quantised versions of a model: quality, bytes and decode speed."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from minillm.cli.terminal import Terminal
+from minillm.errors import ConfigError
+
+USAGE = "MODEL A [B C ...] [options]"
+EXAMPLES = """\
+A, B, C are folders, .gguf files, or methods that are applied to MODEL:
+  int8, int4              as generate --quantization: output matrix in 8 bits
+  rtn:BITS:GROUP          round to nearest, 2 to 8 bits; also gptq:..., awq:...
+  nf4, fp8, fp8:row, smoothquant
+  words after a colon     sym, act-order, static-groups, no-clip, no-double,
+                          row (a scale per row), head8, head16, a8
+
+The change of bits per byte and the KL divergence are paired: all models score
+the same windows. Speed needs an otherwise idle machine.
+
+examples:
+  minillm compare tiny int8 int4 nf4
+  minillm compare tiny rtn:4:128 gptq:4:128 --no-speed --plot quality.svg
+  minillm compare MODEL MODEL-gptq model.gguf --text article.txt --json out.json
+  minillm compare preset:smollm2-135m int8 int4
+"""
+WINDOWS, LENGTH = 40, 512
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="the 16-bit model: embedded name, folder, hub id, preset")
+    add("candidates", metavar="A", nargs="+", help="folders, .gguf files or methods, see below")
+    add("--text", metavar="FILE", type=Path,
+        help="UTF-8 text that no model was trained on (held-out standard library)")  # fmt: skip
+    add("--windows", metavar="N", type=int, default=WINDOWS, help=f"windows ({WINDOWS})")
+    add("--length", metavar="N", type=int, default=LENGTH, help=f"tokens of a window ({LENGTH})")
+    add("--calibration", metavar="FILE", type=Path,
+        help="text for gptq, awq and smoothquant (a sample of the embedded models' "
+             "training text)")  # fmt: skip
+    add("--samples", metavar="N", type=int, default=64, help="calibration windows of 512 (64)")
+    add("--seeds", metavar="N", type=int, default=1,
+        help="calibration samples to repeat calibrated methods with (1)")  # fmt: skip
+    add("--no-speed", action="store_true", help="measure quality and sizes only")
+    add("--dtype", metavar="DTYPE", default="auto",
+        help="of the measured speed: auto, bfloat16, float32 (auto)")  # fmt: skip
+    add("--threads", metavar="N", type=int, help="threads (all processors)")
+    add("--json", metavar="FILE", type=Path, help="write all numbers to FILE")
+    add("--plot", metavar="FILE", help="draw quality and speed against bytes (.png, .svg, .pdf)")
+
+
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Compare, print the tables, and return the exit code."""
+    check(args)
+    from minillm.lab.commands.bench import progress
+    from minillm.lab.comparison.candidates import parse
+    from minillm.lab.comparison.run import Work, compare
+    from minillm.lab.comparison.table import show
+    from minillm.plan import machine
+
+    work = Work(
+        args.model,
+        tuple(parse(name) for name in args.candidates),
+        args.text,
+        args.windows,
+        args.length,
+        args.calibration,
+        args.samples,
+        seeds=tuple(range(args.seeds)),
+        speed=not args.no_speed,
+        dtype=args.dtype,
+        threads=args.threads or machine.cpu_count(),
+    )
+    with progress(terminal) as say:
+        found = compare(work, say)
+    show(found, terminal)
+    if args.json is not None:
+        args.json.write_text(json.dumps(found) + "\n", "utf-8")
+    if args.plot is not None:
+        from minillm.lab.comparison.plot import draw
+
+        draw(found, args.plot)
+    return 0
+
+
+def check(args: Namespace) -> None:
+    """Reject options that cannot work, before models are loaded."""
+    for option in ("windows", "length", "samples", "seeds", "threads"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{option} is {value}; it must be at least 1.")
+    if args.dtype not in ("auto", "bfloat16", "float32"):
+        raise ConfigError(f"--dtype is {args.dtype!r}; it must be auto, bfloat16 or float32.")
+    if args.no_speed and args.model.startswith("preset:"):
+        raise ConfigError(
+            f"{args.model} has random weights, so only speed can be measured; leave --no-speed out."
+        )
+    repeated = [name for name in args.candidates if args.candidates.count(name) > 1]
+    if repeated:
+        raise ConfigError(f"{repeated[0]} is given twice; leave one out.")
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise ConfigError(f"{option} is {str(path)!r}, whose folder does not exist.")
+    if args.plot is not None:
+        from minillm.lab.benchmarks.scale_plot import check_plot
+
+        check_plot(args.plot)

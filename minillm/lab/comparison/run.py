@@ -1,0 +1,288 @@
+"""Runs a comparison: the 16-bit model first, then every candidate, as JSON data."""
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.api.arguments import EngineArgs
+from minillm.engine.setup import open_tokenizer
+from minillm.errors import ConfigError
+from minillm.lab.comparison import sizes
+from minillm.lab.comparison.candidates import (
+    Candidate,
+    Opened,
+    facts,
+    load_base,
+    open_candidate,
+)
+from minillm.lab.comparison.metrics import Scores, hidden_states, perplexity, quality, score
+from minillm.lab.comparison.speed import Speed
+from minillm.lab.comparison.windows import LENGTH, WINDOWS, Windows, cut_windows, read_text
+from minillm.models.calibration_text import calibration_windows
+from minillm.models.calibration_text import read_text as read_calibration
+from minillm.models.checkpoint import ModelSource, open_model
+from minillm.models.decoder import Decoder
+from minillm.text.tokenizer import Tokenizer
+
+BASE = "16 bit"
+Prepare = Callable[[Decoder], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to compare.
+
+    Attributes:
+        prepare: changes every loaded 16-bit model first (planted outliers).
+    """
+
+    model: str
+    candidates: tuple[Candidate, ...]
+    text: Path | None = None
+    windows: int = WINDOWS
+    length: int = LENGTH
+    calibration: Path | None = None
+    samples: int = 64
+    calibration_length: int = 512
+    seeds: tuple[int, ...] = (0,)
+    speed: bool = True
+    dtype: str = "auto"  # of the measured speed
+    threads: int = 1
+    prepare: Prepare | None = None
+
+
+@dataclass
+class Base:
+    """The 16-bit model in float32 on the text, and its speed; parts that are not measured are
+    None."""
+
+    source: ModelSource
+    tokenizer: Tokenizer | None = None
+    windows: Windows | None = None
+    model: Decoder | None = None
+    hidden: Tensor | None = None
+    scores: Scores | None = None
+    speed: Speed | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def compare(work: Work, say: Callable[[str], Any] = lambda what: None) -> dict[str, Any]:
+    """Run the comparison. Returns JSON data.
+
+    Raises:
+        ConfigError: files, texts or models that do not fit each other.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(work.threads)
+    try:
+        base = open_base(work, say)
+        results = all_results(work, base, say)
+    finally:
+        torch.set_num_threads(threads)
+    return as_json(work, base, results)
+
+
+def all_results(work: Work, base: Base, say: Callable[[str], Any]) -> list[dict[str, Any]]:
+    """The rows of all models; closes the engine."""
+    try:
+        calibrations = calibration_texts(work, base)
+        results = [base_result(work, base, say)]
+        for candidate in work.candidates:
+            results.append(candidate_result(work, base, candidate, calibrations, say))
+        return results
+    finally:
+        if base.speed is not None:
+            base.speed.close()
+
+
+def open_base(work: Work, say: Callable[[str], Any]) -> Base:
+    """Load the 16-bit model, and score the text with it."""
+    base = Base(open_model(work.model))
+    if base.source.quantization:
+        raise ConfigError(
+            f"{work.model} is quantised already; give the 16-bit model first, and this one after "
+            "it."
+        )
+    if base.source.folder is None:
+        base.notes.append(f"{work.model} has random weights: sizes and speed only, no quality.")
+    else:
+        base.tokenizer = tokenizer_of(base.source)
+        base.windows = text_windows(work, base)
+        say(f"{work.model} on the text")
+        base.model = load_base(base.source, torch.float32)
+        if work.prepare is not None:
+            work.prepare(base.model)
+        base.hidden = hidden_states(base.model, base.windows)
+        base.scores = score(base.model, base.hidden, base.windows)
+    if work.speed:
+        base.notes.append(
+            "Quality is that of float32 arithmetic; the timed products of integer codes in C round "
+            "their inputs to 8 bits (a8 measures the effect on quality)."
+        )
+        say("starting the engine")
+        base.speed = Speed(base.source, work.dtype, work.threads)
+    return base
+
+
+def tokenizer_of(source: ModelSource) -> Tokenizer:
+    """The tokenizer of a model. Raises ConfigError if it has none."""
+    found = open_tokenizer(EngineArgs(source.name), source)
+    if found is None:
+        raise ConfigError(f"{source.name} has no tokenizer, which reading a text needs.")
+    return found
+
+
+def text_windows(work: Work, base: Base) -> Windows:
+    """The windows of the text."""
+    given = (work.text, work.calibration)
+    if len({path.resolve() for path in given if path is not None}) < sum(map(bool, given)):
+        raise ConfigError(
+            f"--text and --calibration are both {work.text}; methods must not see the text on "
+            "which they are compared."
+        )
+    longest = base.source.config.longest_context
+    if not 2 <= work.length <= longest:
+        raise ConfigError(f"--length is {work.length}; it must be from 2 to {longest} tokens.")
+    if work.windows < 1:
+        raise ConfigError(f"--windows is {work.windows}; it must be at least 1.")
+    if base.tokenizer is None:
+        raise ConfigError(f"{work.model} has no tokenizer.")
+    name = "held-out standard library" if work.text is None else work.text.name
+    return cut_windows(base.tokenizer, read_text(work.text), name, work.windows, work.length)
+
+
+def calibration_texts(work: Work, base: Base) -> dict[int, Tensor]:
+    """The calibration windows of each seed, if a method needs them."""
+    needed = [each.name for each in work.candidates if each.recipe and each.recipe.calibrated]
+    if not needed:
+        return {}
+    if base.tokenizer is None:
+        raise ConfigError(
+            f"{needed[0]} needs a calibration text, and {work.model} has random weights; choose "
+            "methods without calibration, such as int8, int4 or rtn:4:64."
+        )
+    text, length = read_calibration(work.calibration), work.calibration_length
+    length = min(length, base.source.config.longest_context)
+    return {
+        seed: calibration_windows(base.tokenizer, text, work.samples, length, seed)
+        for seed in work.seeds
+    }
+
+
+def base_result(work: Work, base: Base, say: Callable[[str], Any]) -> dict[str, Any]:
+    """The row of the 16-bit model."""
+    source, model = base.source, base.model or load_base(base.source, torch.bfloat16)
+    opened = Opened(Candidate(BASE), model, source)
+    found = row(opened, "measured" if source.folder else "computed")
+    if base.scores is not None and base.windows is not None:
+        found |= {"quality": [quality_json(base.scores, base, None)]}
+    if base.speed is not None:
+        found["speed"] = base.speed.measure(None, say)
+    return found
+
+
+def candidate_result(
+    work: Work,
+    base: Base,
+    candidate: Candidate,
+    calibrations: dict[int, Tensor],
+    say: Callable[[str], Any],
+) -> dict[str, Any]:
+    """The row of a candidate; a calibrated method once for every seed."""
+    seeds = work.seeds if candidate.recipe and candidate.recipe.calibrated else work.seeds[:1]
+    dtype = torch.bfloat16 if base.model is None else torch.float32
+    found: dict[str, Any] = {}
+    for seed in seeds:
+        say(f"{candidate.name}" + f", calibration {seed}" * (len(seeds) > 1))
+        opened = open_candidate(candidate, base.source, dtype, calibrations.get(seed), work.prepare)
+        check_same_shape(base, opened)
+        found = found or row(opened, "computed" if candidate.is_method else "measured")
+        if base.windows is not None:
+            scores = scores_of(base, opened.model)
+            found.setdefault("quality", []).append(quality_json(scores, base, seed))
+    if base.speed is not None:
+        found["packing"] = base.speed.packed(opened.model)
+        found["speed"] = base.speed.measure(opened.model, say)
+    return found
+
+
+def scores_of(base: Base, model: Decoder) -> Scores:
+    """The scores of a candidate's model, relative to the 16-bit model."""
+    if base.windows is None or base.model is None or base.hidden is None:
+        raise RuntimeError("The text was not scored.")
+    hidden = hidden_states(model, base.windows)
+    return score(model, hidden, base.windows, (base.model, base.hidden))
+
+
+def check_same_shape(base: Base, opened: Opened) -> None:
+    """Check that a file has the tokenizer of the model, and for speed its KV cache."""
+    if opened.candidate.is_method:
+        return
+    name, mine = opened.source.name, base.source
+    if base.tokenizer is not None and not base.tokenizer.same_tokens(tokenizer_of(opened.source)):
+        raise ConfigError(
+            f"{name} and {mine.name} have different tokenizers; only models that read the same "
+            "tokens can be compared."
+        )
+    ours, theirs = mine.config, opened.source.config
+    same = [
+        getattr(ours, field) == getattr(theirs, field)
+        for field in ("num_layers", "num_kv_heads", "head_dim", "vocab_size", "hidden_size")
+    ]
+    if not all(same):
+        raise ConfigError(
+            f"{name} has another shape than {mine.name}; compare versions of the same model."
+        )
+
+
+def row(opened: Opened, disk: str) -> dict[str, Any]:
+    """Facts and sizes of a loaded model, before it is packed."""
+    measured = disk == "measured"
+    on_disk = sizes.disk_sizes(opened.source) if measured else sizes.packed_sizes(opened)
+    return {
+        "name": opened.candidate.name,
+        **facts(opened),
+        "bits_per_weight": sizes.bits_per_weight(on_disk, opened.model),
+        "disk": {"how": disk, **on_disk.as_json()},
+        "memory": sizes.memory_sizes(opened.model).as_json(),
+        "quantise_seconds": opened.seconds,
+        "quantise_cpu_seconds": opened.cpu_seconds,
+    }
+
+
+def quality_json(scores: Scores, base: Base, seed: int | None) -> dict[str, Any]:
+    """The metrics of a model with one calibration."""
+    if base.scores is None or base.windows is None:
+        raise RuntimeError("The text was not scored.")
+    found = quality(scores, base.scores, base.windows)
+    metrics = {name: asdict(each) for name, each in found.items()}
+    return {"seed": seed, "perplexity": perplexity(scores, base.windows), **metrics}
+
+
+def as_json(work: Work, base: Base, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The comparison as JSON data."""
+    text = None
+    if base.windows is not None:
+        text = {
+            "name": base.windows.name,
+            "windows": len(base.windows.ids),
+            "length": base.windows.ids.shape[1],
+            "scored_tokens": base.windows.num_scored * len(base.windows.ids),
+            "scored_bytes": int(base.windows.num_bytes.sum()),
+        }
+    return {
+        "benchmark": "compare",
+        "model": base.source.name,
+        "arithmetic": "float32",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "text": text,
+        "seeds": list(work.seeds),
+        "results": list(results),
+        "notes": base.notes,
+    }

@@ -1,0 +1,146 @@
+"""Bytes of a model's weights, by kind of tensor.
+
+In memory: codes, scales and offsets as the engine holds them; codes of 2, 3 and 5 to 8 bits take a
+byte. On disk: the tensors of a file; for a method the same tensors with codes and zero points at
+their own width, which is what a file of it needs. Other tensors count 16 bits.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from minillm.errors import CheckpointError
+from minillm.lab.comparison.candidates import Opened, layer_matrices, output_matrix
+from minillm.layers.linear_methods import Matrix
+from minillm.models.checkpoint import ModelSource, weight_files
+from minillm.models.decoder import Decoder
+from minillm.quantization.methods import QuantizedMethod
+
+CODES = ("weight", "qweight", "weight_packed")  # all other tensors of a quantised matrix: scales
+
+
+@dataclass
+class Sizes:
+    """Bytes of linear layers (codes, or whole matrices), embedding, output matrix (0 if it is the
+    embedding), scales with offsets of all quantised matrices, and all else."""
+
+    linears: float = 0
+    embedding: float = 0
+    head: float = 0
+    scales: float = 0
+    other: float = 0
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return self.linears + self.embedding + self.head + self.scales + self.other
+
+    def add(self, kind: str, num_bytes: float) -> None:
+        """Count bytes."""
+        setattr(self, kind, getattr(self, kind) + num_bytes)
+
+    def as_json(self) -> dict[str, int]:
+        """All numbers, in whole bytes."""
+        numbers = asdict(self) | {"total": self.total}
+        return {name: math.ceil(value) for name, value in numbers.items()}
+
+
+def memory_sizes(model: Decoder) -> Sizes:
+    """Bytes in memory, before panels are packed."""
+    sizes = Sizes()
+    for kind, matrix in kinds(model):
+        if isinstance(matrix.method, QuantizedMethod):
+            found = matrix.method.quantized(matrix)
+            sizes.add(kind, found.codes.nbytes)
+            sizes.add("scales", found.num_bytes - found.codes.nbytes)
+        else:
+            sizes.add(kind, 2 * math.prod(matrix.shape))
+    sizes.other += 2 * other_parameters(model)
+    return sizes
+
+
+def packed_sizes(opened: Opened) -> Sizes:
+    """Bytes that a file of a method needs."""
+    candidate, model, sizes = opened.candidate, opened.model, Sizes()
+    in_layers = {id(each) for each in layer_matrices(model)}
+    nested = [made.nested for made in opened.made if made.nested is not None]
+    for kind, matrix in kinds(model):
+        if not isinstance(matrix.method, QuantizedMethod):
+            sizes.add(kind, 2 * math.prod(matrix.shape))
+            continue
+        found, recipe = matrix.method.quantized(matrix), candidate.recipe
+        bits = recipe.width if recipe and id(matrix) in in_layers else found.bits
+        sizes.add(kind, math.prod(found.shape) * bits / 8)
+        if not (nested and id(matrix) in in_layers):
+            sizes.scales += found.scales.nbytes
+        if found.zeros is not None and not (recipe and recipe.symmetric):
+            sizes.scales += found.zeros.numel() * bits / 8
+        if found.order is not None:
+            sizes.scales += 4 * found.order.numel()
+    sizes.scales += sum(each.codes.nbytes + each.scales.nbytes for each in nested)
+    sizes.other += 2 * other_parameters(model)
+    return sizes
+
+
+def kinds(model: Decoder) -> Iterator[tuple[str, Matrix]]:
+    """All matrices, with the kind of each."""
+    for matrix in model.modules():
+        if isinstance(matrix, Matrix):
+            is_head = matrix is model.lm_head
+            kind = "head" if is_head else "embedding" if matrix is model.embedding else "linears"
+            yield kind, matrix
+
+
+def other_parameters(model: Decoder) -> int:
+    """Numbers outside matrices: norms and biases."""
+    return sum(
+        parameter.numel()
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if not (isinstance(module, Matrix) and name == "weight")
+    )
+
+
+def disk_sizes(source: ModelSource) -> Sizes:
+    """Bytes of all tensors of a checkpoint's files, by their headers."""
+    sizes = Sizes()
+    for path in weight_files(source):
+        for name, num_bytes in stored_bytes(path).items():
+            sizes.add(kind_of(name), num_bytes)
+    return sizes
+
+
+def kind_of(name: str) -> str:
+    """The kind of a tensor by its name in Hugging Face checkpoints."""
+    suffix = name.rsplit(".", 1)[-1]
+    if "norm" in name or suffix in ("bias", "e_score_correction_bias"):
+        return "other"
+    if suffix not in CODES:
+        return "scales"
+    return "embedding" if "embed_tokens" in name else "head" if "lm_head" in name else "linears"
+
+
+def stored_bytes(path: Path) -> dict[str, int]:
+    """Bytes of each tensor of a safetensors file (its header is JSON after 8 bytes of length)."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size:
+                raise CheckpointError(f"{path} is not a whole safetensors file; fetch it again.")
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            return {k: v["data_offsets"][1] - v["data_offsets"][0] for k, v in header.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}.") from error
+
+
+def bits_per_weight(sizes: Sizes, model: Decoder) -> float:
+    """Bits of a weight of the linear layers, with their share of the scales."""
+    numbers = {id(m): math.prod(m.shape) for kind, m in kinds(model) if kind == "linears"}
+    head = output_matrix(model)
+    own = 0.0
+    if isinstance(head.method, QuantizedMethod):
+        own = head.method.quantized(head).scales.nbytes
+    return 8 * (sizes.linears + sizes.scales - own) / sum(numbers.values())

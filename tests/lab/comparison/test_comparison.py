@@ -1,0 +1,264 @@
+"""`minillm compare`: its numbers beside independent ones, planted bugs, tables and errors."""
+
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from minillm.__main__ import main
+from minillm.errors import ConfigError
+from minillm.lab.comparison import candidates, metrics, run, sizes, table, windows
+from minillm.lab.comparison.candidates import open_candidate, parse
+from minillm.lab.comparison.outliers import plant_outliers
+from minillm.models.checkpoint import ASSETS, open_model
+from minillm.models.loader import load_model
+from tests.lab.comparison import checks
+
+TINY = str(ASSETS / "tiny")
+
+CHECKS = (
+    (metrics, checks.scores_equal_numpy),
+    (metrics, checks.divergence_is_directed),
+    (metrics, checks.errors_are_those_of_a_ratio),
+    (metrics, checks.changes_are_paired),
+    (windows, checks.windows_are_the_text),
+    (sizes, checks.sizes_are_counted),
+)
+BUGS = (
+    (metrics, "(wanted.exp() * (wanted - found))", "(found.exp() * (found - wanted))",
+     checks.divergence_is_directed),
+    (metrics, "(wanted.exp() * (wanted - found))", "(found.exp() * (found - wanted))",
+     checks.scores_equal_numpy),
+    (metrics, "ids[part + 1 : end + 1]", "ids[part:end]", checks.scores_equal_numpy),
+    (metrics, "Chunk(i, 0, row)", "Chunk(0, 0, row)", checks.scores_equal_numpy),
+    (metrics, "scores.nats - base.nats) * bits", "scores.nats - base.nats.roll(1)) * bits",
+     checks.changes_are_paired),
+    (metrics, "rest = sums - value * sizes", "rest = sums - sums.mean()",
+     checks.errors_are_those_of_a_ratio),
+    (metrics, "* count / max(1, count - 1)", "", checks.errors_are_those_of_a_ratio),
+    (windows, "count_bytes(tokenizer, row[1:])", "count_bytes(tokenizer, row)",
+     checks.windows_are_the_text),
+    (windows, "starts = [i * (len(ids) - length) // steps", "starts = [i * length",
+     checks.windows_are_the_text),
+    (sizes, '"head" if is_head else "embedding" if matrix is model.embedding else "linears"',
+     '"head" if is_head else "linears"', checks.sizes_are_counted),
+    (sizes, 'sizes.add("scales", found.num_bytes - found.codes.nbytes)', "pass",
+     checks.sizes_are_counted),
+    (sizes, "return self.linears + self.embedding + self.head + self.scales + self.other",
+     "return self.linears + self.scales + self.other", checks.sizes_are_counted),
+    (sizes, "math.prod(found.shape) * bits / 8", "found.codes.nbytes", checks.sizes_are_counted),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "check"), CHECKS, ids=lambda each: getattr(each, "__name__", str(each))[:50]
+)
+def test_numbers_are_right(module, check) -> None:
+    check(module)
+
+
+def broken(module: ModuleType, right: str, wrong: str) -> ModuleType:
+    """A copy of a module with one text replaced."""
+    source = importlib.util.find_spec(module.__name__).loader.get_source(module.__name__)
+    assert source.count(right) == 1, right
+    copy = ModuleType(module.__name__ + "_broken")
+    sys.modules[copy.__name__] = copy  # dataclasses look their module up
+    exec(compile(source.replace(right, wrong), copy.__name__, "exec"), copy.__dict__)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("module", "right", "wrong", "check"),
+    BUGS,
+    ids=lambda each: getattr(each, "__name__", str(each))[:40],
+)
+def test_planted_bug_is_found(module, right, wrong, check) -> None:
+    with pytest.raises(AssertionError):
+        check(broken(module, right, wrong))
+
+
+# ---- candidates -------------------------------------------------------------------------------
+
+
+def test_names_of_methods() -> None:
+    found = parse("gptq:3:64:act-order")
+    assert (found.recipe.bits, found.recipe.group_size, found.recipe.act_order) == (3, 64, True)
+    assert parse("rtn:4:row").recipe.group_size == -1
+    assert parse("int8").loading == "int8"
+    assert parse("int8").eight_bit_head
+    assert parse("int8:head16").recipe.method == "int8"
+    assert parse("nf4:no-double:head8").eight_bit_head
+    assert parse("smoothquant").eight_bit_inputs
+    assert not parse(TINY).is_method
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gptc:4", "neither a file nor a folder nor a method.*Did you mean 'gptq'"),
+        ("nf4:4", "'nf4:4' has '4'; after nf4 there may be no-double, head8"),
+        ("rtn:9:128", "9 bits are not possible"),
+        ("./nowhere", "There is no file or folder './nowhere'"),
+        ("nowhere.gguf", "There is no file or folder 'nowhere.gguf'"),
+        ("preset:qwen3-8b", "has no weights; give it as MODEL"),
+    ],
+)
+def test_a_wrong_name_is_one_sentence(name, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(name)
+
+
+def test_inputs_in_8_bits_change_little() -> None:
+    text = checks.windows()
+    outputs = [
+        metrics.hidden_states(
+            open_candidate(parse(name), open_model("tiny"), torch.float32, None).model, text
+        )
+        for name in ("rtn:8:32", "rtn:8:32:a8")
+    ]
+    difference = (outputs[0] - outputs[1]).norm() / outputs[0].norm()
+    assert 1e-4 < difference < 0.05
+    x = torch.tensor([[1.0, -127.0, 0.4], [0.0, 0.0, 0.0]])
+    assert candidates.rounded(x).tolist() == [[1.0, -127.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+def test_planted_outliers_do_not_change_the_model() -> None:
+    plain, planted = (load_model(open_model("tiny"), torch.float32) for _ in range(2))
+    plant_outliers(planted)
+    text = checks.windows()
+    one, two = (metrics.hidden_states(each, text) for each in (plain, planted))
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+    largest = planted.layers[0].input_norm.weight.abs()
+    assert largest.max() > 20 * largest.median()
+
+
+# ---- the command ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "held.txt"
+    file.write_text(windows.read_text()[:20_000], "utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def found(text) -> dict:
+    names = ("int8", "rtn:3:32", TINY)
+    return run.compare(run.Work("tiny", tuple(map(parse, names)), text, 4, 96, speed=False))
+
+
+def test_the_model_itself_has_no_divergence(found) -> None:
+    """A folder with the same weights: every paired number is exactly 0."""
+    base, int8, three, same = found["results"]
+    (mine,) = same["quality"]
+    assert abs(mine["kl"]["value"]) < 1e-12
+    assert mine["bits_per_byte_change"]["value"] == mine["bits_per_byte_change"]["error"] == 0
+    assert mine["same_top1"]["value"] == 1
+    assert mine["bits_per_byte"] == base["quality"][0]["bits_per_byte"]
+    assert int8["quality"][0]["kl"]["value"] < 0.002 < three["quality"][0]["kl"]["value"]
+    assert same["disk"]["how"] == "measured"
+    assert same["disk"]["total"] == base["disk"]["total"]
+
+
+def test_cells_are_the_numbers_of_the_json(found, capsys) -> None:
+    """What is printed, beside the JSON data."""
+    from minillm.cli.terminal import Terminal
+
+    table.show(json.loads(json.dumps(found)), Terminal())
+    printed = capsys.readouterr().out
+    for row in found["results"][1:]:
+        (line,) = (x for x in printed.splitlines() if x.strip().startswith(f"{row['name']} ")
+                   and "W" in x and "±" in x)  # fmt: skip
+        cells = re.split(r"\s{2,}", line.strip())
+        quality = row["quality"][0]
+        assert cells[2] == f"{row['bits_per_weight']:.2f}"
+        assert cells[3] == f"{row['disk']['total'] / 1e6:.2f}"
+        assert cells[5] == f"{quality['bits_per_byte']['value']:.4f}"
+        assert float(cells[7].split(" ±")[0]) == pytest.approx(quality["kl"]["value"], abs=5e-5)
+        assert float(cells[7].split(" ±")[1]) == pytest.approx(quality["kl"]["error"], abs=5e-5)
+        assert cells[8] == f"{quality['same_top1']['value']:.1%}"
+
+
+def test_seeds_are_shown_with_their_spread() -> None:
+    row = {"quality": [{"kl": {"value": v, "error": 0.001}} for v in (0.02, 0.03, 0.04)]}
+    assert table.with_error(row, "kl", ".4f") == "0.0300 ±0.0010 (0.0200 to 0.0400)"
+
+
+def test_command_writes_json_and_a_plot(text, tmp_path, capsys) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "out.svg"
+    files = ["--text", str(text), "--json", str(out), "--plot", str(plot)]
+    small = ["--windows", "3", "--length", "64", "--no-speed"]
+    assert main(["compare", "tiny", "int4", "rtn:4:64", *small, *files]) == 0
+    printed = capsys.readouterr().out
+    assert "3 windows of 64 tokens" in printed
+    assert "embedding (tied output)" in printed
+    names = [row["name"] for row in json.loads(out.read_text())["results"]]
+    assert names == ["16 bit", "int4", "rtn:4:64"]
+    assert "<svg" in plot.read_text()
+
+
+def test_speed_of_a_shape(capsys, tmp_path, monkeypatch) -> None:
+    """Random weights: no quality. The rounds are shortened."""
+    from minillm.lab.comparison import speed
+
+    monkeypatch.setattr(speed, "ROUNDS", 1)
+    monkeypatch.setattr(speed, "LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(speed, "calmly", lambda run: speed.Calm(run(), 0.0))
+    monkeypatch.setattr(speed, "measure_ceiling", lambda *_: speed.Ceiling({"x": 1e10}, 1e9, 1e9))
+    work = run.Work("tiny", (parse("int8"), parse("rtn:4:64")), None, 2, 32)
+    rows = run.compare(work)["results"]
+    assert [row["name"] for row in rows] == ["16 bit", "int8", "rtn:4:64"]
+    for row in rows:
+        assert [case["batch"] for case in row["speed"]["by_batch"]] == [1, 16]
+        for case in row["speed"]["by_batch"]:
+            step = case["batch"] / case["tokens_per_second"]
+            assert case["of_read_ceiling"] == pytest.approx(case["bytes_per_step"] / step / 1e10)
+    read = [row["speed"]["by_batch"][0]["bytes_per_step"] for row in rows]
+    assert read[0] > read[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny", "int8", "--text", "nowhere.txt"], "The text nowhere.txt cannot be read"),
+        (["tiny", "int8", "--windows", "9999"], "The text has .* but 9999 windows of 512 need"),
+        (["tiny", "int8", "--length", "1"], "--length is 1; it must be from 2"),
+        (["tiny", "int8", "--windows", "0"], "--windows is 0; it must be at least 1"),
+        (["tiny", "int8", "int8"], "int8 is given twice"),
+        (["tiny", "int8", "--plot", "x.txt"], "its name must end in"),
+        (["tiny", "int8", "--json", "nowhere/x.json"], "whose folder does not exist"),
+        (["tiny", "int8", "--dtype", "float64"], "--dtype is 'float64'"),
+        (["preset:smollm2-135m", "int8", "--no-speed"], "has random weights, so only speed"),
+        (["preset:smollm2-135m", "gptq"], "gptq needs a calibration text"),
+        (["tiny", "tiny-draft", "--windows", "2", "--no-speed"], "has another shape than tiny"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, message, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(run, "Speed", lambda *_: None)
+    assert main(["compare", *arguments]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(message, error), error
+
+
+def test_other_tokenizers_are_refused(text, tmp_path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(TINY, other)
+    data = json.loads((other / "tokenizer.json").read_text())
+    vocab = data["model"]["vocab"]
+    first, second = list(vocab)[300:302]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="have different tokenizers"):
+        run.compare(run.Work("tiny", (parse(str(other)),), text, 2, 32, speed=False))
+
+
+def test_calibration_and_text_must_differ(text) -> None:
+    with pytest.raises(ConfigError, match="must not see the text"):
+        run.compare(run.Work("tiny", (parse("int8"),), text, 2, 32, text, speed=False))
