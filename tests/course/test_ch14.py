@@ -77,7 +77,7 @@ def test_correlation_and_large_channels():
 
 
 def test_pictures(captions):
-    inputs = torch.tensor([[3.0, 2.0], [2.0, 3.0], [-1.0, -2.0]])
+    inputs = torch.tensor([[3.0, 2.0], [2.0, 3.0], [-2.0, -1.0]])
     ch14_pictures.draw_plane(torch.tensor([1.4, 0.4]), inputs)
     assert "The nearest point is (1, 0); the point (1, 1) is farther away" in captions[-1]
     part = torch.tensor([[1.0, 0.5], [0.5, 1.0]])

@@ -10,7 +10,7 @@ from minillm_exercises.plots import COLOURS, bars, bound, figure, series, show
 
 def draw_plane(weight: Tensor, inputs: Tensor) -> None:
     """Draw two weights, the grid points around them, and curves of equal output error."""
-    fig, ax = figure("first weight", "second weight", size=(5.6, 3.8))
+    fig, ax = figure("first weight", "second weight", size=(6.6, 3.4))
     a = torch.linspace(-0.3, 2.7, 240)
     b = torch.linspace(-1.3, 2.3, 240)
     plane = torch.stack(torch.meshgrid(a, b, indexing="xy"), -1) - weight
@@ -29,7 +29,6 @@ def draw_plane(weight: Tensor, inputs: Tensor) -> None:
         look = {**series(1 + 2 * place), "linestyle": "", "markersize": 9, "fillstyle": "none"}
         ax.plot(*point.tolist(), **look, label=name)
     fig.legend(loc="outside right upper")
-    ax.set_aspect("equal")
     one, other = ([f"{each:g}" for each in point.tolist()] for point in (near, best))
     show(
         fig,
@@ -68,14 +67,14 @@ def draw_tokens(
                                 size=(8.6, 3.2))  # fmt: skip
     tokens = list(kl)
     left.plot(tokens, list(kl.values()), label="GPTQ", **series(0))
-    bound(left, tokens, [without] * len(tokens), "rounding to nearest, no text", at=0.0)
+    bound(left, tokens, [without] * len(tokens), "rounding to nearest, no text", "above", 1.0)
     left.set_ylim(0, 1.3 * max(kl.values()))
     left.legend(loc="lower left")
     right.set_ylabel("squared output error (%)")
     for place, (name, values) in enumerate(errors.items()):
         right.plot(tokens, [100 * each for each in values.values()], label=name, **series(place))
     bound(right, tokens, [100 * plain] * len(tokens), "rounding to nearest", at=1.0)
-    right.legend(loc="lower right")
+    right.legend(loc="center left", bbox_to_anchor=(0.0, 0.38))
     right.set_ylim(bottom=0)
     for ax in (left, right):
         ax.set_xscale("log", base=2)
@@ -130,7 +129,8 @@ def draw_rounded(kl: Mapping[str, Mapping[str, float]]) -> None:
     fig, ax = figure("KL (nats per token, logarithmic)", "inputs", size=(7.2, 3.0))
     for row, values in enumerate(kl.values()):
         for place, model in enumerate(models):
-            look = {**series(place), "linestyle": "", "markersize": 8}
+            look = {**series(place), "linestyle": "", "markersize": 7 + 4 * place}
+            look["fillstyle"] = "none" if place else "full"
             ax.plot([values[model]], [row], label=model if row == 0 else None, **look)
         ax.plot(list(values.values()), [row] * len(models), color=COLOURS[2], zorder=0)
     ax.set_xscale("log")
