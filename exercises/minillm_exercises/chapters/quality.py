@@ -127,13 +127,13 @@ class Subject:
         """
         generator = torch.Generator().manual_seed(seed)
         chosen = {}
-        for number, layer in enumerate(self.model.layers):
-            for norm, name in ((layer.input_norm, "qkv_proj"), (layer.mlp_norm, "gate_up_proj")):
-                matrix = f"{number}.{name}"
-                at = torch.randperm(len(norm.weight), generator=generator)[:channels]
-                norm.weight[at] *= factor
-                self.weights[matrix][:, at] /= factor
-                chosen[matrix] = at
+        for number in range(self.model.config.num_layers):
+            for norm, name in (("input_norm", "qkv_proj"), ("mlp_norm", "gate_up_proj")):
+                weight = self.model.get_parameter(f"layers.{number}.{norm}.weight")
+                at = torch.randperm(len(weight), generator=generator)[:channels]
+                weight[at] *= factor
+                self.weights[f"{number}.{name}"][:, at] /= factor
+                chosen[f"{number}.{name}"] = at
         self._put(self.weights)
         self._own = self._laws()
         return chosen
