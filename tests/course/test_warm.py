@@ -37,7 +37,7 @@ def told(exercise: Exercise) -> tuple[dict[str, object], int]:
         folder = begun._folder.name
         with pytest.raises(ExerciseError) as error:
             begun.run("", ())
-    text = str(error.value).partition("ImportError: ")[2].rpartition("): mend ")[0]
+    text = str(error.value).partition("ImportError: ")[2].rpartition("): repair ")[0]
     said = json.loads(text.replace(folder, "OWN"))
     said["temporary"] = str(Path(said["temporary"]).parent)
     return said, said.pop("parent")

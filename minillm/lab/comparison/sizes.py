@@ -7,14 +7,16 @@ their own width, which is what a file of it needs. Other tensors count 16 bits.
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from minillm.errors import CheckpointError
+from minillm.gguf.container import is_gguf
 from minillm.lab.comparison.candidates import Opened, layer_matrices, output_matrix
 from minillm.layers.linear_methods import Matrix
-from minillm.models.checkpoint import ModelSource, weight_files
+from minillm.models.checkpoint import ModelSource, shard_headers, weight_files
 from minillm.models.decoder import Decoder
 from minillm.quantization.methods import QuantizedMethod
 
@@ -107,9 +109,28 @@ def disk_sizes(source: ModelSource) -> Sizes:
     """Bytes of all tensors of a checkpoint's files, by their headers."""
     sizes = Sizes()
     for path in weight_files(source):
+        if is_gguf(path):
+            count_blocks(path, sizes)
+            continue
         for name, num_bytes in stored_bytes(path).items():
             sizes.add(kind_of(name), num_bytes)
     return sizes
+
+
+def count_blocks(path: Path, sizes: Sizes) -> None:
+    """Count the tensors of a GGUF file. A block [out, blocks, bytes] of type QB_x has codes of B
+    bits, 256 in K types and 32 in others; the rest are scales and minima."""
+    for name, header in shard_headers(path).items():
+        module, _, kind = name.rpartition(".")
+        block = re.fullmatch(r"q(\d)_(.)", kind)
+        if block is None or header.dtype is None:
+            itemsize = 2 if header.dtype is None else header.dtype.itemsize
+            sizes.add(kind_of(name), math.prod(header.shape) * itemsize)
+            continue
+        numbers = 256 if block[2] == "k" else 32
+        codes = math.prod(header.shape[:-1]) * numbers * int(block[1]) / 8
+        sizes.add(kind_of(f"{module}.weight"), codes)
+        sizes.scales += math.prod(header.shape) - codes
 
 
 def kind_of(name: str) -> str:

@@ -194,7 +194,7 @@ def test_seeds_are_shown_with_their_spread() -> None:
 def test_command_writes_json_and_a_plot(text, tmp_path, capsys) -> None:
     out, plot = tmp_path / "out.json", tmp_path / "out.svg"
     files = ["--text", str(text), "--json", str(out), "--plot", str(plot)]
-    small = ["--windows", "3", "--length", "64", "--no-speed"]
+    small = ["--windows", "3", "--length", "64", "--no-speed", "--threads", "1"]
     assert main(["compare", "tiny", "int4", "rtn:4:64", *small, *files]) == 0
     printed = capsys.readouterr().out
     assert "3 windows of 64 tokens" in printed
