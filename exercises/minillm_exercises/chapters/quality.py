@@ -66,10 +66,21 @@ class Subject:
         """Weights of all matrices of the layers."""
         return sum(each.numel() for each in self.weights.values())
 
-    def judge(self, change: Change) -> Quality:
-        """The quality with all weights changed. Afterwards they are as they were."""
-        with self.changed({name: change(name, each) for name, each in self.weights.items()}):
-            laws = self._laws()
+    def judge(self, change: Change, inputs: Change | None = None) -> Quality:
+        """The quality with all weights changed, and with the inputs [tokens, in] of every matrix if
+        `inputs` changes them. Afterwards the model is as it was."""
+        new = {name: change(name, each) for name, each in self.weights.items()}
+        hooks = [
+            each.register_forward_pre_hook(lambda _, args, name=name: (inputs(name, args[0]),))
+            for name, each in self._matrices.items()
+            if inputs is not None
+        ]
+        try:
+            with self.changed(new):
+                laws = self._laws()
+        finally:
+            for hook in hooks:
+                hook.remove()
         kl, same, nats = 0.0, 0, 0.0
         for own, law, ids in zip(self._own, laws, self.windows, strict=True):
             kl += float((own.exp() * (own - law)).sum())
@@ -104,6 +115,28 @@ class Subject:
             for hook in hooks:
                 hook.remove()
         return {name: torch.cat(parts) for name, parts in seen.items()}
+
+    @torch.no_grad()
+    def plant(self, factor: float, channels: int, seed: int = 14) -> dict[str, Tensor]:
+        """Multiply some channels of every norm before a matrix, and divide their columns.
+
+        The model computes what it computed before, with large activations in these channels.
+
+        Returns:
+            The channels by the matrix that reads them.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        chosen = {}
+        for number in range(self.model.config.num_layers):
+            for norm, name in (("input_norm", "qkv_proj"), ("mlp_norm", "gate_up_proj")):
+                weight = self.model.get_parameter(f"layers.{number}.{norm}.weight")
+                at = torch.randperm(len(weight), generator=generator)[:channels]
+                weight[at] *= factor
+                self.weights[f"{number}.{name}"][:, at] /= factor
+                chosen[f"{number}.{name}"] = at
+        self._put(self.weights)
+        self._own = self._laws()
+        return chosen
 
     @torch.no_grad()
     def _put(self, weights: Mapping[str, Tensor]) -> None:
