@@ -2,7 +2,7 @@
 
     python -m minillm.lab.comparison.study --json FILE
 
-About 25 minutes of processor time. Parts: methods without calibration (plain), calibrated methods
+About 27 minutes of processor time. Parts: methods without calibration (plain), calibrated methods
 with three calibration samples (seeded) and with one (calibrated), and the model with planted
 outlier channels (planted).
 """

@@ -6,7 +6,9 @@ mean over them, and their spread (smallest to largest) stands behind it.
 
 import argparse
 import json
+import math
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -36,8 +38,8 @@ def quality_cells(row: Found) -> list[str]:
     return [
         *cells,
         f"{average(row, 'bits_per_byte'):.4f}",
-        with_error(row, "bits_per_byte_change", "+.4f") if "kl" in row["quality"][0] else "",
-        with_error(row, "kl", ".4f"),
+        with_error(row, "bits_per_byte_change", "+") if "kl" in row["quality"][0] else "",
+        with_error(row, "kl"),
         f"{average(row, 'same_top1'):.1%}" if "same_top1" in row["quality"][0] else "",
     ]
 
@@ -57,14 +59,21 @@ def average(row: Found, metric: str) -> float:
     return mean(each[metric]["value"] for each in row["quality"])
 
 
-def with_error(row: Found, metric: str, form: str) -> str:
+def with_error(row: Found, metric: str, sign: str = "") -> str:
     """A metric with its standard error, and with the spread over calibration samples."""
     if metric not in row["quality"][0]:
         return ""
     values = [each[metric]["value"] for each in row["quality"]]
     error = max(each[metric]["error"] for each in row["quality"])
-    text = f"{average(row, metric):{form}} ±{error:.4f}"
-    return text + f" ({min(values):.4f} to {max(values):.4f})" * (len(values) > 1)
+    text = f"{significant(average(row, metric), 3, sign)} ±{significant(error, 2)}"
+    spread = f" ({significant(min(values), 3)} to {significant(max(values), 3)})"
+    return text + spread * (len(values) > 1)
+
+
+def significant(value: float, count: int, sign: str = "") -> str:
+    """A number with `count` significant digits and at most 5 decimals, without an exponent."""
+    places = count - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:{sign}.{min(max(places, 0), 5)}f}"
 
 
 def speed_cells(row: Found) -> list[str]:
@@ -145,7 +154,7 @@ def lines_of(study: Found) -> Iterator[str]:
     base = plain["results"][0]
     seeds = len(study["seeded"]["seeds"])
     yield from (SECTION, "")
-    yield (
+    yield wrapped(
         f"`{plain['model']}` on {text['windows']} windows of {text['length']} tokens of "
         f"{text['name']} text ({text['scored_bytes']:,} bytes), float32 arithmetic, linear layers "
         "quantised, embedding and tied output matrix in 16 bits unless a row says otherwise. "
@@ -159,17 +168,24 @@ def lines_of(study: Found) -> Iterator[str]:
     yield from ("", "![Quality against size](quantisation/tiny.png)", "")
     rows = [row for name in MAIN_PARTS for row in study[name]["results"][1:]]
     yield from markdown([base, *sorted(rows, key=by_bits_and_divergence)])
-    yield from ("", findings({row["name"]: row for row in rows}))
+    yield from ("", wrapped(findings({row["name"]: row for row in rows})))
     yield from ("", "### With planted outlier channels", "")
-    yield (
+    outliers = {row["name"]: row for row in planted["results"]}
+    kl = [average(outliers[name], "kl") for name in ("rtn:4:128", "awq:4:128:no-clip", "awq:4:128")]
+    yield wrapped(
         f"The same function, with every {STEP}nd channel of the norms {FACTOR:.0f} times as large "
         "and the columns that read it divided by as much (`minillm/lab/comparison/outliers.py`). "
-        "Scaling the channels is what AWQ undoes; without clipping it returns to the KL of "
-        "rounding without outliers."
+        f"AWQ's scales lower the KL of rounding from {kl[0]:.4f} to {kl[1]:.4f}, and with clipping "
+        f"it is {kl[2]:.4f}."
     )
     yield ""
     yield from markdown(planted["results"])
     yield ""
+
+
+def wrapped(text: str) -> str:
+    """A paragraph of Markdown in lines of at most 120 characters."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def by_bits_and_divergence(row: Found) -> tuple[int, float]:
@@ -185,13 +201,14 @@ def findings(rows: Mapping[str, Found]) -> str:
     return (
         f"8 bits per row change the bits per byte by {change:+.5f}. With 4 bits in groups of 128, "
         f"GPTQ has {kl['gptq:4:128'] / kl['rtn:4:128']:.2f} times the KL of rounding; its "
-        f"calibration samples differ by {(max(samples) - min(samples)) / mean(samples):.0%}. "
+        f"calibration samples differ by {(max(samples) - min(samples)) / mean(samples):.1%}. "
         f"AWQ's scales alone (`no-clip`) have {kl['awq:4:128:no-clip'] / kl['rtn:4:128']:.2f} "
         f"times the KL of rounding, and with its search for smaller ranges "
         f"{kl['awq:4:128'] / kl['rtn:4:128']:.2f} times: this model has no outlier channels to "
         "protect, so the gain is that of clipping. Inputs rounded to 8 bits (`a8`) raise the KL "
         f"of 4-bit weights in groups of 32 from {kl['rtn:4:32']:.4f} to {kl['rtn:4:32:a8']:.4f}. "
-        f"8-bit integers have {kl['int8:head16']:.4f}, FP8 rows {kl['fp8:row']:.4f}."
+        f"8-bit integers with a scale per row have {kl['int8:head16']:.5f}, and FP8 numbers "
+        f"{kl['fp8:row']:.5f}."
     )
 
 
@@ -203,7 +220,7 @@ def markdown(rows: Sequence[Found]) -> Iterator[str]:
         cells = quality_cells(row)
         del cells[QUALITY.index("MB memory")]
         spent = row["quantise_cpu_seconds"]
-        yield f"| {' | '.join(cells)} | {'' if spent is None else digits(spent)} |"
+        yield f"| {' | '.join(cells)} | {'' if spent is None else f'{spent:.2g}'} |"
 
 
 def replace_section(text: str, new: str) -> str:

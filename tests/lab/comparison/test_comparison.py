@@ -183,14 +183,19 @@ def test_cells_are_the_numbers_of_the_json(found, capsys) -> None:
         assert cells[2] == f"{row['bits_per_weight']:.2f}"
         assert cells[3] == f"{row['disk']['total'] / 1e6:.2f}"
         assert cells[5] == f"{quality['bits_per_byte']['value']:.4f}"
-        assert float(cells[7].split(" ±")[0]) == pytest.approx(quality["kl"]["value"], abs=5e-5)
-        assert float(cells[7].split(" ±")[1]) == pytest.approx(quality["kl"]["error"], abs=5e-5)
+        for cell, metric in (6, "bits_per_byte_change"), (7, "kl"):
+            value, error = map(float, cells[cell].split(" ±"))
+            assert value == pytest.approx(quality[metric]["value"], rel=5e-3, abs=5e-6)
+            assert error == pytest.approx(quality[metric]["error"], rel=5e-2, abs=5e-6)
         assert cells[8] == f"{quality['same_top1']['value']:.1%}"
 
 
 def test_seeds_are_shown_with_their_spread() -> None:
     row = {"quality": [{"kl": {"value": v, "error": 0.001}} for v in (0.02, 0.03, 0.04)]}
-    assert table.with_error(row, "kl", ".4f") == "0.0300 ±0.0010 (0.0200 to 0.0400)"
+    assert table.with_error(row, "kl") == "0.0300 ±0.0010 (0.0200 to 0.0400)"
+    assert [table.significant(x, 3, "+") for x in (2.5086, -0.00012, 0.0)] == [
+        "+2.51", "-0.00012", "+0"
+    ]  # fmt: skip
 
 
 def test_command_writes_json_and_a_plot(text, tmp_path, capsys) -> None:
