@@ -244,9 +244,11 @@ def row(opened: Opened, disk: str) -> dict[str, Any]:
     """Facts and sizes of a loaded model, before it is packed."""
     measured = disk == "measured"
     on_disk = sizes.disk_sizes(opened.source) if measured else sizes.packed_sizes(opened)
+    bits = sizes.stored_bits(opened.source) if measured else []
     return {
         "name": opened.candidate.name,
         **facts(opened),
+        **({"weight_bits": bits} if bits else {}),
         "bits_per_weight": sizes.bits_per_weight(on_disk, opened.model),
         "disk": {"how": disk, **on_disk.as_json()},
         "memory": sizes.memory_sizes(opened.model).as_json(),

@@ -20,6 +20,7 @@ from minillm.models.checkpoint import ModelSource, shard_headers, weight_files
 from minillm.models.decoder import Decoder
 from minillm.quantization.methods import QuantizedMethod
 
+BLOCKS = re.compile(r"q(\d)_(.)")  # GGUF's types of blocks
 CODES = ("weight", "qweight", "weight_packed")  # all other tensors of a quantised matrix: scales
 
 
@@ -122,7 +123,7 @@ def count_blocks(path: Path, sizes: Sizes) -> None:
     bits, 256 in K types and 32 in others; the rest are scales and minima."""
     for name, header in shard_headers(path).items():
         module, _, kind = name.rpartition(".")
-        block = re.fullmatch(r"q(\d)_(.)", kind)
+        block = BLOCKS.fullmatch(kind)
         if block is None or header.dtype is None:
             itemsize = 2 if header.dtype is None else header.dtype.itemsize
             sizes.add(kind_of(name), math.prod(header.shape) * itemsize)
@@ -131,6 +132,13 @@ def count_blocks(path: Path, sizes: Sizes) -> None:
         codes = math.prod(header.shape[:-1]) * numbers * int(block[1]) / 8
         sizes.add(kind_of(f"{module}.weight"), codes)
         sizes.scales += math.prod(header.shape) - codes
+
+
+def stored_bits(source: ModelSource) -> list[int]:
+    """Bits of the codes of a GGUF file's linear layers; empty for other files."""
+    names = [name for path in weight_files(source) if is_gguf(path) for name in shard_headers(path)]
+    kinds = [name.rpartition(".")[2] for name in names if ".layers." in name]
+    return sorted({int(found[1]) for found in map(BLOCKS.fullmatch, kinds) if found})
 
 
 def kind_of(name: str) -> str:

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Type
 from minillm.errors import ConfigError
 from minillm.lab.comparison import run
 from minillm.lab.comparison.candidates import facts, open_candidate, parse
-from minillm.lab.comparison.sizes import disk_sizes, memory_sizes, packed_sizes
+from minillm.lab.comparison.sizes import disk_sizes, memory_sizes, packed_sizes, stored_bits
 from minillm.models.checkpoint import ASSETS, open_model
 from minillm.models.quantize_folder import quantize_folder
 from minillm.quantization.recipe import Recipe
@@ -66,6 +66,14 @@ def test_bytes_of_a_gguf_file_are_those_of_the_gguf_package(file):
     numbers = sum(each.n_elements for each in blocks)
     assert found.linears + found.embedding == numbers / 2
     assert found.scales == numbers / 32 * 2
+
+
+def test_codes_of_5_bits_are_called_so(tmp_path):
+    path = tmp_path / "five.gguf"
+    config = json.loads((TINY / "config.json").read_text())
+    source = open_model(export(TINY, config, path, Type.Q5_0, with_vocabulary))
+    assert stored_bits(source) == [5]
+    assert stored_bits(open_model("tiny")) == []
 
 
 def test_a_gguf_file_is_compared(rows):
