@@ -21,7 +21,7 @@ from minillm.layers.linear import Embedding, Linear
 from minillm.layers.linear_methods import CheckpointTensor, LinearMethod, Matrix, WeightSlice
 from minillm.layers.moe import ExpertNames, Experts
 from minillm.models import checkpoint
-from minillm.models.checkpoint import ModelSource, shard_shapes
+from minillm.models.checkpoint import ModelSource, shard_headers
 from minillm.models.decoder import Decoder
 from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.models.loader import check_tensors, fill, load_model
@@ -75,7 +75,7 @@ def loaded(path: Path, layer: nn.Module) -> nn.Module:
         for each in part.checkpoint_tensors()
     }
     source = ModelSource("here", BASE, path.parent)
-    check_tensors(source, wanted, [(path, n, shape) for n, shape in shard_shapes(path).items()])
+    check_tensors(source, wanted, [(path, n, each) for n, each in shard_headers(path).items()])
     fill(wanted, [path])
     return layer
 

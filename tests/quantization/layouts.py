@@ -17,9 +17,10 @@ from torch import Tensor
 Arrays = dict[str, np.ndarray]
 STD = 0.15  # of the random weights
 AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds column AWQ_NIBBLES[i]
-NF4 = np.array(
-    [-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0, 0.0795803,
-     0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0], np.float32)  # fmt: skip
+NF4 = np.array([
+    -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0, 0.0795803,
+    0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0,
+], np.float32)  # fmt: skip
 STATE = "weight.quant_state.bitsandbytes__"
 
 
@@ -187,8 +188,10 @@ def gptq(
             "g_idx": dice.permutation(index) if order else index,
         }
 
-    settings = {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "sym": symmetric,
-                "desc_act": order, "checkpoint_format": "gptq_v2" if version == 2 else "gptq"}  # fmt: skip
+    settings = {
+        "quant_method": "gptq", "bits": bits, "group_size": group or -1, "sym": symmetric,
+        "desc_act": order, "checkpoint_format": "gptq_v2" if version == 2 else "gptq",
+    }  # fmt: skip
     return Layout(make, settings, bits, version)
 
 

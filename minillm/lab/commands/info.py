@@ -106,13 +106,14 @@ def check_headers(source: "ModelSource", files: list[Path]) -> Counter[str]:
 
     from minillm.models.checkpoint import open_shard, shard_headers
     from minillm.models.decoder import Decoder
-    from minillm.models.loader import check_tensors, reading, stored_format
+    from minillm.models.loader import check_model, check_tensors, reading, stored_format
 
     found = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
     format = stored_format(source, {name: header for _, name, header in found})
     model = Decoder(source.config, device="meta", method_of=reading(format))
+    check_model(format, model)
     wanted = model.checkpoint_tensors()
-    check_tensors(source, wanted, [(path, name, each.shape) for path, name, each in found], format)
+    check_tensors(source, wanted, found, format)
     stored: Counter[str] = Counter()
     for path in files:
         with open_shard(path) as file:
