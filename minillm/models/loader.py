@@ -64,6 +64,8 @@ def load_model(
     files = weight_files(source)
     headers = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
     format = stored_format(source, {name: header for _, name, header in headers})
+    if format is None and method_of is None:
+        check_unquantised(name for _, name, _ in headers)
     method_of = method_of or reading(format)
     # Check before allocating memory: config.json may give sizes that the files do not have.
     expected = Decoder(source.config, dtype, "meta", None, method_of)
@@ -81,7 +83,6 @@ def load_model(
 def stored_format(source: ModelSource, headers: Headers) -> Format | None:
     """The format of a quantised checkpoint; None if it is not quantised."""
     if not source.quantization:
-        check_unquantised(headers)
         return None
     format = format_of(source.quantization, headers, READERS)
     logger.info("%s is quantised: %s.", source.name, format.describe())

@@ -82,7 +82,7 @@ def unquantised_modules(settings: Mapping[str, Any]) -> list[str]:
     that begin with "re:"."""
     found = [str(each) for name in LISTS for each in setting(settings, name, list, [])]
     rules = setting(settings, "dynamic", dict, {})
-    return found + []
+    return found + [f"re:{rule[2:]}" for rule in rules if rule.startswith("-:")]
 
 
 def is_listed(name: str, listed: Iterable[str]) -> bool:

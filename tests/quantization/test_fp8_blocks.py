@@ -89,16 +89,17 @@ def from_the_first_row_held(self, found):
 
 
 def of_the_whole_stack(self, found):
-    """Blocks that begin at multiples of 128 rows of a stack of q, k and v."""
+    """Blocks that begin at multiples of 128 rows of a stack of gate and up."""
     values, index = BY_ROW(self, found)
-    return (values.roll(64, 0) if self.part.name.endswith("k_proj") else values), index
+    return (values.roll(64, 0) if self.part.name.endswith("up_proj") else values), index
 
 
 def no_incomplete_block(self, found):
     """Scales for whole blocks only; the rest has the scale of the last whole one."""
     values, index = BY_ROW(self, found)
-    last = max(len(self.part.rows) // 128 * 128 - 1, 0)
-    return torch.cat((values[: last + 1], values[last:last + 1].expand_as(values[last + 1 :]))), index  # fmt: skip
+    whole = len(values) // 128 * 128 or len(values)
+    values[whole:] = values[whole - 1]
+    return values, index
 
 
 @pytest.mark.parametrize("bug", [no_incomplete_block, of_the_whole_stack], ids=["last", "stack"])
