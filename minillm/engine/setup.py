@@ -24,6 +24,7 @@ from minillm.ops import cpu
 from minillm.parallel.split import largest_part
 from minillm.plan import machine
 from minillm.plan.cost import BatchFit, MemoryPlan, memory_plan
+from minillm.plan.weight_sizes import WeightSizes
 from minillm.scheduling.config import scheduler_config
 from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
 from minillm.scheduling.scheduler import Scheduler
@@ -131,9 +132,7 @@ def plan_memory(
     limits = scheduler_config(args)
     padding = PASS_ROWS if args.deterministic else 0  # a batch is padded to whole tiles
     speculation, copies = speculation_of(args), packs(args, device)
-    layout = Layout(DTYPES[dtype], device, copies)
-    dummy = args.load_format == "dummy"
-    weights = planned_sizes(source, layout, args.quantization, dummy)
+    weights, draft_weights = sizes_of_weights(args, source, DTYPES[dtype], device, draft)
     plan = memory_plan(
         largest_part(
             config,
@@ -157,7 +156,7 @@ def plan_memory(
         if copies and draft is not None
         else 0,
         weights=weights,
-        draft_weights=None if draft is None else planned_sizes(draft.source, layout, dummy=dummy),
+        draft_weights=draft_weights,
     )
     asked = {name: getattr(limits, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
     plan = replace(plan, settings=replace(plan.settings, **asked))
@@ -169,6 +168,19 @@ def plan_memory(
         plan = shortened(plan)
     check_swap_space(args, plan, device)
     return plan.settings.max_model_len, plan
+
+
+def sizes_of_weights(
+    args: EngineArgs,
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    draft: DraftSource | None,
+) -> tuple[WeightSizes | None, WeightSizes | None]:
+    """The sizes of quantised weights, of the model and of its draft model."""
+    layout, dummy = Layout(dtype, device, packs(args, device)), args.load_format == "dummy"
+    weights = planned_sizes(source, layout, args.quantization, dummy)
+    return weights, None if draft is None else planned_sizes(draft.source, layout, dummy=dummy)
 
 
 def shortened(plan: MemoryPlan) -> MemoryPlan:

@@ -6,7 +6,6 @@ model will be, and their bytes are counted. All other matrices have the same byt
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,13 +122,14 @@ class Examples:
     def sizes(self, name: str) -> WeightSizes:
         """The mean bytes of a weight in each part of the model."""
         count = parameter_count(self.model.config)
-        found = Counter({"norms": sum(norm.weight.nbytes for norm in norms(self.model))})
+        found = dict.fromkeys(PARTS, 0.0)
+        found["norms"] = sum(norm.weight.nbytes for norm in norms(self.model))
         for matrix in matrices(self.model):
             example = self.by_key[self.keys[id(matrix)]][0]
             found[part_of(matrix, self.model)] += bytes_like(matrix, example)
-        means = (found[part] / max(getattr(count, part), 1) for part in PARTS)
+        means = {part: found[part] / max(getattr(count, part), 1) for part in PARTS}
         name = name if self.format is None else self.format.describe()
-        return WeightSizes(name, *means, products=self._products())
+        return WeightSizes.of(name, means, self._products())
 
     def _products(self) -> str | None:
         """ "int8" if products of the layers' matrices round their activations to 8 bits."""

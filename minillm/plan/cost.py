@@ -303,8 +303,10 @@ def memory_plan(
         cuda_graphs=cuda_graphs,
         num_drafts=num_drafts,
         copied_draft_bytes=copied_draft_bytes,
-        weight_bytes=weights and weight_bytes(config, weights=weights),
-        draft_weight_bytes=draft_weights and draft and weight_bytes(draft, weights=draft_weights),
+        weight_bytes=None if weights is None else weights.total(config),
+        draft_weight_bytes=None
+        if draft is None or draft_weights is None
+        else draft_weights.total(draft),
     )
     if memory_bytes < 1:
         raise ConfigError(f"memory_bytes is {memory_bytes}; it must be at least 1.")

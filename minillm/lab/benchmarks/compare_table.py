@@ -25,8 +25,8 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
 
 def weights_line(found: Mapping[str, Any]) -> str:
     """``bfloat16``, or ``weights in int4, bfloat16``."""
-    weights = found.get("weights")
-    return f"weights in {weights['name']}, " * bool(weights) + str(found["dtype"])
+    name = (found.get("weights") or {}).get("name")
+    return f"weights in {name}, " * (name is not None) + str(found["dtype"])
 
 
 def class_of(processor: Mapping[str, Any]) -> str:

@@ -212,8 +212,9 @@ def predictions(
 ) -> list[tuple[str, int, StepCost, StepTime]]:
     """(name, tokens, cost, time) of a decode step and of the prefill of a prompt."""
     length = min(PROMPT, plan.settings.max_model_len)
-    types = {"dtype": plan.settings.dtype, "kv_dtype": plan.settings.kv_dtype}
-    cost_of = partial(step_cost, config, weights=weights, **types)
+    settings = plan.settings
+    dtypes = partial(step_cost, config, dtype=settings.dtype, kv_dtype=settings.kv_dtype)
+    cost_of = partial(dtypes, weights=weights)
     costs = {"decode": cost_of([1], [length]), "prefill": cost_of([length], [length])}
     return [
         (what, cost.num_tokens, cost, step_time(cost, hardware)) for what, cost in costs.items()
