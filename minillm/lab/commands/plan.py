@@ -33,8 +33,7 @@ USAGE = "MODEL [options]"
 EXAMPLES = """\
 examples:
   minillm plan preset:llama-3.1-70b --hardware h100 -tp 4
-  minillm plan preset:qwen3-8b --memory 24GiB --max-model-len 8192
-  minillm plan preset:llama-3.1-8b --hardware laptop-ddr5 --quantization int4
+  minillm plan preset:qwen3-8b --memory 24GiB --quantization int4
   minillm plan PATH_TO_A_HF_FOLDER --max-num-seqs 16 --load
   minillm plan preset:qwen3-8b --hardware h200 --speculate preset:qwen3-0.6b
 """
