@@ -37,9 +37,8 @@ benchmarks:
 
 examples:
   minillm bench decode preset:qwen3-0.6b --batch 1,16 --context 128,1024
-  minillm bench offline MODEL --vs vllm,openvino,transformers --json FILE
-  minillm bench decode --vs vllm,openvino --beside 2 --isa avx2
-  minillm bench decode --quantization int4 --vs llamacpp,openvino
+  minillm bench decode --vs vllm,openvino,transformers --beside 2 --isa avx2
+  minillm bench decode --quantization int4 --vs llamacpp,openvino --json FILE
   minillm bench serve http://localhost:8000 --request-rate 1,2,4
 """
 MODEL, QUICK_MODEL = "preset:smollm2-135m", "tiny"

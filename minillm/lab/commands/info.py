@@ -94,13 +94,14 @@ def check_headers(source: "ModelSource", files: list[Path]) -> Counter[str]:
 
     from minillm.models.checkpoint import shard_headers
     from minillm.models.decoder import Decoder
-    from minillm.models.loader import check_tensors, reading, stored_format
+    from minillm.models.loader import check_model, check_tensors, reading, stored_format
 
     found = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
     format = stored_format(source, {name: header for _, name, header in found})
     model = Decoder(source.config, device="meta", method_of=reading(format))
+    check_model(format, model)
     wanted = model.checkpoint_tensors()
-    check_tensors(source, wanted, [(path, name, each.shape) for path, name, each in found], format)
+    check_tensors(source, wanted, found, format)
     for _, name, header in found:
         if name in wanted:  # runs the loader's checks on a tensor without data
             tensor = torch.empty(header.shape, dtype=header.dtype or torch.uint8, device="meta")
