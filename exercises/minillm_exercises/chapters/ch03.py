@@ -150,9 +150,9 @@ def draw_times(times: Mapping[str, Curves], least: Mapping[str, Curves], size: i
         length = range(1, len(times[name][0]) + 1)
         bound(ax, length, least[name][0], "bound without a cache", side="above", at=0.0)
         bound(ax, length, least[name][1], "bound with a cache")
-        for number, values in enumerate(least[name]):  # which line a bound belongs to
+        for number, floor in enumerate(least[name]):  # which line a bound belongs to
             mark = series(number) | {"fillstyle": "none", "linestyle": "none", "markersize": 8}
-            ax.plot([length[0], length[-1]], [values[0], values[-1]], clip_on=False, **mark)
+            ax.plot([length[0], length[-1]], [floor[0], floor[-1]], clip_on=False, **mark)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log", base=2)
         ax.set(title=name, ylim=(least[name][1][0] / 2, None))

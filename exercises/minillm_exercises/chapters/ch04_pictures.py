@@ -80,9 +80,9 @@ def _draw_text(ax: "Axes", record: Record, text: str) -> dict[str, float]:
         ax.plot(run.bits[text], rows["mha"], label="MHA without norms", **look)
     bits = {name: list(record.bits(name, text).values()) for name in record.variants}
     means = {name: sum(found) / len(found) for name, found in bits.items()}
-    dashed = {"color": "black", "linestyle": "--", "linewidth": 1.2}
     first = record.variants[0]
-    ax.axvline(means[first], label=f"mean of {first.upper()}", **dashed)
+    ax.axvline(means[first], label=f"mean of {first.upper()}", color="black", linestyle="--",
+               linewidth=1.2)  # fmt: skip
     labels = [f"{name.upper()}, {sizes[name]:,} bytes a token" for name in record.variants]
     ax.set_yticks(range(len(labels)), labels)
     ax.set_ylim(len(labels) - 0.5, -0.5)
