@@ -218,8 +218,8 @@ def draw_contexts(model: str, machine: str, context: int) -> None:
     ax.plot(batches, computed, label="operations", **series(1))
     ax.axhline(weights, color="grey", linestyle="-.", label="the bytes of the weights")
     highest = [max(pair) for pair in zip(read, computed, strict=True)]
-    bound(ax, batches, highest, "", "below")
-    forbidden = "below the bound (dashed): impossible"
+    ax.plot(batches, highest, color="black", linestyle="--", zorder=3, label="the bound")
+    forbidden = "below the bound: impossible"
     ax.fill_between(batches, highest, color="black", alpha=0.07, linewidth=0, label=forbidden)
     at = turn(config, hardware, context)
     if at is not None and at <= batches[-1]:
