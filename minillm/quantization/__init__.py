@@ -7,6 +7,7 @@
 | `methods.py` | the `LinearMethod`s of quantised matrices: while loading, and loaded |
 | `kernels.py` | the layouts of the Triton kernels, chosen on a GPU |
 | `formats.py` | what a checkpoint format must describe, and which one a checkpoint has |
+| `consistency.py` | whether `quantization_config` and the tensors of the files agree |
 | `readers/` | one file per checkpoint format |
 | `rounding.py` | round-to-nearest quantisation, also while a 16-bit checkpoint is loaded |
 | `recipe.py` | a method with its settings, and the formats that can hold the result |
