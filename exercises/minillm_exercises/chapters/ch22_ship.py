@@ -19,8 +19,9 @@ from minillm.lab.parallel_cost import CANDIDATE_BYTES
 from minillm.lab.parallel_layout import Layout, device_config
 from minillm.lab.simulated_drafts import SimulatedDrafts
 from minillm.lab.simulation import MADE_UP, Simulation
-from minillm.plan.cost import dtype_bytes, step_cost
+from minillm.plan.cost import step_cost
 from minillm.plan.hardware import Hardware
+from minillm.plan.weight_sizes import dtype_bytes
 from minillm.scheduling.record import StepRecord
 from minillm_exercises.chapters.ch22 import answered
 
