@@ -61,16 +61,8 @@ def load_model(
         raise ConfigError(
             f"{source.name} is a shape without weights; add load_format='dummy' for random ones."
         )
-    files = weight_files(source)
-    headers = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
-    format = stored_format(source, {name: header for _, name, header in headers})
-    if format is None and method_of is None:
-        check_unquantised(name for _, name, _ in headers)
+    files, format, zeros = checked_files(source, dtype, method_of)
     method_of = method_of or reading(format)
-    # Check before allocating memory: config.json may give sizes that the files do not have.
-    expected = Decoder(source.config, dtype, "meta", None, method_of)
-    check_model(format, expected)
-    zeros = check_tensors(source, expected.checkpoint_tensors(), headers, format)
     model = Decoder(config or source.config, dtype, device, max_model_len, method_of, shard)
     fill(model.checkpoint_tensors(), files, source.config.tie_word_embeddings)
     check_zeros(zeros, files)
@@ -78,6 +70,23 @@ def load_model(
         if isinstance(matrix, Matrix):
             matrix.method.finish(matrix)
     return model.eval()
+
+
+def checked_files(
+    source: ModelSource, dtype: torch.dtype, method_of: MethodOf | None = None
+) -> tuple[list[Path], Format | None, dict[str, tuple[int, ...]]]:
+    """The weight files of a model, the format of a quantised one, and the tensors that must be 0.
+    Checks the headers before memory is allocated: config.json may give sizes that the files do not
+    have."""
+    files = weight_files(source)
+    headers = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
+    format = stored_format(source, {name: header for _, name, header in headers})
+    if format is None and method_of is None:
+        check_unquantised(name for _, name, _ in headers)
+    expected = Decoder(source.config, dtype, "meta", None, method_of or reading(format))
+    check_model(format, expected)
+    zeros = check_tensors(source, expected.checkpoint_tensors(), headers, format)
+    return files, format, zeros
 
 
 def stored_format(source: ModelSource, headers: Headers) -> Format | None:

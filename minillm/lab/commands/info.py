@@ -11,6 +11,7 @@ from minillm.config import ModelConfig, RopeConfig
 from minillm.errors import ModelNotFoundError
 from minillm.gguf.container import is_gguf, open_gguf
 from minillm.lab.ceilings import measure
+from minillm.lab.commands.quantised_weights import weights_of
 from minillm.models.presets import PRESETS, preset
 from minillm.plan import machine
 from minillm.plan.cost import kv_bytes_per_token, memory_plan, weight_bytes
@@ -69,7 +70,7 @@ def describe_checkpoint(model: str, terminal: Terminal) -> None:
             *shape(source.config),
             ("files", weights),
             ("tokenizer", tokenizer_line(source)),
-            *needs(source.config),
+            *needs(source.config, source if files else None),
             ("folder", str(source.folder)),
         ]
     )
@@ -186,11 +187,17 @@ def rope_line(rope: RopeConfig) -> str:
     return text + (f" from {original:,} tokens" if original else "")
 
 
-def needs(config: ModelConfig) -> list[tuple[str, str]]:
-    """Memory of the weights, of the KV cache per token, and of an engine with one sequence."""
+def needs(config: ModelConfig, source: "ModelSource | None" = None) -> list[tuple[str, str]]:
+    """Memory of the weights, of the KV cache per token, and of an engine with one sequence.
+    `source`: a checkpoint with files, which may be quantised."""
+    sizes = None
+    if source is not None and source.quantization:
+        sizes = weights_of(source.name, None, config.dtype, is_cpu=True)
     weights = ", ".join(f"{size(weight_bytes(config, d))} in {d}" for d in ("bfloat16", "float32"))
+    if sizes is not None:
+        weights = f"{size(weight_bytes(config, weights=sizes))} in {sizes.name}"
     context = min(CONTEXT, config.longest_context)
-    plan = memory_plan(config, 2**60, max_model_len=context, max_num_seqs=1)
+    plan = memory_plan(config, 2**60, max_model_len=context, max_num_seqs=1, weights=sizes)
     cache = context * plan.kv_bytes_per_token
     return [
         ("weights", weights),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from minillm.models.checkpoint import ModelSource
     from minillm.models.quantize_folder import Report
 
-USAGE = "MODEL (--method METHOD | --type TYPE) --out PATH [options]"
+USAGE = "MODEL [--method METHOD | --type TYPE] --out PATH"
 EXAMPLES = """\
 examples:
   minillm quantize tiny --method gptq --out tiny-gptq
