@@ -1,7 +1,7 @@
 """Serve a model over HTTP, with OpenAI's and vLLM's routes.
 
 The page http://localhost:8000/ is a playground. Ctrl-C or SIGTERM finishes the
-running requests; a second one stops at once.
+running requests; a second one aborts them.
 """
 
 import argparse

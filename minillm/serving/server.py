@@ -21,7 +21,8 @@ POLL_SECONDS = 0.2
 
 class HttpServer(uvicorn.Server):
     """uvicorn's server, which drains: the first SIGTERM or Ctrl-C refuses new requests, finishes
-    the others until `drain_seconds` have passed, and ends; a second one ends at once."""
+    the others until `drain_seconds` have passed, and ends; a second one aborts the others, and a
+    third one does not wait for their replies."""
 
     def __init__(self, app: FastAPI, drain_seconds: float, when_ready: Callable[[], None]):
         super().__init__(
@@ -39,13 +40,14 @@ class HttpServer(uvicorn.Server):
         self.parts: Server = app.state.server
         self.drain_seconds, self.when_ready = drain_seconds, when_ready
         self.failed = False  # the engine died
-        self._stopping = False
+        self._stopping = self._aborting = False
         self._tasks: list[asyncio.Task[None]] = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain; at the second signal, end at once."""
-        if self._stopping:
+        """Begin to drain; at the second signal, abort what runs; at the third, end at once."""
+        if self._aborting:
             self.should_exit = self.force_exit = True
+        self._aborting = self._stopping
         self._stopping = self.parts.gate.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -64,19 +66,27 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(ERROR_SECONDS)
         else:
             logger.warning(
-                "The server finishes %d sequences, for at most %g s; a second signal stops it.",
+                "The server finishes %d sequences, for at most %g s; a second signal aborts them.",
                 gate.num_open, self.drain_seconds,
             )  # fmt: skip
             end = asyncio.get_running_loop().time() + self.drain_seconds
             while gate.num_open and engine.is_running:
-                if asyncio.get_running_loop().time() > end:
-                    logger.warning("The server aborts %d sequences.", gate.num_open)
-                    with suppress(Exception):
-                        await engine.abort_all()
-                    await asyncio.sleep(ERROR_SECONDS)
+                if self._aborting or asyncio.get_running_loop().time() > end:
+                    await self._abort()
                     break
                 await asyncio.sleep(POLL_SECONDS / 4)
         self.should_exit = True
+
+    async def _abort(self) -> None:
+        """Abort all sequences, and wait a moment for the error replies of their requests."""
+        gate, clock = self.parts.gate, asyncio.get_running_loop().time
+        logger.warning("The server aborts %d sequences.", gate.num_open)
+        end = clock() + ERROR_SECONDS
+        with suppress(Exception):
+            await asyncio.wait_for(self.parts.engine.abort_all(), ERROR_SECONDS)
+        while gate.num_open and clock() < end:
+            await asyncio.sleep(POLL_SECONDS / 4)
+        await asyncio.sleep(POLL_SECONDS)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,11 +1,13 @@
 """Failures at the start and while running: one clear sentence each, and the right exit code."""
 
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,35 @@ def test_a_step_thread_that_is_killed(folder: Path) -> None:
     status, error = child.end()
     assert status == 1, error
     assert "The server stops: The engine's thread ended: SystemExit: planted" in error
+    assert "Traceback" not in error
+
+
+def test_a_second_signal_aborts_what_runs(folder: Path) -> None:
+    """The request that the first signal lets finish gets a 503 at the second."""
+    code = (
+        "import sys, time\n"
+        "from minillm.engine.loop import Engine\n"
+        "step = Engine.step\n"
+        "def slow(engine):\n"
+        "    time.sleep(0.5 * bool(engine.scheduler.counters.num_steps > 6))\n"
+        "    return step(engine)\n"
+        "Engine.step = slow\n"
+        "from minillm.cli import main\n"
+        "sys.exit(main(['serve', *sys.argv[1:]]))"
+    )
+    child = Child(folder, code=code)
+    body = '{"prompt":"x","max_tokens":60,"ignore_eos":true}'
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(child.get, "/v1/completions", body)
+        while not re.search(r"^vllm:num_requests_running\S* 1", child.get("/metrics"), re.M):
+            time.sleep(0.05)
+        child.process.send_signal(signal.SIGTERM)
+        while "503" not in child.get("/v1/completions", body)[:20]:
+            time.sleep(0.05)
+        status, error = child.end(signal.SIGTERM)
+        assert waiting.result().startswith("HTTP/1.1 503"), waiting.result()
+    assert status == 0, error
+    assert "The server aborts 1 sequences." in error
     assert "Traceback" not in error
 
 
