@@ -29,6 +29,7 @@ from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.ops import c_library, cpu
 from minillm.quantization.methods import QuantizedMethod
+from minillm.quantization.outliers import separate_outliers
 from minillm.quantization.panels import PanelQuantizedMethod, pack_quantized, runs_in_panels
 from minillm_kernels import reference
 
@@ -47,6 +48,7 @@ def pack_weights(model: Decoder) -> str:
     if chosen:
         into_panels(chosen)
     num_quantized = pack_quantized(may_be_panels(model))
+    separate_outliers(list_matrices(model))
     pack_parts(model)
     model.all_layers = AllLayers.of(model)
     count = sum(into_onednn(model, each) for each in matrices if each not in chosen)

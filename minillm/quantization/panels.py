@@ -44,6 +44,7 @@ class PanelQuantizedMethod(LinearMethod):
         none = dict.fromkeys(TENSORS[1:])
         self.numbers = replace(parts, panels=torch.empty(0), **none)  # type: ignore[arg-type]
         self.dtype, self.out_features = dtype, out_features
+        self.threshold = 0.0  # of `outliers.py`
 
     def parts(self, matrix: Matrix) -> MatrixParts:
         """The matrix as C reads it."""
@@ -114,8 +115,8 @@ def runs_in_panels(matrix: Matrix) -> bool:
         return False
     if found.table is not None and found.minima is not None:
         return False
-    if matrix.copies is not None and matrix.shape[1] % PANEL:
-        return False  # experts would share a panel
+    if matrix.copies is not None and (matrix.shape[1] % PANEL or method.threshold):
+        return False  # experts would share a panel, or lose their outliers
     return method.dtype == torch.bfloat16 and cpu.panels_are_fast(method.dtype)
 
 
@@ -168,7 +169,9 @@ def pack_one(matrix: Matrix, place: Tensor) -> None:
     for name in TENSORS:
         matrix.register_buffer(name, getattr(parts, name))
     matrix.register_buffer("table", table)
-    matrix.method = PanelQuantizedMethod(parts, method.dtype, rows)
+    packed = PanelQuantizedMethod(parts, method.dtype, rows)
+    packed.threshold = method.threshold
+    matrix.method = packed
 
 
 def kernel_of(matrix: Matrix) -> str:
@@ -179,7 +182,8 @@ def kernel_of(matrix: Matrix) -> str:
     """
     method = matrix.method
     if isinstance(method, PanelQuantizedMethod):
-        return f"C panels, {form_of(method.parts(matrix))}, activations of 8 bits"
+        outliers = f", from {method.threshold:g} on of 16" * bool(method.threshold)
+        return f"C panels, {form_of(method.parts(matrix))}, activations of 8 bits{outliers}"
     if isinstance(method, QuantizedMethod):
         found = method.quantized(matrix)
         kind = "FP8" if found.codes.dtype in FLOAT8 else f"int{found.bits}"

@@ -218,7 +218,7 @@ def test_pictures_and_tables(captions):
     assert "50 % with own; no draft can agree in more than 70 %" in captions[-1]
     ch16_pictures.draw_gains({"a": {1: 2.0, 2: 0.5}}, "a model")
     assert "At a batch of 2" in captions[-1]
-    assert captions[-1].endswith("plain speed: 0.50 for a.")
+    assert captions[-1].endswith("has 0.50 (a) of the plain speed.")
 
 
 def test_your_turn_says_what_is_missing(capsys):
@@ -245,3 +245,21 @@ def test_the_mean_length_counts_all_rounds():
     assert ch16.mean_length(llm, [[5, 6, 7]], 1, 10) == 3
     watched.asked = ch16.Dice(4096)
     assert ch16.mean_length(llm, [[5, 6, 7]], 2, 10) < Fraction(11, 10)
+
+
+def test_runs_are_measured_in_turn(monkeypatch):
+    monkeypatch.setattr(ch16, "measure", lambda run, **_: SimpleNamespace(times=(run(),)))
+    called = []
+
+    def runs(name, seconds):
+        left = iter(seconds)
+
+        def run():
+            called.append(name)
+            return next(left)
+
+        return run
+
+    found = ch16.in_turn({"a": runs("a", [9, 1, 2, 3]), "b": runs("b", [9, 4, 4, 7])}, rounds=3)
+    assert found == {"a": 2, "b": 4}  # medians, without the first round
+    assert called == ["a", "b"] * 4
