@@ -1,4 +1,4 @@
-"""GGUF, llama.cpp's file format: a whole model in one file. This room reads all but the weights.
+"""GGUF, llama.cpp's file format: a whole model in one file. This room has all but the weights.
 
 | file | contents |
 |---|---|
@@ -6,6 +6,7 @@
 | `types.py` | bytes and weights per block of each tensor type |
 | `settings.py` | the metadata as the fields of a config.json |
 | `names.py` | where each tensor of a model is in the file |
+| `writing.py` | writes a file |
 
 `text/gguf.py` builds the tokenizer, `quantization/gguf/` reads and writes the weights.
 """

@@ -1,4 +1,7 @@
-"""Quantise a model into a new folder, layer by layer; a stopped run continues."""
+"""Quantise a model into a new folder, layer by layer; a stopped run continues.
+
+With --type, write a GGUF file.
+"""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
@@ -16,13 +19,13 @@ if TYPE_CHECKING:
     from minillm.models.checkpoint import ModelSource
     from minillm.models.quantize_folder import Report
 
-USAGE = "MODEL --method METHOD --out FOLDER [options]"
+USAGE = "MODEL [--method METHOD | --type TYPE] --out PATH"
 EXAMPLES = """\
 examples:
   minillm quantize tiny --method gptq --out tiny-gptq
   minillm quantize MODEL --method gptq --act-order --group-size 32 --out OUT
   minillm quantize MODEL --method awq --format awq --calibration FILE --out OUT
-  minillm quantize MODEL --method nf4 --out OUT
+  minillm quantize MODEL --type Q8_0 --out MODEL.gguf
 """
 SAMPLES, LENGTH = 64, 512
 
@@ -32,8 +35,11 @@ def add_options(parser: ArgumentParser) -> None:
     formats = sorted({name for names in FORMATS.values() for name in names})
     add = parser.add_argument
     add("model", metavar="MODEL", help="embedded name, folder or hub id, unquantised")
-    add("--method", metavar="METHOD", required=True, help=", ".join(METHODS))
-    add("--out", metavar="FOLDER", type=Path, required=True, help="new or empty folder")
+    add("--method", metavar="METHOD", help=f"{', '.join(METHODS)} (rtn with --type)")
+    add("--out", metavar="FOLDER", type=Path, required=True,
+        help="new or empty folder; with --type, a new file")  # fmt: skip
+    add("--type", metavar="TYPE",
+        help="write a GGUF file: Q8_0, Q5_1, Q5_0, Q4_1, Q4_0, BF16, F16 or F32")  # fmt: skip
     add("--bits", metavar="N", type=int, help="rtn, gptq, awq: bits of a code (4)")
     add("--group-size", metavar="N", type=int,
         help="inputs that share a scale; -1: whole rows (the largest of 128, 64, 32 that "
@@ -47,7 +53,7 @@ def add_options(parser: ArgumentParser) -> None:
     add("--no-clip", action="store_true", help="awq: no search for smaller ranges")
     add("--alpha", metavar="X", type=float, help="smoothquant: share moved into weights (0.5)")
     add("--no-double", action="store_true", help="nf4: scales in float32")
-    add("--format", metavar="FORMAT", help=f"{', '.join(formats)} (by method)")
+    add("--format", metavar="FORMAT", help=f"{', '.join(formats)} (by method), or gguf")
     add("--calibration", metavar="FILE", type=Path,
         help="UTF-8 text (a sample of the embedded models' training text)")  # fmt: skip
     add("--samples", metavar="N", type=int, help=f"windows of the text ({SAMPLES})")
@@ -60,6 +66,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
     from minillm.models.checkpoint import open_model
     from minillm.models.quantize_folder import quantize_folder
 
+    if args.type is not None or args.format == "gguf":
+        return write_file(args, terminal)
     recipe = recipe_of(args)
     recipe.format(args.format)
     source = open_model(args.model)
@@ -67,6 +75,36 @@ def run(args: Namespace, terminal: Terminal) -> int:
         source, recipe, args.out, windows_of(args, recipe, source), args.format
     )
     describe(report, recipe, terminal)
+    return 0
+
+
+def write_file(args: Namespace, terminal: Terminal) -> int:
+    """Write a GGUF file, and return the exit code."""
+    from minillm.models.checkpoint import open_model
+    from minillm.models.gguf_export import write_model
+
+    if args.type is None:
+        raise ConfigError("A GGUF file needs --type, for example --type Q8_0.")
+    if args.method not in (None, "rtn") or args.format not in (None, "gguf"):
+        raise ConfigError(
+            "--type writes a GGUF file, which is rounded to nearest (rtn); leave --method and "
+            "--format out."
+        )
+    for name in ("group_size", *OWNERS):
+        if getattr(args, name) not in (None, False):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect with --type, which gives bits and "
+                "groups."
+            )
+    report = write_model(open_model(args.model), args.out, args.type)
+    terminal.heading(f"{report.path}  (GGUF, {args.type})")
+    share = report.num_bytes / report.source_bytes
+    types = ", ".join(f"{size(count)} in {name}" for name, count in report.types.items())
+    terminal.rows([
+        ("file", f"{size(report.num_bytes)}, {share:.0%} of the original "
+                 f"{size(report.source_bytes)}"),
+        ("tensors", types),
+    ])  # fmt: skip
     return 0
 
 
@@ -90,6 +128,8 @@ OWNERS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 def recipe_of(args: Namespace) -> Recipe:
     """The recipe of the options. Raises ConfigError for an option of another method."""
+    if args.method is None:
+        raise ConfigError(f"Give --method: {', '.join(METHODS)}; or --type for a GGUF file.")
     given = {name: value for name, value in vars(args).items() if value not in (None, False)}
     recipe = Recipe(args.method)
     for name, owners in OWNERS.items():

@@ -58,6 +58,7 @@ def export(
 def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:
     """The fields of config.json under GGUF's names."""
     heads, latent = config["num_attention_heads"], arch == "deepseek2"
+    writer.add_vocab_size(config["vocab_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
