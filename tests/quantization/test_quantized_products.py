@@ -74,6 +74,7 @@ CASES = {
     "int4, minima in float16": lambda w: with_minima(w, torch.float16),
     "NF4": lambda w: in_table(w, NF4),
     "FP4": lambda w: in_table(w, E2M1, 32),
+    "FP4, groups of 16": lambda w: in_table(w, E2M1, 16),
     "act order": in_order,
 }
 
