@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from minillm.ops import c_library, cpu
+from minillm.ops import cpu
 from minillm.ops.cpu_quantized import quantized_linear
 from minillm.quantization.fp8 import round_fp8
 from minillm.quantization.panels import arranged
 from minillm.quantization.quantized import Quantized
 from tests.ops import c_variants
 from tests.ops.c_variants import ELEMENTS, PRODUCT_PATHS, with_threads
+from tests.quantization.test_quantized_products import use_functions
 
 QUICK = ("native", "baseline")
 CELLS = [
@@ -26,16 +27,7 @@ ROUNDING = {torch.bfloat16: 2**-8, torch.float32: 2**-16}  # of y; sums of 1,600
 def dtype(request, monkeypatch) -> torch.dtype:
     """The type of activations, with the functions of one instruction set."""
     path, element = request.param
-    return use(c_variants.functions(path, element), element, monkeypatch)
-
-
-def use(
-    found: cpu.Functions, element: c_library.Element, monkeypatch: pytest.MonkeyPatch
-) -> torch.dtype:
-    """Compute with these functions, on one thread."""
-    monkeypatch.setattr(cpu, "functions", lambda dtype: found)
-    monkeypatch.setattr(found.threads, "follow_torch", lambda: None)
-    found.threads.set(1)
+    use_functions(c_variants.functions(path, element), monkeypatch)
     return ELEMENTS[element]
 
 
