@@ -62,7 +62,7 @@ class Engine:
         self.tokenizer = open_tokenizer(args, self.source)
         draft = open_draft(args, self.source, self.tokenizer)
         self.max_model_len, self.memory = plan_memory(
-            args, self.source.config, self.dtype, self.device, draft
+            args, self.source, self.dtype, self.device, draft
         )
         self.eos_token_ids = end_tokens(self.source, self.tokenizer)
         self._seeds = random.Random(args.seed)

@@ -19,10 +19,12 @@ from minillm.models.forward_pass import ForwardPass
 from minillm.models.loader import DTYPES, load_model
 from minillm.models.packing import copied_weight_bytes
 from minillm.models.quantize import quantize_weights
+from minillm.models.weight_sizes import Layout, planned_sizes
 from minillm.ops import cpu
 from minillm.parallel.split import largest_part
 from minillm.plan import machine
 from minillm.plan.cost import BatchFit, MemoryPlan, memory_plan
+from minillm.plan.weight_sizes import WeightSizes
 from minillm.scheduling.config import scheduler_config
 from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
 from minillm.scheduling.scheduler import Scheduler
@@ -108,7 +110,7 @@ def free_memory(device: torch.device) -> int:
 
 def plan_memory(
     args: EngineArgs,
-    config: ModelConfig,
+    source: ModelSource,
     dtype: str,
     device: torch.device,
     draft: DraftSource | None = None,
@@ -118,7 +120,7 @@ def plan_memory(
     Raises:
         ConfigError: `max_model_len` is longer than the model's, or one sequence does not fit.
     """
-    longest = config.longest_context
+    config, longest = source.config, source.config.longest_context
     if args.max_model_len is not None and args.max_model_len > longest:
         raise ConfigError(
             f"max_model_len is {args.max_model_len}; {config.family} with this config.json has "
@@ -130,6 +132,7 @@ def plan_memory(
     limits = scheduler_config(args)
     padding = PASS_ROWS if args.deterministic else 0  # a batch is padded to whole tiles
     speculation, copies = speculation_of(args), packs(args, device)
+    weights, draft_weights = sizes_of_weights(args, source, DTYPES[dtype], device, draft)
     plan = memory_plan(
         largest_part(
             config,
@@ -152,6 +155,8 @@ def plan_memory(
         copied_draft_bytes=copied_weight_bytes(draft.config, DTYPES[dtype])
         if copies and draft is not None
         else 0,
+        weights=weights,
+        draft_weights=draft_weights,
     )
     asked = {name: getattr(limits, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
     plan = replace(plan, settings=replace(plan.settings, **asked))
@@ -163,6 +168,19 @@ def plan_memory(
         plan = shortened(plan)
     check_swap_space(args, plan, device)
     return plan.settings.max_model_len, plan
+
+
+def sizes_of_weights(
+    args: EngineArgs,
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    draft: DraftSource | None,
+) -> tuple[WeightSizes | None, WeightSizes | None]:
+    """The sizes of quantised weights, of the model and of its draft model."""
+    layout, dummy = Layout(dtype, device, packs(args, device)), args.load_format == "dummy"
+    weights = planned_sizes(source, layout, args.quantization, dummy)
+    return weights, None if draft is None else planned_sizes(draft.source, layout, dummy=dummy)
 
 
 def shortened(plan: MemoryPlan) -> MemoryPlan:

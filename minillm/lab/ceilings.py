@@ -34,7 +34,7 @@ def measure(refresh: bool = False, device: str = "cpu") -> Hardware:
 
     threads, cpus = torch.get_num_threads(), machine.cpu_count()
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else machine.cpu_name()
-    key = f"{name}, torch {torch.__version__}, {threads} threads, {cpus} processors"
+    key = f"{name}, torch {torch.__version__}, {threads} threads, {cpus} processors, with int8"
     path = _cache_path()
     known = _read_cache(path)
     if key in known and known[key].source == MEASURED and not refresh:
@@ -57,6 +57,7 @@ def _best_of(old: Hardware, new: Hardware) -> Hardware:
         bandwidth=max(old.bandwidth, new.bandwidth),
         peak_flops=max(old.peak_flops, new.peak_flops),
         peak_flops_fp32=max(old.peak_flops_fp32, new.peak_flops_fp32),
+        peak_ops_int8=max(old.peak_ops_int8, new.peak_ops_int8),
         overhead=min(old.overhead, new.overhead),
         source=MEASURED if MEASURED in (old.source, new.source) else DISTURBED,
     )
@@ -116,6 +117,7 @@ def _measure_cpu(name: str, device: str, budget: float = 0.25) -> Hardware:
         peak_flops_fp32=_matrix_rate(torch.float32, (512, 1024), device, budget),
         overhead=_best(lambda: [torch.add(small, small) for _ in range(200)], budget / 4) / 200,
         source=MEASURED,
+        peak_ops_int8=_int8_rate(1024, device, budget),
     )
 
 
@@ -161,6 +163,32 @@ def _matrix_rate(dtype: "torch.dtype", sizes: tuple[int, ...], device: str, budg
     return max(rates)
 
 
+def _int8_rate(n: int, device: str, budget: float) -> float:
+    """Operations/s of products of square int8 matrices: torch's on a GPU; on a CPU this engine's,
+    which rounds activations to 8 bits, because torch's is slow without VNNI. 0 without one."""
+    import torch
+
+    runs = _our_int8(n)
+    if device.startswith("cuda"):
+        matrix = torch.randint(-127, 128, (n, n), dtype=torch.int8, device=device)
+        runs = [partial(_synchronised, partial(torch._int_mm, matrix, matrix), device, 1)]
+    return max((2 * n**3 / _best(run, budget / len(runs)) for run in runs), default=0.0)
+
+
+def _our_int8(n: int) -> list[Callable[[], object]]:
+    """The int8 product of minillm's C functions, on processors that support it."""
+    import torch
+
+    from minillm.ops import cpu
+    from minillm.ops.cpu_quantized import packed_matrix, quantized_linear
+
+    if not cpu.panels_are_fast(torch.bfloat16):
+        return []
+    codes, scales = torch.full((n, n), 200, dtype=torch.uint8), torch.ones(n, 1)
+    matrix, x = packed_matrix(codes, 8, scales, None, None), torch.randn(n, n).bfloat16()
+    return [lambda: quantized_linear(x, matrix, None, n)]
+
+
 def _synchronised(step: Callable[[], object], device: str, repeats: int) -> None:
     import torch
 
@@ -185,4 +213,5 @@ def _measure_cuda(name: str, device: str, budget: float = 0.25) -> Hardware:
         peak_flops_fp32=_matrix_rate(torch.float32, (4096,), device, budget),
         overhead=_best(launch, budget) / 1000,
         source=MEASURED,
+        peak_ops_int8=_int8_rate(8192, device, budget),
     )

@@ -38,9 +38,10 @@ from minillm.lab.parallel_layout import (
     device_memory,
 )
 from minillm.models.presets import preset
-from minillm.plan.cost import MemoryPlan, StepCost, StepTime, dtype_bytes, step_cost, step_time
+from minillm.plan.cost import MemoryPlan, StepCost, StepTime, step_cost, step_time
 from minillm.plan.hardware import DATASHEET, Hardware
 from minillm.plan.parameters import all_products, norm_parameters
+from minillm.plan.weight_sizes import WeightSizes, dtype_bytes
 
 CANDIDATE_BYTES = 16  # per row and rank: a value and a token id
 ID_BYTES = 8
@@ -97,6 +98,7 @@ class Devices:
         is_recorded: steps are CUDA graphs, without launch overhead.
         weight_size: bytes per weight of matrix products, such as 1 for FP8 (default: that of the
             dtype). The rate of products is that of the dtype.
+        weights: the sizes of quantised weights, instead of `weight_size`.
     """
 
     hardware: Hardware
@@ -105,6 +107,7 @@ class Devices:
     stage_link: Link | None = None
     is_recorded: bool = False
     weight_size: float | None = None
+    weights: WeightSizes | None = None
 
 
 class Precision(NamedTuple):
@@ -140,10 +143,12 @@ def stage_times(
         is_last = layers.stop == config.num_layers
         mine = device_config(config, layout, layers)
         logits = num_logits if is_last else 0
-        cost = step_cost(mine, query_lens, seq_lens, num_logits=logits, **types._asdict())
+        numbers = {**types._asdict(), "weights": devices.weights}
+        cost = step_cost(mine, query_lens, seq_lens, num_logits=logits, **numbers)
         own = sum(query_lens)
         if layout.expert_parallel and any(map(mine.is_moe_layer, range(mine.num_layers))):
-            cost = _with_whole_experts(cost, mine, layout, own, tokens, types.dtype)
+            size_of_expert = (devices.weights or WeightSizes.plain(types.dtype)).experts
+            cost = _with_whole_experts(cost, mine, layout, own, tokens, size_of_expert)
         if devices.weight_size is not None:
             table = mine.vocab_size * mine.hidden_size if logits else 0
             kept = value_bytes * (norm_parameters(mine) + own * mine.hidden_size + table)
@@ -159,10 +164,11 @@ def stage_times(
 
 
 def _with_whole_experts(
-    cost: StepCost, mine: ModelConfig, layout: Layout, own: int, tokens: int, dtype: str
+    cost: StepCost, mine: ModelConfig, layout: Layout, own: int, tokens: int, value_bytes: float
 ) -> StepCost:
-    """The cost on the most loaded device with whole experts, which get rows from all `tokens`
-    tokens. `cost` has the `own` tokens of a device and a share of every expert."""
+    """The cost on the most loaded device with whole experts of `value_bytes` per weight, which get
+    rows from all `tokens` tokens. `cost` has the `own` tokens of a device and a share of every
+    expert."""
     moe, size = mine.moe, layout.tensor
     if moe is None or size == 1:
         return cost
@@ -170,7 +176,6 @@ def _with_whole_experts(
     mean = moe.num_experts / size * (1 - (1 - load[1] / load[0]) ** tokens)
     more = most_experts_read(*load) / mean
     products = [each for each in all_products(mine) if each.part == "experts"]
-    value_bytes = dtype_bytes(dtype)
     read = sum(p.parameters_read(tokens) * more - p.parameters_read(own) for p in products)
     rows = tokens / expert_balance(*load, moe.num_groups, moe.topk_groups) - own
     macs = rows * sum(p.used * p.inputs * p.outputs for p in products)
@@ -328,6 +333,7 @@ def predict(
             devices.hardware.memory_bytes,
             devices.layout,
             weight_size=devices.weight_size,
+            weights=devices.weights,
             dtype=dtype,
             kv_dtype=kv_dtype,
         )

@@ -17,8 +17,9 @@ from minillm.config import ModelConfig
 from minillm.errors import ConfigError
 from minillm.parallel import split
 from minillm.parallel.split import Split, check_split, check_stages, rank_config, stage_config
-from minillm.plan.cost import MemoryPlan, dtype_bytes, memory_plan
+from minillm.plan.cost import MemoryPlan, memory_plan
 from minillm.plan.parameters import all_products
+from minillm.plan.weight_sizes import dtype_bytes
 
 
 @dataclass(frozen=True)

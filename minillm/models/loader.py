@@ -16,10 +16,11 @@ from tqdm import tqdm
 
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
-from minillm.layers.linear_methods import CheckpointTensor, Matrix, TensorSlice
+from minillm.layers.linear_methods import PLAIN, CheckpointTensor, Matrix, TensorSlice
 from minillm.models.checkpoint import ModelSource, read_tensors, shard_headers, weight_files
 from minillm.models.decoder import Decoder, MethodOf
-from minillm.quantization.formats import Format, Headers, format_of
+from minillm.quantization.consistency import check_settings, check_unquantised, leftover
+from minillm.quantization.formats import Format, Header, Headers, format_of
 from minillm.quantization.methods import LoadingMethod
 from minillm.quantization.readers import READERS
 
@@ -60,14 +61,8 @@ def load_model(
         raise ConfigError(
             f"{source.name} is a shape without weights; add load_format='dummy' for random ones."
         )
-    files = weight_files(source)
-    headers = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
-    shapes = [(path, name, header.shape) for path, name, header in headers]
-    format = stored_format(source, {name: header for _, name, header in headers})
+    files, format, zeros = checked_files(source, dtype, method_of)
     method_of = method_of or reading(format)
-    # Check before allocating memory: config.json may give sizes that the files do not have.
-    expected = Decoder(source.config, dtype, "meta", None, method_of).checkpoint_tensors()
-    zeros = check_tensors(source, expected, shapes, format)
     model = Decoder(config or source.config, dtype, device, max_model_len, method_of, shard)
     fill(model.checkpoint_tensors(), files, source.config.tie_word_embeddings)
     check_zeros(zeros, files)
@@ -75,6 +70,23 @@ def load_model(
         if isinstance(matrix, Matrix):
             matrix.method.finish(matrix)
     return model.eval()
+
+
+def checked_files(
+    source: ModelSource, dtype: torch.dtype, method_of: MethodOf | None = None
+) -> tuple[list[Path], Format | None, dict[str, tuple[int, ...]]]:
+    """The weight files of a model, the format of a quantised one, and the tensors that must be 0.
+    Checks the headers before memory is allocated: config.json may give sizes that the files do not
+    have."""
+    files = weight_files(source)
+    headers = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
+    format = stored_format(source, {name: header for _, name, header in headers})
+    if format is None and method_of is None:
+        check_unquantised(name for _, name, _ in headers)
+    expected = Decoder(source.config, dtype, "meta", None, method_of or reading(format))
+    check_model(format, expected)
+    zeros = check_tensors(source, expected.checkpoint_tensors(), headers, format)
+    return files, format, zeros
 
 
 def stored_format(source: ModelSource, headers: Headers) -> Format | None:
@@ -94,34 +106,38 @@ def reading(format: Format | None) -> MethodOf | None:
     return lambda matrix: LoadingMethod(format, matrix.parts[0].name.endswith(".kv_b_proj"))
 
 
+def check_model(format: Format | None, model: Decoder) -> None:
+    """Compare the settings of a quantised checkpoint with the headers of the model's matrices."""
+    if format is not None:
+        check_settings(format, (each for each in model.modules() if isinstance(each, Matrix)))
+
+
 def check_tensors(
     source: ModelSource,
-    wanted: dict[str, CheckpointTensor],
-    shapes: list[tuple[Path, str, tuple[int, ...]]],
+    wanted: Mapping[str, CheckpointTensor],
+    stored: list[tuple[Path, str, Header]],
     format: Format | None = None,
 ) -> dict[str, tuple[int, ...]]:
     """Check that each expected tensor is in exactly one file with its shape, and no other is.
     Returns the shapes of tensors that are not needed if they are 0."""
     found: dict[str, Path] = {}
     zeros: dict[str, tuple[int, ...]] = {}
-    for path, name, shape in shapes:
+    headers = {name: header for _, name, header in stored}
+    for path, name, header in stored:
         if name in found:
             raise CheckpointError(f"{name} is in both {found[name].name} and {path.name}.")
         found[name] = path
         target = wanted.get(name)
-        if name == OUTPUT and target is None:  # tied: the loader compares it with the embedding
-            target = wanted[INPUT]
+        if name == OUTPUT and target is None and header.dtype in PLAIN:
+            target = wanted.get(INPUT)  # tied: the loader compares it with the embedding
         if target is None:
             if format is not None and format.is_zero(name):
-                zeros[name] = shape
+                zeros[name] = header.shape
             elif not is_expected_extra(source, name) and not (format and format.is_unused(name)):
-                raise CheckpointError(
-                    f"{path.name} has a tensor {name} of shape {list(shape)} that the "
-                    f"{source.config.family} model of config.json has no place for."
-                )
-        elif target.slice.shape != shape:
+                raise CheckpointError(without_place(source, path, name, headers, format))
+        elif target.slice.shape != header.shape:
             raise CheckpointError(
-                f"{name} in {path.name} has shape {list(shape)}, but config.json describes "
+                f"{name} in {path.name} has shape {list(header.shape)}, but config.json describes "
                 f"{list(target.slice.shape)}."
             )
     missing = sorted(wanted.keys() - found.keys())
@@ -129,6 +145,17 @@ def check_tensors(
         more = f" and {len(missing) - 1} more" * (len(missing) > 1)
         raise CheckpointError(f"{source.folder} has no tensor {missing[0]}{more}.")
     return zeros
+
+
+def without_place(
+    source: ModelSource, path: Path, name: str, headers: Headers, format: Format | None
+) -> str:
+    """The message for a tensor that the model has no place for."""
+    tensor = f"{path.name} has a tensor {name} of shape {list(headers[name].shape)}"
+    reason = leftover(name, format, headers, source.config.tie_word_embeddings)
+    if reason is not None:
+        return f"{tensor}, which nothing reads: {reason}."
+    return f"{tensor} that the {source.config.family} model of config.json has no place for."
 
 
 def check_zeros(zeros: Mapping[str, tuple[int, ...]], files: list[Path]) -> None:

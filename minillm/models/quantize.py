@@ -10,7 +10,7 @@ output matrix. A row of an embedding is read once per token, so it costs little;
 and decide discretely.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 import torch
@@ -31,15 +31,12 @@ def round_int4(weight: Tensor) -> Quantized:
     return round_asymmetric(weight, 4, group_of(weight.shape[1]))
 
 
-ROUNDINGS: Mapping[str, Callable[[Tensor], Quantized]] = MappingProxyType(
-    {"int8": round_symmetric, "int4": round_int4}
-)
+Rounding = Callable[[Tensor], Quantized]
+ROUNDINGS: Mapping[str, Rounding] = MappingProxyType({"int8": round_symmetric, "int4": round_int4})
 
 
-@torch.inference_mode()
-def quantize_weights(model: Decoder, how: str) -> None:
-    """Quantise a loaded model in place, a matrix at a time. A rank quantises its own part: where it
-    holds some columns, scales and groups are those of its columns."""
+def rounded_matrices(model: Decoder, how: str) -> Iterator[tuple[Matrix, Rounding]]:
+    """The matrices of a model that are quantised, each with its rounding."""
     skipped = {id(each.kv_b_proj) for each in model.modules() if isinstance(each, MLAttention)}
     for matrix in model.modules():
         if not isinstance(matrix, Matrix) or not isinstance(matrix.method, PlainLinearMethod):
@@ -53,5 +50,12 @@ def quantize_weights(model: Decoder, how: str) -> None:
         ):
             continue
         is_output = matrix is model.lm_head or isinstance(matrix, Embedding)
-        rounding = ROUNDINGS["int8" if is_output else how]
+        yield matrix, ROUNDINGS["int8" if is_output else how]
+
+
+@torch.inference_mode()
+def quantize_weights(model: Decoder, how: str) -> None:
+    """Quantise a loaded model in place, a matrix at a time. A rank quantises its own part: where it
+    holds some columns, scales and groups are those of its columns."""
+    for matrix, rounding in list(rounded_matrices(model, how)):
         install(matrix, rounding(matrix.values().flatten(0, -2)), model.dtype)

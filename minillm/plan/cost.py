@@ -7,9 +7,10 @@ No model is run, so large models take no longer than small ones. Conventions:
 * Attention is causal and counted exactly: the query at position p attends to p + 1 keys, or fewer
   with a sliding window. `torch.utils.flop_counter` counts all queries x keys instead: the same
   number for decoding, and almost twice as many for a whole prompt.
-* Bytes are the minimum traffic to main memory: weights once per step, cached keys and values once
-  per sequence. Activations are a separate field: with few rows they stay in the processor's cache,
-  and with many rows the step is compute-bound.
+* Bytes are the minimum traffic to main memory: weights once per step (with scales and zero points
+  if they are quantised), cached keys and values once per sequence. Activations are a separate
+  field: with few rows they stay in the processor's cache, and with many rows the step is
+  compute-bound.
 """
 
 from collections.abc import Sequence
@@ -19,30 +20,19 @@ from math import ceil
 from typing import Any, Literal
 
 from minillm.cache.spec import cache_spec
-from minillm.config import DTYPE_BYTES, ModelConfig
-from minillm.errors import ConfigError, did_you_mean
-from minillm.plan.attention_pairs import attention_counts
+from minillm.config import ModelConfig
+from minillm.errors import ConfigError
+from minillm.plan.attention_pairs import attention_counts, check_lengths
 from minillm.plan.hardware import Hardware
-from minillm.plan.parameters import (
-    all_products,
-    norm_parameters,
-    parameter_count,
-)
+from minillm.plan.parameters import all_products
+from minillm.plan.weight_sizes import WeightSizes, dtype_bytes
 
 
-def dtype_bytes(dtype: str) -> int:
-    """Bytes of one value of `dtype`, a name of `config.DTYPE_BYTES`."""
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(
-            f"dtype is {dtype!r}; supported are {', '.join(DTYPE_BYTES)}."
-            f"{did_you_mean(dtype, DTYPE_BYTES)}"
-        )
-    return DTYPE_BYTES[dtype]
-
-
-def weight_bytes(config: ModelConfig, dtype: str | None = None) -> int:
-    """Bytes of all weights in `dtype` (default: the checkpoint's)."""
-    return parameter_count(config).total * dtype_bytes(dtype or config.dtype)
+def weight_bytes(
+    config: ModelConfig, dtype: str | None = None, weights: WeightSizes | None = None
+) -> int:
+    """Bytes of all weights, quantised as `weights` or in `dtype` (default: the checkpoint's)."""
+    return (weights or WeightSizes.plain(dtype or config.dtype)).total(config)
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str | None = None) -> int:
@@ -98,17 +88,20 @@ def step_cost(
     num_logits: int | None = None,
     dtype: str | None = None,
     kv_dtype: str | None = None,
+    weights: WeightSizes | None = None,
 ) -> StepCost:
     """Cost of one step in which sequence i computes the last `query_lens[i]` of its `seq_lens[i]`
     tokens: a whole prefill if they are equal, decoding if it is 1, otherwise a chunk.
 
-    `num_logits` is the number of rows of logits (default: one per sequence). MLA attention runs on
-    the latents for every query length, as in this engine.
+    `num_logits` is the number of rows of logits (default: one per sequence). `weights` are the
+    sizes of quantised weights. MLA attention runs on the latents for every query length, as in this
+    engine.
     """
-    _check_lengths(query_lens, seq_lens)
+    check_lengths(query_lens, seq_lens)
     tokens = sum(query_lens)
     logits = len(query_lens) if num_logits is None else num_logits
     dtype = dtype or config.dtype
+    sizes = weights or WeightSizes.plain(dtype)
     products = tuple(all_products(config))
     head = config.hidden_size * config.vocab_size
     macs = tokens * sum(p.used * p.inputs * p.outputs for p in products) + logits * head
@@ -117,34 +110,18 @@ def step_cost(
     moved = tokens * sum(p.used * (p.inputs + p.outputs) for p in products)
     moved += tokens * config.num_layers * (query_width + output_width)
     moved += logits * (config.hidden_size + config.vocab_size)
-    read = sum(p.parameters_read(tokens) for p in products) + norm_parameters(config)
-    read += tokens * config.hidden_size + (head if logits else 0)  # embedding rows are gathered
     value_bytes, kv_bytes = dtype_bytes(dtype), dtype_bytes(kv_dtype or dtype)
     return StepCost(
         num_tokens=tokens,
         linear_flops=2 * macs,
         attention_flops=2 * pairs * (query_width + output_width),
-        weight_bytes=round(read * value_bytes),
+        weight_bytes=sizes.read(config, tokens, logits),
         kv_read_bytes=visible * cache_spec(config).block_bytes(1, kv_bytes),
         kv_write_bytes=tokens * kv_bytes_per_token(config, kv_dtype or dtype),
         activation_bytes=moved * value_bytes,
         num_operations=len(products) + config.num_layers + (1 if logits else 0),
-        dtype=dtype,
+        dtype=sizes.products or dtype,
     )
-
-
-def _check_lengths(query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
-    if not query_lens or len(query_lens) != len(seq_lens):
-        raise ConfigError(
-            f"A step needs one query length per sequence and at least one sequence; "
-            f"got {len(query_lens)} query lengths and {len(seq_lens)} sequence lengths."
-        )
-    for query, seq in zip(query_lens, seq_lens, strict=True):
-        if not 1 <= query <= seq:
-            raise ConfigError(
-                f"A sequence of {seq} tokens cannot compute its last {query}; "
-                "the query length must be between 1 and the sequence length."
-            )
 
 
 def _attention_widths(config: ModelConfig) -> tuple[int, int]:
@@ -234,6 +211,8 @@ class PlanSettings:
     cuda_graphs: bool = False  # whether decode steps are captured
     num_drafts: int = 0  # maximum drafts per sequence and step, each with a row of logits
     copied_draft_bytes: int = 0  # `copied_weight_bytes` of the draft model
+    weight_bytes: int | None = None  # of quantised weights; None: all are in `dtype`
+    draft_weight_bytes: int | None = None  # the same of the draft model
 
     def __post_init__(self) -> None:
         sizes = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size")
@@ -303,6 +282,8 @@ def memory_plan(
     draft: ModelConfig | None = None,
     num_drafts: int = 0,
     copied_draft_bytes: int = 0,
+    weights: WeightSizes | None = None,
+    draft_weights: WeightSizes | None = None,
 ) -> MemoryPlan:
     """Plan the memory of an engine that uses the share `gpu_memory_utilization` of `memory_bytes`.
 
@@ -322,6 +303,10 @@ def memory_plan(
         cuda_graphs=cuda_graphs,
         num_drafts=num_drafts,
         copied_draft_bytes=copied_draft_bytes,
+        weight_bytes=None if weights is None else weights.total(config),
+        draft_weight_bytes=None
+        if draft is None or draft_weights is None
+        else draft_weights.total(draft),
     )
     if memory_bytes < 1:
         raise ConfigError(f"memory_bytes is {memory_bytes}; it must be at least 1.")
@@ -332,13 +317,15 @@ def memory_plan(
 def _plan(
     config: ModelConfig, draft: ModelConfig | None, memory_bytes: int, settings: PlanSettings
 ) -> MemoryPlan:
-    weights = weight_bytes(config, settings.dtype) + settings.copied_weight_bytes
+    weights = settings.weight_bytes or weight_bytes(config, settings.dtype)
+    weights += settings.copied_weight_bytes
     num_tokens, block = settings.max_num_batched_tokens, settings.block_size
     num_logits = min(settings.max_num_seqs * (1 + settings.num_drafts), num_tokens)
     activations = activation_peak_bytes(config, num_tokens, num_logits, settings.dtype)
     each, draft_weights, draft_each = block_bytes(config, block, settings.kv_dtype), 0, 0
     if draft is not None:
-        draft_weights = weight_bytes(draft, settings.dtype) + settings.copied_draft_bytes
+        draft_weights = settings.draft_weight_bytes or weight_bytes(draft, settings.dtype)
+        draft_weights += settings.copied_draft_bytes
         draft_each = block_bytes(draft, block, settings.kv_dtype)
         num_draft_logits = min(settings.max_num_seqs, num_tokens)
         peak = activation_peak_bytes(draft, num_tokens, num_draft_logits, settings.dtype)

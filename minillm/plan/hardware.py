@@ -17,8 +17,8 @@ class Hardware:
     """The peak rates of one device.
 
     `bandwidth` is of main memory (bytes/s, decimal), `peak_flops` of dense bf16 matrix products and
-    `peak_flops_fp32` of float32 ones (operations/s, two per multiply-add). `overhead` is the time
-    of one small operation in seconds.
+    `peak_flops_fp32` of float32 ones (operations/s, two per multiply-add). Those of 8-bit products
+    are 0 if they are not known. `overhead` is the time of one small operation in seconds.
     """
 
     name: str
@@ -28,6 +28,8 @@ class Hardware:
     overhead: float
     source: str
     peak_flops_fp32: float
+    peak_ops_int8: float = 0.0
+    peak_flops_fp8: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "bandwidth", "peak_flops", "overhead", "peak_flops_fp32"):
@@ -36,13 +38,29 @@ class Hardware:
                 raise ConfigError(f"{field} of {self.name} is {value}; it must be positive.")
 
     def rate(self, dtype: str) -> float:
-        """Peak operations per second of matrix products in `dtype`."""
-        return self.peak_flops_fp32 if dtype == "float32" else self.peak_flops
+        """Peak operations per second of matrix products in `dtype`: a 32-bit or 16-bit type, "int8"
+        or "fp8". For 8 bits at least that of bf16, in which they can be computed, too."""
+        if dtype == "float32":
+            return self.peak_flops_fp32
+        eight_bits = {"int8": self.peak_ops_int8, "fp8": self.peak_flops_fp8}
+        return max(self.peak_flops, eight_bits.get(dtype, 0.0))
 
     def ridge(self, dtype: str = "bfloat16") -> float:
         """Arithmetic intensity (operations per byte) above which a step is compute-bound (Williams
         et al., 2009)."""
         return self.rate(dtype) / self.bandwidth
+
+
+# TOP/s in int8 and TFLOP/s in FP8, dense, from the same datasheets; the A100 has no FP8.
+EIGHT_BITS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "a100-sxm": (624, 0),
+        "h100-sxm": (1979, 1979),
+        "h200": (1979, 1979),
+        "b200": (4500, 4500),
+        "mi300x": (2614.9, 2614.9),
+    }
+)
 
 
 def _datasheet(
@@ -52,7 +70,14 @@ def _datasheet(
     return MappingProxyType(
         {
             key: Hardware(
-                name, int(gb * 1e9), rate * 1e9, bf16 * 1e12, launch * 1e-6, source, fp32 * 1e12
+                name,
+                int(gb * 1e9),
+                rate * 1e9,
+                bf16 * 1e12,
+                launch * 1e-6,
+                source,
+                fp32 * 1e12,
+                *(1e12 * each for each in EIGHT_BITS.get(key, ())),
             )
             for key, name, gb, rate, bf16, fp32, launch, source in rows
         }

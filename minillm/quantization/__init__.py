@@ -8,6 +8,7 @@
 | `panels.py` | the layout of the C functions, chosen on a CPU |
 | `kernels.py` | the layouts of the Triton kernels, chosen on a GPU |
 | `formats.py` | what a checkpoint format must describe, and which one a checkpoint has |
+| `consistency.py` | whether `quantization_config` and the tensors of the files agree |
 | `readers/` | one file per checkpoint format |
 | `rounding.py` | round-to-nearest quantisation, also while a 16-bit checkpoint is loaded |
 | `recipe.py` | a method with its settings, and the formats that can hold the result |

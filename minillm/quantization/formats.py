@@ -88,6 +88,11 @@ class Format(ABC):
         """Whether the files have a tensor."""
         return f"{part.name}.{suffix}" in self.headers
 
+    @property
+    def promises_codes(self) -> bool:
+        """Whether the settings say that some matrix is quantised."""
+        return True
+
     def is_unused(self, name: str) -> bool:
         """Whether a tensor that the model has no place for may be left out."""
         return False

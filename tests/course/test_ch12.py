@@ -319,7 +319,7 @@ def test_whoever_waits_for_a_seat_comes_a_step_later_when_planned_ahead():
     [
         ([30.0, 50.0], 1e12, 40.0, 1),  # nothing is too fast: the ceilings keep their best
         ([30.0, 50.0, 45.0, 99.0], 4.5e11, 50.0, 2),  # until the reading is no longer slower
-        ([30.0, 31.0, 32.0], 9e11, 40.0, 3),  # and no more often than that
+        ([30.0, 31.0, 32.0], 9e11, 90.0, 3),  # no more often; then the rung itself is the highest
         ([30.0, 50.0], 1.0, 40.0, 1),  # a model in a cache may be faster than the memory
     ],
 )
@@ -358,15 +358,15 @@ def test_the_drawings_caption_what_they_draw(shown):
     }
     ch12_pictures.draw_clocks(clocks, 12_000)
     none, one, *captions = [caption for _, caption in shown]
-    assert "a 8 ms in plain, 1.5 ms on its last rung (whole); b 8 ms in plain" in none
-    assert none.endswith("No bar is shorter.")
-    assert "A bar of a is shorter, although its weights fit into no cache" in one
-    assert " b fit" not in one
-    assert "The weights of b fit into a cache, so a bar can be shorter. A bar of a" in captions[0]
+    assert none.endswith("it becomes 5.33 times as fast with a and 1 times as fast with b.")
+    assert one == none  # only a model in a cache may end left of its dashed line
+    assert captions[0].endswith(
+        "of b fit into a cache, so its bars can end left of the dashed line."
+    )
     assert captions[1].endswith("at 36 launches a layer this holds for a.")
-    assert captions[2].endswith("one 10 µs, graph 10 µs.")
-    assert f"one {padding(seen, [max(seen)]):,}, every 0." in captions[3]
-    assert "wait 40,000 µs, go 32,500 µs" in captions[4]
+    assert captions[2].endswith("two kernels; it never does so.")
+    assert f"from {padding(seen, [max(seen)]):,} down to 0, beside" in captions[3]
+    assert "ends 7,500 µs earlier with 'go' than with 'wait'" in captions[4]
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
 
 

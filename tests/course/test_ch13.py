@@ -137,6 +137,8 @@ def test_products_are_timed(monkeypatch):
     assert len(made["int4"].layers) >= 2
     assert all(0 < each.seconds(2) < math.inf for each in made.values())
     assert ch13.bounds(made, 1e9)["bf16"] == 256 * 256 * 2 / 1e9
+    assert ch13.bounds(made, 1e9, {"bf16": 1.0})["bf16"] == 256 * 256 * 2 / 1e9
+    assert ch13.bounds(made, 1e9, {"bf16": 1e-6})["bf16"] == pytest.approx(1e-6)
 
 
 # Pictures ------------------------------------------------------------------------------------
@@ -152,13 +154,13 @@ def test_pictures(captions):
     assert "% with even" in captions[-1]
     formats = {name: Format(name, bits, lambda w: w) for name, bits in (("int2", 2.75), ("x", 4.0))}
     ch13_pictures.draw_quality(
-        {formats["int2"]: Quality(1.2, 1, 1), formats["x"]: Quality(0.03, 1, 1)}, ["int2"]
+        {formats["int2"]: Quality(1.2, 1, 1), formats["x"]: Quality(0.03, 1, 1)}, ["int2", "x"]
     )
-    assert "from 1.2 (int2) to 0.03 (x)" in captions[-1]
+    assert "each additional bit divides it by 40.0 to 40.0." in captions[-1]
     product = SimpleNamespace(num_bytes=1e6, layers=[SimpleNamespace(in_features=4096)])
     made = {"bf16": product, "int4": product}
     ch13_pictures.draw_products({"bf16": 2.0, "int4": 0.5}, {"bf16": 1.0, "int4": 0.3}, made)
-    assert "int4 4.0 times" in captions[-1]
+    assert "it is 4.0 times as fast with int4." in captions[-1]
     times = {"bf16": {1: 2.0, 4: 2.0}, "int4": {1: 0.5, 4: 1.0}}
     ch13_pictures.draw_rows(times, {"int4": 4.19})
     assert "With 4 rows it is 2.0 for int4" in captions[-1]

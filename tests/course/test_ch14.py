@@ -80,9 +80,9 @@ def test_pictures(captions):
     inputs = torch.tensor([[3.0, 2.0], [2.0, 3.0], [-2.0, -1.0]])
     ch14_pictures.draw_plane(torch.tensor([1.4, 0.4]), inputs)
     assert "The nearest point is (1, 0); the point (1, 1) is farther away" in captions[-1]
-    part = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
+    part = torch.tensor([[1.0, -0.5], [-0.5, 1.0]])
     ch14_pictures.draw_correlation({"a": part, "b": part}, 2)
-    assert "up to 0.50 in a, up to 0.50 in b" in captions[-1]
+    assert "a correlation of 0.50 in a and 0.50 in b" in captions[-1]
     errors = {"own": {128: 0.1, 512: 0.2}, "other": {128: 0.3, 512: 0.25}}
     ch14_pictures.draw_tokens({128: 0.06, 512: 0.02}, 0.04, errors, 0.2)
     assert "With 128 tokens its KL is 1.50 times" in captions[-1]
@@ -91,6 +91,7 @@ def test_pictures(captions):
     assert "2 times the mean in tiny" in captions[-1]
     methods = {"AWQ": {"tiny": 0.04, "planted": 0.05}, "GPTQ": {"tiny": 0.02, "planted": 0.03}}
     ch14_pictures.draw_methods(methods, "4 bits")
-    assert "GPTQ: 0.02 and 0.03" in captions[-1]
+    assert "the smallest is that of GPTQ on tiny, and of GPTQ on planted" in captions[-1]
+    assert captions[-1].endswith("it rises most with GPTQ, 1.5 times.")
     ch14_pictures.draw_rounded({"tensor": {"a": 0.01, "b": 0.4}, "token": {"a": 0.01, "b": 0.02}})
     assert "'tensor': 0.01 becomes 0.4" in captions[-1]

@@ -218,7 +218,7 @@ def test_pictures_and_tables(captions):
     assert "50 % with own; no draft can agree in more than 70 %" in captions[-1]
     ch16_pictures.draw_gains({"a": {1: 2.0, 2: 0.5}}, "a model")
     assert "At a batch of 2" in captions[-1]
-    assert captions[-1].endswith("plain speed: 0.50 for a.")
+    assert captions[-1].endswith("has 0.50 (a) of the plain speed.")
 
 
 def test_your_turn_says_what_is_missing(capsys):

@@ -162,8 +162,8 @@ def test_pictures(captions):
     models = {"large": ch18.qwen3_30b(), "dense": preset("qwen2.5-3b")}
     ch18_pictures.draw_steps(models, H100, [1, 128, 4096])
     assert "with 128 tokens 9.8 times and with 4,096 tokens 1.0 times." in captions[-1]
-    ch18_pictures.draw_balance({"even": {8: 0.5, 64: 0.75}}, 4)
-    said = "the mean number of rows divided by the largest: at 64 tokens it is 0.75 for even."
-    assert captions[-1] == f"Simulated balance of 4 GPUs, {said}"
+    ch18_pictures.draw_balance({"even": {8: 0.5, 64: 0.75}, "zipf": {8: 0.3, 64: 0.25}}, 4)
+    said = "at 64 tokens it lies between 0.25 for 'zipf' and 0.75 for 'even'."
+    assert captions[-1].endswith(said)
     ch18_pictures.draw_loads({"in order": [3, 1], "packed": [2, 2]})
-    assert captions[-1].endswith("3 rows for in order, 2 rows for packed.")
+    assert captions[-1].endswith("after 3 rows 'in order', after 2 rows 'packed'.")

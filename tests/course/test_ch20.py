@@ -238,4 +238,6 @@ def test_pictures(captions):
     assert seen == [("1 user", "a way", 1), ("1 user", "a way", 2)]
     assert "a model. Two are faster. Hollow: " in captions[-1]
     ch20_pictures.draw_experts({"8 tokens": [1, 3]})
-    assert captions[-1].endswith("the largest is 0.67 with 8 tokens.")
+    assert captions[-1].endswith(
+        "The fullest rank (hatched) has 1.50 times the mean with 8 tokens."
+    )

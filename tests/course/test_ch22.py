@@ -119,9 +119,6 @@ def test_a_run_answers_every_request_with_its_tokens():
     wanted = [new for _, _, new in ch22_ship.demand(12, 3)]
     assert [reply.tokens for reply in found.replies] == wanted
     assert all(reply.intended <= reply.frames[0] for reply in found.replies)
-    assert all(wait >= 0 for wait in found.queue)
-    firsts = [reply.frames[0] - reply.intended for reply in found.replies]
-    assert all(wait <= first for wait, first in zip(found.queue, firsts, strict=True))
 
 
 def test_the_prefix_cache_saves_the_system_prompt():
@@ -143,7 +140,7 @@ def test_the_search_finds_the_last_rate_that_holds(monkeypatch):
     def run(model, config, rate, requests, seed):
         asked.append(rate)
         times = (0.1, 0.2) if rate <= 34 else (9.0, 9.1)
-        return ch22_ship.Run([ch22.answered(0, 0.0, times, 2)], [0.0], 100.0 * rate)
+        return ch22_ship.Run([ch22.answered(0, 0.0, times, 2)], 100.0 * rate)
 
     monkeypatch.setattr(ch22_ship, "run", run)
     sold = ch22_ship.highest_rate(LLAMA, shipped(), {"ttft": 0.5})

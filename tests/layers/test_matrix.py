@@ -21,7 +21,7 @@ from minillm.layers.linear import Embedding, Linear
 from minillm.layers.linear_methods import CheckpointTensor, LinearMethod, Matrix, WeightSlice
 from minillm.layers.moe import ExpertNames, Experts
 from minillm.models import checkpoint
-from minillm.models.checkpoint import ModelSource, shard_shapes
+from minillm.models.checkpoint import ModelSource, shard_headers
 from minillm.models.decoder import Decoder
 from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.models.loader import check_tensors, fill, load_model
@@ -75,7 +75,7 @@ def loaded(path: Path, layer: nn.Module) -> nn.Module:
         for each in part.checkpoint_tensors()
     }
     source = ModelSource("here", BASE, path.parent)
-    check_tensors(source, wanted, [(path, n, shape) for n, shape in shard_shapes(path).items()])
+    check_tensors(source, wanted, [(path, n, each) for n, each in shard_headers(path).items()])
     fill(wanted, [path])
     return layer
 
@@ -330,7 +330,7 @@ def test_a_shard_of_it_has_its_rows_scales(tmp_path):
 def test_what_a_method_does_not_find_is_said(tmp_path):
     """Its tensors are wanted by name, as the plain ones are."""
     source, _ = written(MODELS["tied"], tmp_path)
-    with pytest.raises(CheckpointError, match=r"SCB of shape .* has no place for"):
+    with pytest.raises(CheckpointError, match=r"SCB, but config.json has no quanti"):
         load_model(source, F32)
     plain = Decoder(MODELS["tied"])
     plain.initialize()

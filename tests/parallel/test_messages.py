@@ -36,7 +36,7 @@ def test_a_set_up_survives(fields):
     args = EngineArgs(**fields, load_format="dummy")
     source = open_model(args.model)
     draft = open_draft(args, source, None)
-    _, plan = plan_memory(args, source.config, "float32", torch.device("cpu"), draft)
+    _, plan = plan_memory(args, source, "float32", torch.device("cpu"), draft)
     sent = SetUp(1, args, source, plan, "cpu", draft, {"kind": "memory", "fd": 5}, 20)
     arrived = SetUp.from_bytes(sent.to_bytes())
     assert arrived == replace(sent, args=replace(args, model=str(args.model)))
@@ -46,7 +46,7 @@ def test_a_set_up_survives(fields):
 def test_what_belongs_to_the_driver_is_not_sent():
     args = AsyncEngineArgs("tiny", max_num_requests=5, tensor_parallel_size=3)
     source = open_model("tiny")
-    plan = plan_memory(EngineArgs("tiny"), source.config, "float32", torch.device("cpu"))[1]
+    plan = plan_memory(EngineArgs("tiny"), source, "float32", torch.device("cpu"))[1]
     sent = SetUp(0, args, source, plan, "cpu", None, {}, 20)
     assert SetUp.from_bytes(sent.to_bytes()).args == EngineArgs("tiny", tensor_parallel_size=3)
 

@@ -58,6 +58,7 @@ def dense_reference(checkpoint: Checkpoint, model: Decoder) -> torch.Tensor:
 
 def put(state: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
     """Store a weight in a transformers model, which keeps experts stacked."""
+    name = name.replace("block_sparse_moe", "mlp")  # Mixtral
     if name in state:
         state[name].copy_(values)
         return

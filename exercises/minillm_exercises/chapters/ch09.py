@@ -255,30 +255,30 @@ def draw_sizes(runs: Runs) -> None:
         ax.set_xticks(sizes, [str(size) for size in sizes])
         ax.set(title=name, ylim=(0, 110))
         ax.legend(loc="lower left")
-    told = ", ".join(
-        f"{lost[name, kinds[0]]:.0f} with {kinds[0]} and {lost[name, kinds[1]]:.0f} with "
-        f"{kinds[1]} ({name})"
-        for name in names
-    )
+    even = [name for name in names if abs(lost[name, kinds[0]] - lost[name, kinds[1]]) < 0.5]
+    told = f"; on {' and '.join(even)} both lose the same" if even else ""
+    worst = max(names, key=lambda name: lost[name, kinds[0]] - lost[name, kinds[1]])
     show(
         fig,
-        "What large blocks cost depends on the workload. From blocks of "
-        f"{sizes[0]} to blocks of {sizes[-1]}, these percentage points of the hit rate are lost: "
-        f"{told}.",
+        f"Blocks of {sizes[-1]} cost the {kinds[0]} index most on {worst}, "
+        f"{lost[worst, kinds[0]]:.0f} percentage points, where the {kinds[1]} index loses "
+        f"{lost[worst, kinds[1]]:.0f}{told}.",
     )
 
 
 def draw_pool(curves: Mapping[str, Sequence[Served]], pools: Sequence[int], needed: int) -> None:
     """Draw the hit rate against the memory there is; `needed` blocks would hold all documents."""
-    fig, ax = figure("blocks in the pool", "hit rate (%)", size=(5.8, 3.6))
+    fig, ax = figure("blocks in the pool", "hit rate (%)", size=(6.6, 3.2))
     for number, (name, served) in enumerate(curves.items()):
         values = [100 * float(each.hit_rate) for each in served]
-        ax.plot(pools, values, label=name, **series(number))
+        ax.plot(pools, values, **series(number))
+        ax.annotate(name, (pools[0], values[0]), xytext=(-7, 0), fontsize=9,
+                    textcoords="offset points", ha="right", va="center")  # fmt: skip
     ceiling = [100 * float(served[-1].hit_rate)] * len(pools)
     bound(ax, pools, ceiling, "everything that was seen before", side="above", at=0.0)
-    ax.axvline(needed, color="grey", linestyle=":", linewidth=1.2, label="holds all documents")
-    ax.set_ylim(-3, 100)
-    fig.legend(loc="outside lower center", ncols=2, fontsize=9)
+    ax.axvline(needed, color="grey", linestyle=":", linewidth=1.2)
+    ax.annotate("holds all documents", (needed + 3, 4), rotation=90, fontsize=9)
+    ax.set(xlim=(pools[0] - 130, None), ylim=(-3, 100), xticks=[pools[0], *range(80, needed, 40)])
     at = max(place for place, pool in enumerate(pools) if pool < needed - 20)
     rates = {name: served[at].hit_rate for name, served in curves.items()}
     low, high = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
@@ -295,13 +295,12 @@ def draw_speedup(shares: Sequence[float], measured: Sequence[float], model: str)
     ax.plot(shares, measured, label=f"measured, {model}", **{**series(0), "linestyle": ""})
     fine = [number / 100 for number in range(round(100 * max(shares)) + 1)]
     law = [1 / (1 - share) for share in fine]
-    bound(ax, fine, law, "counted: 1 / (1 \u2212 f)", side="above", at=0.9)
+    bound(ax, fine, law, "if time followed the tokens: 1 / (1 \u2212 f)", side="above", at=0.9)
     ax.legend(loc="upper left", frameon=True, framealpha=1, edgecolor="black")
     told = f"{measured[-1]:.1f} times as soon with {100 * shares[-1]:.0f} % of the prompt found"
     show(
         fig,
-        f"What a hit is worth, measured: the first token came {told}. The dashed line only counts "
-        "tokens; the text below says why points lie above or below it.",
+        f"What a hit is worth, measured: the first token came {told}.",
     )
 
 

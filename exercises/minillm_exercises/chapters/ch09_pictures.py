@@ -77,7 +77,8 @@ def draw_two(first: Sequence[str], second: Sequence[str], size: int) -> None:
             shared = place < same
             block(ax, step * place, y, words, shared)
             at = 0.5 if shared else y
-            block(ax, right + step * place, at, words, shared)
+            if not (shared and number):  # a shared block is drawn once
+                block(ax, right + step * place, at, words, shared)
             if place:
                 start = right + step * place - GAP
                 ax.plot([start, start + GAP], [0.5 if place <= same else y, at], "k-", zorder=0)

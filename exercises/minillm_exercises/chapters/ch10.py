@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minillm.config import ModelConfig
-from minillm.plan.cost import dtype_bytes, step_cost
+from minillm.plan.cost import step_cost
 from minillm.plan.hardware import Hardware
+from minillm.plan.weight_sizes import dtype_bytes
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.counting import Counts, counting
 from minillm_exercises.errors import ExerciseError

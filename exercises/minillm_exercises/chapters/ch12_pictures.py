@@ -1,6 +1,7 @@
 """Chapter 12's pictures: host and device, rungs, launches, sizes of graphs, two ways to plan."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from minillm_exercises.chapters.ch12 import Rung, fits_cache
@@ -45,34 +46,30 @@ def draw_rungs(
         ax.set_title(model, fontsize=10, loc="left")
         ax.grid(axis="y", visible=False)
     axes[0].legend(loc="lower right")
-    said = "; ".join(
-        f"{model} {1e3 * rungs[0].seconds:.3g} ms in {rungs[0].name}, "
-        f"{1e3 * rungs[-1].seconds:.3g} ms on its last rung ({rungs[-1].name})"
+    said = " and ".join(
+        f"{rungs[0].seconds / rungs[-1].seconds:.3g} times as fast with {model}"
         for model, rungs in panels.items()
     )
     show(
         fig,
-        f"Measured: each bar is one decode step, {said}. Dashed: the time of reading the weights "
-        f"from memory. {_faster(panels, floors, sizes)}",
+        f"Measured: each bar is one decode step. From the first rung to the last it becomes {said}."
+        f"{_faster(panels, floors, sizes)}",
     )
 
 
 def _faster(
     panels: Mapping[str, Sequence[Rung]], floors: Mapping[str, float], sizes: Mapping[str, float]
 ) -> str:
-    """Which bars end left of their dashed line, and why."""
-    under = [name for name in panels if min(each.seconds for each in panels[name]) < floors[name]]
-    if not under:
-        return "No bar is shorter."
-    cached = [name for name in under if fits_cache(sizes[name])]
-    said = [f"The weights of {name} fit into a cache, so a bar can be shorter." for name in cached]
-    said += [
-        f"A bar of {name} is shorter, although its weights fit into no cache: the bandwidth was "
-        f"measured too low."
-        for name in under
-        if name not in cached
+    """Which bars end left of their dashed line, and why: only weights in a cache allow it."""
+    under = [
+        name
+        for name in panels
+        if fits_cache(sizes[name]) and min(each.seconds for each in panels[name]) < floors[name]
     ]
-    return " ".join(said)
+    return "".join(
+        f" The weights of {name} fit into a cache, so its bars can end left of the dashed line."
+        for name in under
+    )
 
 
 def draw_timeline(runs: Mapping[str, tuple[Sequence[Span], Sequence[Span]]]) -> None:
@@ -89,11 +86,16 @@ def draw_timeline(runs: Mapping[str, tuple[Sequence[Span], Sequence[Span]]]) -> 
         ax.set(xlim=(0, until), ylim=(-0.5, 1.5))
         ax.grid(axis="y", visible=False)
         ax.set_title(f"{name}: done after {device[-1][1]} µs", loc="left", size=10)
-    said = ", ".join(f"{name} {device[-1][1]} µs" for name, (_, device) in runs.items())
+    late = [
+        name
+        for name, (_, device) in runs.items()
+        if any(after[0] > before[1] for before, after in pairwise(device))
+    ]
+    said = f"does so with {' and '.join(late)}" if late else "never does so"
     show(
         fig,
-        f"Simulated: each number is one call, launched by the host and computed by the device; "
-        f"white gaps in a device's row are waiting. Done after: {said}.",
+        f"Simulated: each number is one call, launched by the host and computed by the device. In "
+        f"a white gap the device waits for the host between two kernels; it {said}.",
     )
 
 
@@ -144,11 +146,11 @@ def draw_padding(
     right.invert_yaxis()
     right.xaxis.set_major_formatter("{x:,.0f}")
     right.legend(loc="lower right", frameon=True, framealpha=1)
-    said = ", ".join(f"{name} {count:,}" for name, count in zip(choices, spare, strict=True))
     show(
         fig,
-        f"Counted: each batch runs in the next larger size. Rows of padding, beside {rows:,} rows "
-        f"of requests: {said}.",
+        f"Counted: each batch runs in the next larger size. The more sizes there are, the fewer "
+        f"rows are padding: from {spare[0]:,} down to {spare[-1]:,}, beside {rows:,} rows of "
+        f"requests.",
     )
 
 
@@ -166,16 +168,17 @@ def draw_clocks(runs: Mapping[str, Sequence[Turn]], until: int) -> None:
         ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.grid(axis="y", visible=False)
         ax.set_title(f"{name}: {bubbles(turns)} bubbles in {len(turns)} steps", loc="left", size=10)
-    said = ", ".join(f"{name} {turns[-1].computed[1]:,} µs" for name, turns in runs.items())
+    (slow, late), (quick, soon) = ((name, turns[-1].computed[1]) for name, turns in runs.items())
     show(
         fig,
-        f"Simulated: white gaps in the device's row are bubbles. The last step ends at: {said}.",
+        f"Simulated: white gaps in the device's row are bubbles. The last step ends "
+        f"{late - soon:,} µs earlier with '{quick}' than with '{slow}'.",
     )
 
 
 def _style(number: int) -> dict[str, Any]:
-    """A dark and a light blue in turn, which differ without colour, too."""
-    return {"height": 0.7, "edgecolor": "white", "color": series(2 * (number % 2))["color"]}
+    """Two looks in turn, only to tell neighbours apart."""
+    return {"height": 0.7, **bars(2 * (number % 2))}
 
 
 def _piece(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -138,6 +139,10 @@ def products(hows: Sequence[str]) -> dict[str, Product]:
     return {how: Product(weight, how) for how in hows}
 
 
-def bounds(made: Mapping[str, Product], bandwidth: float) -> dict[str, float]:
-    """Seconds in which the bytes of each format can be read."""
+def bounds(
+    made: Mapping[str, Product], bandwidth: float, took: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, float]:
+    """Seconds in which the bytes of each format can be read, at the highest rate that is known:
+    `bandwidth`, or that of a product which `took` so many seconds."""
+    bandwidth = max([bandwidth, *(made[how].num_bytes / time for how, time in took.items())])
     return {how: each.num_bytes / bandwidth for how, each in made.items()}

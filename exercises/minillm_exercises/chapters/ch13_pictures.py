@@ -1,6 +1,7 @@
 """The pictures of chapter 13: grids, the levels of a code, quality against bits, bytes and time."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -76,11 +77,12 @@ def draw_levels(shares: Tensor, tables: Mapping[str, Sequence[float]]) -> None:
                    color=COLOURS[2], edgecolor="black")  # fmt: skip
         ax.plot(levels, [0.0] * 16, color="black", marker="|", markersize=14, linestyle="")
         ax.set(title=name, ylim=(0, 16))
-        told.append(f"between {part.min():.1f} and {part.max():.1f} % with {name}")
+        told.append(f"{part.min():.1f} and {part.max():.1f} % with {name}")
     show(
         fig,
         "How many weights have each of the 16 codes: a bar ranges over the weights of a code, and "
-        f"the marks below are the levels. A code is used by {'; '.join(told)}.",
+        f"the marks below are the levels. The rarest and the most frequent code have "
+        f"{', '.join(told)}.",
     )
 
 
@@ -103,11 +105,11 @@ def draw_quality(found: Mapping[Format, Quality], joined: Sequence[str]) -> None
     ax.set_yscale("log")
     ax.set_xlim(2.3, 9.2)
     fig.legend(loc="outside right upper", fontsize=9)
-    worst, best = (pick(found, key=lambda f: found[f].kl) for pick in (max, min))
+    falls = [before / after for (_, before), (_, after) in pairwise(line)]
     show(
         fig,
-        f"Distance of tiny from itself after rounding, against bits; lower is better. It ranges "
-        f"from {found[worst].kl:.2g} ({worst.name}) to {found[best].kl:.2g} ({best.name}).",
+        f"Distance of tiny from itself after rounding, against bits; lower is better. Along the "
+        f"line, each additional bit divides it by {min(falls):.1f} to {max(falls):.1f}.",
     )
 
 
@@ -127,11 +129,13 @@ def draw_products(
     ax.grid(visible=False, axis="x")
     fig.legend(loc="outside upper right")
     first, *others = seconds
-    told = ", ".join(f"{how} {seconds[first] / seconds[how]:.1f} times" for how in others)
+    told = " and ".join(
+        f"{seconds[first] / seconds[how]:.1f} times as fast with {how}" for how in others
+    )
     show(
         fig,
         f"Measured: one row times a matrix of {made[first].layers[0].in_features:,} inputs and as "
-        f"many outputs. The dashed lines are the time of reading its bytes. As fast as {first}: "
+        f"many outputs; dashed is the time of reading its bytes. Compared with {first}, it is "
         f"{told}.",
     )
 

@@ -47,14 +47,14 @@ def draw_correlation(inputs: Mapping[str, Tensor], channels: int) -> None:
         image = ax.imshow(part.numpy(), vmin=-1, vmax=1, cmap="PuOr")
         ax.set_title(name)
         ax.grid(visible=False)
-        beside = part - torch.eye(len(part))
-        told.append(f"up to {beside.abs().max():.2f} in {name}")
+        beside = (part - torch.eye(len(part))).abs().sum() / (len(part) * (len(part) - 1))
+        told.append(f"{float(beside):.2f} in {name}")
     fig.colorbar(image, ax=list(axes), label="correlation")
     show(
         fig,
         f"The first {channels} inputs of two matrices, each with each other: dark cells are pairs "
-        f"that are large together, or large with opposite signs. Beside the diagonal: "
-        f"{', '.join(told)}.",
+        f"that are large together, or large with opposite signs. Two different inputs have a "
+        f"correlation of {' and '.join(told)}, up to signs and on average.",
     )
 
 
@@ -119,8 +119,14 @@ def draw_methods(kl: Mapping[str, Mapping[str, float]], what: str) -> None:
     ax.grid(visible=False, axis="x")
     fig.legend(loc="outside right upper")
     first, last = models[0], models[-1]
-    told = "; ".join(f"{m}: {v[first]:.2g} and {v[last]:.2g}" for m, v in kl.items())
-    show(fig, f"KL of {what} on {first} and on {last}. {told}.")
+    best = {model: min(kl, key=lambda method: kl[method][model]) for model in models}
+    worst = max(kl, key=lambda method: kl[method][last] / kl[method][first])
+    show(
+        fig,
+        f"KL of {what}, smaller is better: the smallest is that of {best[first]} on {first}, and "
+        f"of {best[last]} on {last}. From {first} to {last} it rises most with {worst}, "
+        f"{kl[worst][last] / kl[worst][first]:.1f} times.",
+    )
 
 
 def draw_rounded(kl: Mapping[str, Mapping[str, float]]) -> None:

@@ -116,6 +116,7 @@ def draw_rows(
 ) -> None:
     """Draw the time of a pass over several rows in units of a plain step, and its bound."""
     fig, _ = figure("rows (1 token and its drafts)", "time / plain step", cols=len(seconds))
+    most = max(values[max(values)] / values[1] for values in seconds.values())
     for ax, (name, times) in zip(fig.axes, seconds.items(), strict=True):
         rows = list(times)
         ax.plot(rows, [times[row] / times[1] for row in rows], label="measured", **series(0))
@@ -123,7 +124,7 @@ def draw_rows(
         ax.plot(rows, one_by_one, label="as many plain steps", **series(1))
         floor = [least[name][row] / times[1] for row in rows]
         ax.plot(rows, floor, "k--", linewidth=1.2, label="bound: bytes and operations")
-        ax.set(title=name, ylim=(0, max(rows) + 0.5))
+        ax.set(title=name, ylim=(0, 1.9 * most))  # as many plain steps leave the picture
         ax.set_xticks(rows)
         ax.legend(loc="upper left")
     told = ", ".join(f"{t[5] / t[1]:.2f} for {name}" for name, t in seconds.items())
@@ -171,10 +172,9 @@ def draw_gains(gains: Mapping[str, Mapping[int, float]], what: str) -> None:
     ax.set_xticks(batches, [f"{batch}" for batch in batches])
     ax.set_ylim(bottom=0)
     ax.legend(loc="center left", bbox_to_anchor=(0.0, 0.66))
-    told = ", ".join(f"{v[batches[-1]]:.2f} for {name}" for name, v in gains.items())
+    told = " and ".join(f"{v[batches[-1]]:.2f} ({name})" for name, v in gains.items())
     show(
         fig,
         f"Computed from the bounds of {what}: drafts gain while reading the weights sets the time. "
-        f"At a batch of {batches[-1]}, decoding with drafts runs at this multiple of the plain "
-        f"speed: {told}.",
+        f"At a batch of {batches[-1]}, decoding with drafts has {told} of the plain speed.",
     )

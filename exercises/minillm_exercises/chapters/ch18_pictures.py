@@ -111,7 +111,7 @@ def draw_steps(models: Mapping[str, ModelConfig], gpu: Hardware, tokens: Sequenc
     """Draw the bound of a step of each of two models, and below it the ratio, against tokens."""
     fig, axes = figure(
         "tokens in a step (logarithmic)",
-        "ms of a step (bound, logarithmic)",
+        "bound of a step (ms, logarithmic)",
         cols=2,
         size=(9.6, 3.9),
     )
@@ -158,11 +158,12 @@ def draw_balance(found: Mapping[str, Mapping[int, float]], gpus: int) -> None:
     ax.set_ylim(0, 1.15)
     fig.legend(loc="outside lower center", ncols=2, fontsize=9)
     last = tokens[-1]
-    told = ", ".join(f"{values[last]:.2f} for {name}" for name, values in found.items())
+    ranked = sorted(found, key=lambda name: found[name][last])
+    told = " and ".join(f"{found[name][last]:.2f} for '{name}'" for name in (ranked[0], ranked[-1]))
     show(
         fig,
         f"Simulated balance of {gpus} GPUs, the mean number of rows divided by the largest: at "
-        f"{last:,} tokens it is {told}.",
+        f"{last:,} tokens it lies between {told}.",
     )
 
 
@@ -179,8 +180,13 @@ def draw_loads(rows: Mapping[str, Sequence[int]]) -> None:
         ax.text(len(values) - 0.5, mean + 0.02 * highest, f"mean {mean:.0f}", ha="right",
                 va="bottom", fontsize=9)  # fmt: skip
         ax.set(title=name, ylim=(0, 1.05 * highest))
-        ax.set_xticks([])
+        ax.set_xticks([0, len(values) - 1], ["1", f"{len(values)}"])
+        ax.yaxis.set_major_formatter("{x:,.0f}")
         if number:
             ax.set_ylabel("")
-    told = ", ".join(f"{max(values)} rows for {name}" for name, values in rows.items())
-    show(fig, f"Rows of each GPU in one simulated step; it ends when the busiest is done: {told}.")
+    (first, *_, last) = rows
+    show(
+        fig,
+        f"Rows of each GPU in one simulated step, which ends when the busiest is done: after "
+        f"{max(rows[first]):,} rows '{first}', after {max(rows[last]):,} rows '{last}'.",
+    )

@@ -112,8 +112,8 @@ def draw_ring(size: int, others: int) -> None:
     show(
         fig,
         f"A ring of {size} ranks cuts the whole tensor into {size} chunks. The number in a cell is "
-        f"the rank at which the sum of this value begins. The same top row gets other numbers when "
-        f"rows stand below it.",
+        f"the rank at which the sum of this value begins. With more rows below it, the "
+        f"same top row is cut at other places.",
     )
 
 

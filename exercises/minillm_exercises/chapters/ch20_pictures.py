@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minillm_exercises.chapters.ch19_pictures import draw_line
-from minillm_exercises.chapters.ch20 import Box, balance, busy, stage_costs
+from minillm_exercises.chapters.ch20 import Box, busy, stage_costs
 from minillm_exercises.plots import bars, figure, show
 
 if TYPE_CHECKING:
@@ -44,7 +44,12 @@ def _timetable(ax: "Axes", boxes: Sequence[Box], start: float, end: float, look:
 
 def draw_rounds(tables: Mapping[str, Sequence[Box]], stages: int, end: int) -> None:
     """Draw timetables of plans that go round and round, or of chunks, one above the other."""
-    fig, _ = figure("time", "stage", rows=len(tables), size=(8.6, 1.9 * len(tables) + 0.2))
+    fig, _ = figure(
+        "time (costs of a plan on a stage)",
+        "stage",
+        rows=len(tables),
+        size=(8.6, 1.9 * len(tables) + 0.2),
+    )
     said = []
     for ax, (name, boxes) in zip(fig.axes, tables.items(), strict=True):
         _timetable(ax, boxes, 0, end, lambda box: PLANS[box.plan % len(PLANS)], True)
@@ -113,6 +118,11 @@ def draw_cuts(cuts: Mapping[str, Sequence[int]], head: float, model: str) -> Non
     ax.barh(at, 0, label="output matrix", **bars(1))
     ax.set_ylim(at - 1, -0.7)
     ax.set_xlim(0, 1.12 * max(max(stage_costs(counts, head)) for counts in cuts.values()))
+    some = next(iter(cuts.values()))
+    fair = (sum(some) + head) / len(some)
+    ax.axvline(fair, color="black", linestyle="--", linewidth=1.2)
+    ax.annotate("equal shares", (fair, -0.62), xytext=(4, 0), textcoords="offset points",
+                fontsize=9, va="center")  # fmt: skip
     fig.legend(loc="outside lower center", ncols=2, fontsize=9)
     show(
         fig,
@@ -139,8 +149,7 @@ def draw_speed_ups(
         ax.plot(counts, counts, "k--", linewidth=1.2, label="n GPUs, n times")
         for number, (name, values) in enumerate(ways.items()):
             draw_line(ax, values, number, name, partial(fits, work, name))
-        highest = max(max(values.values()) for values in ways.values())
-        ax.set(title=work, ylim=(0, 1.25 * max(highest, 1.6)))
+        ax.set(title=work, ylim=(0, 1.05 * max(counts)))  # one range: the panels are compared
         ax.set_xticks(counts)
     for ax in fig.axes[1:]:
         ax.set_ylabel("")
@@ -157,17 +166,19 @@ def draw_experts(found: Mapping[str, Sequence[int]]) -> None:
     """Draw the rows that each rank computes, for several steps, as shares of the mean."""
     fig, _ = figure("rank", "rows of a rank / mean", cols=len(found), size=(9.0, 3.0))
     said = []
-    for number, (ax, (name, rows)) in enumerate(zip(fig.axes, found.items(), strict=True)):
-        mean = sum(rows) / len(rows)
-        ax.bar(range(len(rows)), [each / mean for each in rows], 0.8, **bars(number))
+    for ax, (name, rows) in zip(fig.axes, found.items(), strict=True):
+        mean, fullest = sum(rows) / len(rows), rows.index(max(rows))
+        for rank, each in enumerate(rows):
+            ax.bar(rank, each / mean, 0.8, **bars(rank == fullest))
         ax.axhline(1, color="black", linestyle="--", linewidth=1.2)
-        ax.set(title=name, ylim=(0, 2), xlim=(-0.5, len(rows) - 0.5))
+        ax.text(fullest, max(rows) / mean + 0.03, f"{max(rows) / mean:.2f}", ha="center")
+        ax.set(title=name, ylim=(0, 2.1), xlim=(-0.6, len(rows) - 0.4))
         ax.set_xticks(range(len(rows)))
-        said.append(f"{float(balance(rows)):.2f} with {name}")
+        said.append(f"{max(rows) / mean:.2f} times the mean with {name}")
     for ax in fig.axes[1:]:
         ax.set_ylabel("")
     show(
         fig,
         f"The rows of experts of each rank in one layer of one simulated step, divided by their "
-        f"mean (dashed). The mean divided by the largest is {', '.join(said)}.",
+        f"mean (dashed). The fullest rank (hatched) has {', '.join(said)}.",
     )

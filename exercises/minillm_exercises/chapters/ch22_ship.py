@@ -19,8 +19,9 @@ from minillm.lab.parallel_cost import CANDIDATE_BYTES
 from minillm.lab.parallel_layout import Layout, device_config
 from minillm.lab.simulated_drafts import SimulatedDrafts
 from minillm.lab.simulation import MADE_UP, Simulation
-from minillm.plan.cost import dtype_bytes, step_cost
+from minillm.plan.cost import step_cost
 from minillm.plan.hardware import Hardware
+from minillm.plan.weight_sizes import dtype_bytes
 from minillm.scheduling.record import StepRecord
 from minillm_exercises.chapters.ch22 import answered
 
@@ -144,12 +145,10 @@ class Run:
 
     Attributes:
         replies: one of each request, with times of the virtual clock in seconds.
-        queue: seconds in which each request waited for its first step.
         tokens: output tokens per second, from the first arrival to the last answer.
     """
 
     replies: list[Reply]
-    queue: list[float]
     tokens: float
 
 
@@ -175,12 +174,12 @@ def run(model: ModelConfig, config: Configuration, rate: float, requests: int, s
         name = sim.add(ids, new, arrival=start + at)
         due[name] = start + at
     trace = sim.run()
-    times, waits = trace.token_times(), {one.request_id: one.queue_time for one in trace.requests()}
+    times = trace.token_times()
     replies = [
         answered(place, due[name], times[name], len(times[name])) for place, name in enumerate(due)
     ]
     tokens = sum(reply.tokens for reply in replies) / (sim.now - min(due.values()))
-    return Run(replies, [waits[name] for name in due], tokens)
+    return Run(replies, tokens)
 
 
 def least_price(
@@ -247,14 +246,3 @@ def highest_rate(
 def price(config: Configuration, tokens: float) -> float:
     """Dollars of a million output tokens, at so many per second."""
     return config.dollars * config.ranks / HOUR / tokens * 1e6
-
-
-def waits(
-    model: ModelConfig, config: Configuration, rate: float, requests: int = 200, seed: int = 0
-) -> tuple[float, float]:
-    """Means in milliseconds: until a request's first step begins, and from then to its first
-    token."""
-    served = run(model, config, rate, requests, seed)
-    firsts = [reply.frames[0] - reply.intended for reply in served.replies]
-    queue = sum(served.queue) / requests
-    return 1e3 * queue, 1e3 * (sum(firsts) / requests - queue)

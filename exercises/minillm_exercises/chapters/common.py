@@ -42,10 +42,14 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     display(Markdown("\n".join(f"| {line} |" for line in lines)))
 
 
-def show_trace(trace: Trace, caption: str, **options: Any) -> None:
+def show_trace(trace: Trace, caption: str, until: float | None = None, **options: Any) -> None:
     """Show the drawing of a trace with `caption` below; `options` are those of
-    `minillm.lab.drawings.figure.figure`, such as ``panels=("gantt", "blocks")``."""
-    show(trace.figure(**options), caption)
+    `minillm.lab.drawings.figure.figure`, such as ``panels=("gantt", "blocks")``. `until` is the
+    end of the time axis, for drawings that are compared."""
+    fig = trace.figure(**options)
+    for ax in fig.axes if until is not None else ():
+        ax.set_xlim(right=until)
+    show(fig, caption)
 
 
 def your_turn(function: Callable[..., Any], *cases: tuple[tuple[Any, ...], Any]) -> None:

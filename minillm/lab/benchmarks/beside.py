@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from minillm.errors import MinillmError
+from minillm.errors import ConfigError, MinillmError
 from minillm.plan import machine
 
 LOOP = """
@@ -40,6 +40,19 @@ class BusyProcessError(MinillmError, RuntimeError):
 def most_processes() -> int:
     """The largest number of busy processes on this machine."""
     return PER_PROCESSOR * machine.cpu_count()
+
+
+def parse_count(text: str | None) -> int:
+    """The number of busy processes that --beside asks for; 0 without it."""
+    if text is None:
+        return 0
+    most = most_processes()
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+        raise ConfigError(
+            f"--beside is {text[:40]!r}; it must be a number of busy processes from 1 to {most}, "
+            f"which is {PER_PROCESSOR} per processor."
+        )
+    return int(text)
 
 
 @contextmanager

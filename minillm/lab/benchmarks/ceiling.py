@@ -27,13 +27,14 @@ Read = tuple[Callable[[], object], int]  # a function, and the bytes that it rea
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Bytes/s of each read pattern, and operations/s in bf16 and float32."""
+    """Bytes/s of each read pattern, and operations/s in bf16, float32 and int8."""
 
     ways: Mapping[str, float]
     flops: float
     flops_fp32: float
     others: float = 0.0  # fraction of the processors that other programs used meanwhile
     machine: str = ""
+    ops_int8: float = 0.0
     packed: Mapping[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,7 +57,9 @@ class Ceiling:
         return max(self.packed.values(), default=0.0)
 
     def rate(self, dtype: str) -> float:
-        """Operations/s of products in `dtype`."""
+        """Operations/s of products in `dtype`; in int8 at least those in bf16."""
+        if dtype == "int8":
+            return max(self.flops, self.ops_int8)
         return self.flops_fp32 if dtype == "float32" else self.flops
 
     def as_json(self) -> dict[str, Any]:
@@ -74,6 +77,7 @@ def best_of(first: Ceiling, second: Ceiling) -> Ceiling:
         max(first.flops_fp32, second.flops_fp32),
         min(first.others, second.others),
         first.machine,
+        max(first.ops_int8, second.ops_int8),
     )
 
 
@@ -89,7 +93,8 @@ def measure_ceiling(device: str, threads: int, refresh: bool = True) -> Ceiling:
             flops = max(flops, our_rate())
             for name, (run, num_bytes) in ways_to_read().items():
                 ways[name] = num_bytes / ceilings._best(run, SECONDS)
-    return Ceiling(ways, flops, known.peak_flops_fp32, watch.share, known.name)
+    rates = flops, known.peak_flops_fp32
+    return Ceiling(ways, *rates, watch.share, known.name, known.peak_ops_int8)
 
 
 def ways_to_read() -> dict[str, Read]:

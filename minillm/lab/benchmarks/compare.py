@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +23,7 @@ from minillm.lab.benchmarks.engine_process import OWN, EngineProcess, MissingPee
 from minillm.lab.benchmarks.lengths import LENGTHS
 from minillm.lab.benchmarks.processor import obedience, processor
 from minillm.plan.cost import StepCost, kv_bytes_per_token, step_cost
+from minillm.plan.weight_sizes import WeightSizes
 
 BUDGET = 2048  # tokens of a step, or all prompts of the batch: prompts are not chunked
 SLACK = 160  # spare KV-cache tokens per sequence: one block of the engine with the largest blocks
@@ -49,6 +51,8 @@ class Work:
     fresh: bool = True  # measure the ceilings now instead of using stored ones
     beside: int = 0  # number of busy processes, beside which every engine runs, too
     isa: str | None = None  # the instruction set to which all engines are limited
+    quantization: str | None = None  # of 16-bit weights while they are loaded
+    weights: WeightSizes | None = None  # of quantised weights
 
 
 Start = Callable[[str, Work, Path], Any]
@@ -77,6 +81,8 @@ def options(work: Work) -> dict[str, Any]:
     return {
         "model": work.model,
         "dtype": work.dtype,
+        "quantization": work.quantization,
+        "weights": work.weights and work.weights.name,
         "device": work.device,
         "threads": work.threads,
         "max_model_len": min(longest + 16, work.config.longest_context),
@@ -137,6 +143,7 @@ def measure(
         "python": platform.python_version(),
         "model": work.name,
         "dtype": work.dtype,
+        "weights": work.weights and asdict(work.weights),
         "threads": work.threads,
         "repeats": work.repeats,
         **({"lengths": work.lengths} if work.what == "offline" else {}),
@@ -170,12 +177,14 @@ def outcome(work: Work, runs: Sequence[tuple[int, dict[str, Any]]]) -> dict[str,
 
 
 def cost_of(work: Work, case: Case) -> StepCost:
-    """Bytes and operations of the decode step in the middle of a run, or of the prefill."""
+    """Bytes and operations of the decode step in the middle of a run, or of the prefill: those of
+    minillm's weights, also for other engines."""
+    counted = partial(step_cost, work.config, dtype=work.dtype, weights=work.weights)
     if work.what == "prefill":
         lengths = [case.context] * case.batch
-        return step_cost(work.config, lengths, lengths, dtype=work.dtype)
+        return counted(lengths, lengths)
     middle = case.context + (case.new_tokens + 1) // 2
-    return step_cost(work.config, [1] * case.batch, [middle] * case.batch, dtype=work.dtype)
+    return counted([1] * case.batch, [middle] * case.batch)
 
 
 def step_seconds(work: Work, run: Run) -> float:
@@ -194,7 +203,7 @@ def result(work: Work, score: Score, ceiling: Ceiling) -> dict[str, Any]:
     """JSON data of one engine at one case: all repeats, and the median over the bound."""
     case, cost = score.case, cost_of(work, score.case)
     times = [step_seconds(work, run) for run in score.runs]
-    memory, compute = cost.total_bytes / ceiling.bandwidth, cost.flops / ceiling.rate(work.dtype)
+    memory, compute = cost.total_bytes / ceiling.bandwidth, cost.flops / ceiling.rate(cost.dtype)
     bound = max(memory, compute)
     return {
         "engine": score.engine,

@@ -10,8 +10,8 @@ from minillm.lab.benchmarks.others import DISTURBED, disturbance
 def show(found: Mapping[str, Any], terminal: Terminal) -> None:
     """Print a heading, the table, and the conclusions."""
     terminal.heading(
-        f"{found['benchmark']}: {found['model']}, {found['dtype']}, {found['threads']} threads, "
-        f"{found['machine']} ({class_of(found['processor'])})"
+        f"{found['benchmark']}: {found['model']}, {weights_line(found)}, "
+        f"{found['threads']} threads, {found['machine']} ({class_of(found['processor'])})"
     )
     if found["results"]:
         header, rows = offline_table(found) if found["benchmark"] == "offline" else table(found)
@@ -21,6 +21,12 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
         terminal.table(*beside_table(found["beside"]))
     for line in [*found["statement"], *remarks(found)]:
         terminal.paragraph(line)
+
+
+def weights_line(found: Mapping[str, Any]) -> str:
+    """``bfloat16``, or ``weights in int4, bfloat16``."""
+    name = (found.get("weights") or {}).get("name")
+    return f"weights in {name}, " * (name is not None) + str(found["dtype"])
 
 
 def class_of(processor: Mapping[str, Any]) -> str:

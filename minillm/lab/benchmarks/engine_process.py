@@ -24,7 +24,8 @@ PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parents[2]
 RUN = PACKAGE / "peers" / "run.py"
 OWN = "minillm"
-PEERS = ("transformers", "vllm", "openvino")
+PEERS = ("transformers", "vllm", "openvino", "llamacpp")
+QUANTISED_PEERS = ("openvino", "llamacpp")  # with --quantization
 END_SECONDS = 5.0  # time for a process to exit by itself
 
 

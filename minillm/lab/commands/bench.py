@@ -37,13 +37,13 @@ benchmarks:
 
 examples:
   minillm bench decode preset:qwen3-0.6b --batch 1,16 --context 128,1024
-  minillm bench offline MODEL --vs vllm,openvino,transformers --json FILE
-  minillm bench decode --vs vllm,openvino --beside 2 --isa avx2
+  minillm bench decode --vs vllm,openvino,transformers --beside 2 --isa avx2
+  minillm bench decode --quantization int4 --vs llamacpp,openvino --json FILE
   minillm bench serve http://localhost:8000 --request-rate 1,2,4
 """
 MODEL, QUICK_MODEL = "preset:smollm2-135m", "tiny"
 COMPARED = ("decode", "prefill", "offline")
-CONTEST = ("repeats", "vs", "threads", "dtype", "device", "beside", "isa")
+CONTEST = ("repeats", "vs", "threads", "dtype", "device", "beside", "isa", "quantization")
 DRAFTING = ("draft", "acceptance")
 # The options of each benchmark besides --json and --quick; any other option is an error.
 OPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -96,10 +96,11 @@ def add_options(parser: ArgumentParser) -> None:
     option("--lengths", metavar="NAME",
            help="offline: lognormal, or uniform from 100 to 1024 (lognormal)")  # fmt: skip
     option("--repeats", metavar="N", type=int, help="runs of each engine (5)")
-    option("--vs", metavar="NAMES", help="compare with transformers, vllm, openvino")
+    option("--vs", metavar="NAMES", help="compare with transformers, vllm, openvino, llamacpp")
     option("--threads", metavar="N", type=int, help="threads of each engine (all processors)")
     option("--dtype", metavar="NAME",
            help="dtype of weights and KV cache (bfloat16 if it is fast here)")  # fmt: skip
+    option("--quantization", metavar="NAME", help="weights in int8 or int4 (16 bits)")
     option("--device", metavar="NAME", help="cpu or cuda (cpu)")
     option("--beside", metavar="N",
            help="run every engine also beside N busy processes (not done)")  # fmt: skip
@@ -176,21 +177,6 @@ def isa_of(name: str | None, device: str | None) -> str | None:
     return name
 
 
-def beside_of(text: str | None) -> int:
-    """The number of busy processes that --beside asks for; 0 without it."""
-    if text is None:
-        return 0
-    from minillm.lab.benchmarks.beside import PER_PROCESSOR, most_processes
-
-    most = most_processes()
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
-        raise ConfigError(
-            f"--beside is {text[:40]!r}; it must be a number of busy processes from 1 to {most}, "
-            f"which is {PER_PROCESSOR} per processor."
-        )
-    return int(text)
-
-
 @contextmanager
 def progress(terminal: Terminal) -> Iterator[Callable[[str], None]]:
     """Show progress messages: one line that is overwritten on a terminal, else a line each."""
@@ -224,8 +210,10 @@ def finish(
 
 def work_of(args: Namespace, terminal: Terminal) -> "Work":
     """The comparison that the arguments ask for, after checking them."""
-    given, beside = settings(args), beside_of(args.beside)
-    engines = engines_of(given["vs"], given["device"])
+    from minillm.lab.benchmarks.beside import parse_count
+
+    given, beside = settings(args), parse_count(args.beside)
+    engines = engines_of(given["vs"], given["device"], args.quantization)
     name = args.model or (QUICK_MODEL if args.quick else MODEL)
     from minillm.lab.commands.plan import find_config
 
@@ -236,7 +224,9 @@ def work_of(args: Namespace, terminal: Terminal) -> "Work":
     if args.layers is not None:
         name, config = f"{name}, {args.layers} layers", find_config(model)
     from minillm.lab.benchmarks.compare import Work
+    from minillm.lab.commands.quantised_weights import weights_of
 
+    weights = weights_of(model, args.quantization, given["dtype"], given["device"] == "cpu")
     return Work(
         what=args.what,
         name=name,
@@ -253,6 +243,8 @@ def work_of(args: Namespace, terminal: Terminal) -> "Work":
         extra=0 if args.quick else given["repeats"],
         fresh=not args.quick,
         beside=beside,
+        quantization=args.quantization,
+        weights=weights,
     )
 
 
@@ -260,11 +252,12 @@ def settings(args: Namespace) -> dict[str, Any]:
     """The options, with defaults for those that are not given."""
     from minillm.plan import machine
 
+    is_quantised = getattr(args, "quantization", None) is not None  # fast in bf16 everywhere
     values = dict(QUICK if args.quick else DEFAULTS)
     values |= (QUICK_SIZES if args.quick else SIZES).get(args.what, {})
     values |= {
         "threads": machine.cpu_count(),
-        "dtype": "bfloat16" if machine.cpu_has_bf16() else "float32",
+        "dtype": "bfloat16" if machine.cpu_has_bf16() or is_quantised else "float32",
         "device": "cpu",
     }
     values |= {name: value for name in values if (value := getattr(args, name)) is not None}
@@ -278,9 +271,12 @@ def settings(args: Namespace) -> dict[str, Any]:
     return values
 
 
-def engines_of(text: str, device: str) -> tuple[str, ...]:
+def engines_of(text: str, device: str, quantization: str | None = None) -> tuple[str, ...]:
     """minillm and the engines that --vs names."""
-    from minillm.lab.benchmarks.engine_process import OWN, PEERS
+    from minillm.lab.benchmarks.engine_process import OWN, PEERS, QUANTISED_PEERS
+    from minillm.lab.commands.quantised_weights import check_quantization
+
+    check_quantization(quantization)
 
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
@@ -289,6 +285,12 @@ def engines_of(text: str, device: str) -> tuple[str, ...]:
                 f"--vs has no engine {name!r}; the engines are {', '.join(PEERS)}."
                 f"{did_you_mean(name, PEERS)}"
             )
+    others = [name for name in names if name not in QUANTISED_PEERS]
+    if quantization is not None and others:
+        raise ConfigError(
+            f"--vs {others[0]} runs 16-bit weights only; with --quantization compare with "
+            f"{' or '.join(QUANTISED_PEERS)}."
+        )
     if device != "cpu" and names:
         raise ConfigError(f"--vs compares on a CPU only; leave it out with --device {device}.")
     if device != "cpu" and not device.startswith("cuda"):

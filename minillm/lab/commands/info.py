@@ -1,15 +1,17 @@
 """Describe a model and its memory; without MODEL, list models and this machine."""
 
+import math
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minillm.cli.terminal import Terminal, amount, billions, digits, plural, seconds, size
 from minillm.config import ModelConfig, RopeConfig
 from minillm.errors import ModelNotFoundError
+from minillm.gguf.container import is_gguf, open_gguf
 from minillm.lab.ceilings import measure
+from minillm.lab.commands.quantised_weights import weights_of
 from minillm.models.presets import PRESETS, preset
 from minillm.plan import machine
 from minillm.plan.cost import kv_bytes_per_token, memory_plan, weight_bytes
@@ -17,6 +19,7 @@ from minillm.plan.parameters import parameter_count
 
 if TYPE_CHECKING:
     from minillm.models.checkpoint import ModelSource
+    from minillm.quantization.formats import Header
 
 USAGE = "[MODEL]"
 EXAMPLES = """\
@@ -28,27 +31,12 @@ examples:
 """
 NOT_FETCHED = "the weights are not downloaded; the first generate or chat downloads them"
 CONTEXT = 4096  # context length of the "needs" line
-# From safetensors' dtype names to torch's.
-STORED: Mapping[str, str] = {
-    "F32": "float32",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument("model", metavar="MODEL", nargs="?",
-                        help="embedded name, folder, hub id or preset:NAME")  # fmt: skip
+                        help="embedded name, folder, GGUF file, hub id or preset:NAME")  # fmt: skip
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
@@ -82,7 +70,7 @@ def describe_checkpoint(model: str, terminal: Terminal) -> None:
             *shape(source.config),
             ("files", weights),
             ("tokenizer", tokenizer_line(source)),
-            *needs(source.config),
+            *needs(source.config, source if files else None),
             ("folder", str(source.folder)),
         ]
     )
@@ -101,28 +89,36 @@ def stored_files(source: "ModelSource") -> list[Path]:
 
 
 def check_headers(source: "ModelSource", files: list[Path]) -> Counter[str]:
-    """Compare the files' headers with the model; returns bytes per stored dtype."""
+    """Compare the files' headers with the model; returns bytes per stored type."""
     import torch
 
-    from minillm.models.checkpoint import open_shard, shard_headers
+    from minillm.models.checkpoint import shard_headers
     from minillm.models.decoder import Decoder
-    from minillm.models.loader import check_tensors, reading, stored_format
+    from minillm.models.loader import check_model, check_tensors, reading, stored_format
 
     found = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
     format = stored_format(source, {name: header for _, name, header in found})
     model = Decoder(source.config, device="meta", method_of=reading(format))
+    check_model(format, model)
     wanted = model.checkpoint_tensors()
-    check_tensors(source, wanted, [(path, name, each.shape) for path, name, each in found], format)
+    check_tensors(source, wanted, found, format)
+    for _, name, header in found:
+        if name in wanted:  # runs the loader's checks on a tensor without data
+            tensor = torch.empty(header.shape, dtype=header.dtype or torch.uint8, device="meta")
+            wanted[name].load(tensor[wanted[name].slice.index])
+    return stored_bytes(found)
+
+
+def stored_bytes(found: "list[tuple[Path, str, Header]]") -> Counter[str]:
+    """Bytes of the files' tensors by type."""
     stored: Counter[str] = Counter()
-    for path in files:
-        with open_shard(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                part = file.get_slice(name)
-                dtype = STORED.get(part.get_dtype(), "uint8")
-                tensor = torch.empty(part.get_shape(), dtype=getattr(torch, dtype), device="meta")
-                if name in wanted:  # runs the loader's checks on a tensor without data
-                    wanted[name].load(tensor[wanted[name].slice.index])
-                stored[dtype] += tensor.nbytes
+    for path in {path for path, _, _ in found if is_gguf(path)}:
+        for each in open_gguf(path).tensors.values():
+            stored[each.type.name] += each.num_bytes
+    for path, _, header in found:
+        if not is_gguf(path):
+            size = math.prod(header.shape) * (header.dtype.itemsize if header.dtype else 1)
+            stored[str(header.dtype).removeprefix("torch.")] += size
     return stored
 
 
@@ -191,11 +187,17 @@ def rope_line(rope: RopeConfig) -> str:
     return text + (f" from {original:,} tokens" if original else "")
 
 
-def needs(config: ModelConfig) -> list[tuple[str, str]]:
-    """Memory of the weights, of the KV cache per token, and of an engine with one sequence."""
+def needs(config: ModelConfig, source: "ModelSource | None" = None) -> list[tuple[str, str]]:
+    """Memory of the weights, of the KV cache per token, and of an engine with one sequence.
+    `source`: a checkpoint with files, which may be quantised."""
+    sizes = None
+    if source is not None and source.quantization:
+        sizes = weights_of(source.name, None, config.dtype, is_cpu=True)
     weights = ", ".join(f"{size(weight_bytes(config, d))} in {d}" for d in ("bfloat16", "float32"))
+    if sizes is not None:
+        weights = f"{size(weight_bytes(config, weights=sizes))} in {sizes.name}"
     context = min(CONTEXT, config.longest_context)
-    plan = memory_plan(config, 2**60, max_model_len=context, max_num_seqs=1)
+    plan = memory_plan(config, 2**60, max_model_len=context, max_num_seqs=1, weights=sizes)
     cache = context * plan.kv_bytes_per_token
     return [
         ("weights", weights),
@@ -211,7 +213,8 @@ def needs(config: ModelConfig) -> list[tuple[str, str]]:
 def files_line(files: list[Path], stored: Counter[str]) -> str:
     """Number of files, and bytes per dtype."""
     types = ", ".join(f"{size(count)} in {name}" for name, count in stored.most_common())
-    return f"{plural(len(files), 'safetensors file')}: {types}"
+    kind = "GGUF" if is_gguf(files[0]) else "safetensors"
+    return f"{plural(len(files), f'{kind} file')}: {types}"
 
 
 def tokenizer_line(source: "ModelSource") -> str:

@@ -16,23 +16,24 @@ from minillm.config import ModelConfig
 from minillm.errors import ConfigError
 from minillm.lab.commands import plan_parallel, plan_speculation
 from minillm.lab.commands.place import Place, find_place
+from minillm.lab.commands.quantised_weights import check_quantization, weights_of
 from minillm.models.presets import preset
 from minillm.plan.cost import (
     MemoryPlan,
     StepCost,
     StepTime,
-    dtype_bytes,
     memory_plan,
     step_cost,
     step_time,
 )
 from minillm.plan.hardware import DATASHEET, Hardware
+from minillm.plan.weight_sizes import WeightSizes, dtype_bytes
 
 USAGE = "MODEL [options]"
 EXAMPLES = """\
 examples:
   minillm plan preset:llama-3.1-70b --hardware h100 -tp 4
-  minillm plan preset:qwen3-8b --memory 24GiB --max-model-len 8192
+  minillm plan preset:qwen3-8b --memory 24GiB --quantization int4
   minillm plan PATH_TO_A_HF_FOLDER --max-num-seqs 16 --load
   minillm plan preset:qwen3-8b --hardware h200 --speculate preset:qwen3-0.6b
 """
@@ -48,6 +49,8 @@ def add_options(parser: ArgumentParser) -> None:
                         help="memory, such as 24GiB or 24GB (free memory of this "
                              "machine)")  # fmt: skip
     parser.add_argument("--dtype", metavar="NAME", help="dtype of the weights (the checkpoint's)")
+    parser.add_argument("--quantization", metavar="NAME",
+                        help="quantise 16-bit weights while loading: int8 or int4")  # fmt: skip
     parser.add_argument("--kv-cache-dtype", metavar="NAME",
                         help="dtype of the KV cache (--dtype)")  # fmt: skip
     parser.add_argument("--max-model-len", metavar="N", type=int,
@@ -78,6 +81,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         check_length(args.max_model_len, config)
     for dtype in filter(None, (args.dtype, args.kv_cache_dtype)):
         dtype_bytes(dtype)
+    check_quantization(args.quantization)
     if args.load and (args.hardware or args.memory or args.kv_cache_dtype):
         raise ConfigError(
             "--load runs on this machine; leave out --hardware, --memory and --kv-cache-dtype."
@@ -87,12 +91,15 @@ def run(args: Namespace, terminal: Terminal) -> int:
         speculation = SpeculativeConfig.of(args.speculative_config)
         draft = find_draft(speculation, args.model, config)
     place = find_place(args, terminal)
+    dtype = args.dtype or best_dtype(config, place)
+    weights = weights_of(args.model, args.quantization, dtype, place.is_cpu)
     if is_parallel and place.hardware is not None:
-        return plan_parallel.run(args, config, place.hardware, place.memory_bytes, terminal)
+        device = place.hardware, place.memory_bytes
+        return plan_parallel.run(args, config, *device, weights, terminal)
     plan = memory_plan(
         config,
         place.memory_bytes,
-        dtype=args.dtype or best_dtype(config, place),
+        dtype=dtype,
         kv_dtype=args.kv_cache_dtype,
         max_model_len=args.max_model_len,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -100,14 +107,23 @@ def run(args: Namespace, terminal: Terminal) -> int:
         gpu_memory_utilization=args.gpu_memory_utilization,
         draft=draft,
         num_drafts=0 if speculation is None else speculation.most,
+        weights=weights,
+        draft_weights=None
+        if speculation is None or speculation.model is None
+        else weights_of(speculation.model, None, dtype, place.is_cpu),
     )
     loaded = load(args, terminal) if args.load else None
     if args.speculate is not None:
+        if weights is not None:
+            raise ConfigError(
+                f"--speculate predicts with 16-bit weights, and those of {args.model} are "
+                "quantised; give the 16-bit model, without --quantization."
+            )
         return speculate(args, config, plan, place, terminal)
     if args.json:
-        terminal.line(json.dumps(as_json(args.model, config, plan, place, loaded)))
+        terminal.line(json.dumps(as_json(args.model, config, plan, place, weights, loaded)))
     else:
-        show(args.model, config, plan, place, terminal)
+        show(args.model, config, plan, place, weights, terminal)
         if loaded is not None:
             show_loaded(*loaded, terminal)
     return 0
@@ -138,6 +154,7 @@ def load(args: Namespace, terminal: Terminal) -> tuple[MemoryPlan, dict[str, int
         llm = import_engine()(
             args.model,
             dtype=args.dtype or "auto",
+            quantization=args.quantization,
             load_format="dummy" if args.model.startswith("preset:") else "auto",
             max_model_len=args.max_model_len,
             max_num_seqs=args.max_num_seqs,
@@ -190,11 +207,13 @@ def best_dtype(config: ModelConfig, place: Place) -> str:
 
 
 def predictions(
-    config: ModelConfig, plan: MemoryPlan, hardware: Hardware
+    config: ModelConfig, plan: MemoryPlan, hardware: Hardware, weights: WeightSizes | None
 ) -> list[tuple[str, int, StepCost, StepTime]]:
     """(name, tokens, cost, time) of a decode step and of the prefill of a prompt."""
     length = min(PROMPT, plan.settings.max_model_len)
-    cost_of = partial(step_cost, config, dtype=plan.settings.dtype, kv_dtype=plan.settings.kv_dtype)
+    settings = plan.settings
+    dtypes = partial(step_cost, config, dtype=settings.dtype, kv_dtype=settings.kv_dtype)
+    cost_of = partial(dtypes, weights=weights)
     costs = {"decode": cost_of([1], [length]), "prefill": cost_of([length], [length])}
     return [
         (what, cost.num_tokens, cost, step_time(cost, hardware)) for what, cost in costs.items()
@@ -206,15 +225,17 @@ def as_json(
     config: ModelConfig,
     plan: MemoryPlan,
     place: Place,
+    weights: WeightSizes | None,
     loaded: tuple[MemoryPlan, dict[str, int]] | None = None,
 ) -> dict[str, Any]:
     """The plan as JSON data: bytes, seconds, operations."""
-    speed = [] if place.hardware is None else predictions(config, plan, place.hardware)
+    speed = [] if place.hardware is None else predictions(config, plan, place.hardware, weights)
     return {
         "model": model,
         "hardware": place.hardware and asdict(place.hardware),
         "fits": plan.fits,
         "plan": asdict(plan),
+        "weights": weights and asdict(weights),
         "predictions": {
             what: asdict(cost) | asdict(time) | {"seconds": time.seconds, "bound": time.bound}
             for what, _, cost, time in speed
@@ -224,7 +245,12 @@ def as_json(
 
 
 def show(
-    model: str, config: ModelConfig, plan: MemoryPlan, place: Place, terminal: Terminal
+    model: str,
+    config: ModelConfig,
+    plan: MemoryPlan,
+    place: Place,
+    weights: WeightSizes | None,
+    terminal: Terminal,
 ) -> None:
     """Print the plan as text."""
     settings = plan.settings
@@ -235,7 +261,7 @@ def show(
             ("reserve", f"{size(plan.reserve_bytes)}  ("
              f"{1 - settings.gpu_memory_utilization:.0%}) for the runtime and workspaces"),
             ("weights", f"{size(plan.weight_bytes - plan.draft_weight_bytes)}  in "
-             f"{settings.dtype}"),
+             f"{settings.dtype if weights is None else weights.name}"),
             *draft_rows(plan),
             ("activations", f"{size(plan.activation_bytes)}  for "
              f"{settings.max_num_batched_tokens:,} tokens in one step"),
@@ -255,7 +281,7 @@ def show(
             terminal.line(f"    {as_option(hint)}")
     if place.hardware is not None:
         terminal.line()
-        show_speed(config, plan, place.hardware, terminal)
+        show_speed(config, plan, place.hardware, weights, terminal)
 
 
 def show_loaded(plan: MemoryPlan, allocated: Mapping[str, int], terminal: Terminal) -> None:
@@ -315,18 +341,24 @@ def show_combinations(plan: MemoryPlan, terminal: Terminal) -> None:
 
 
 def show_speed(
-    config: ModelConfig, plan: MemoryPlan, hardware: Hardware, terminal: Terminal
+    config: ModelConfig,
+    plan: MemoryPlan,
+    hardware: Hardware,
+    weights: WeightSizes | None,
+    terminal: Terminal,
 ) -> None:
     """Print the upper bounds of speed and the resource that limits each."""
-    source = "measured" if hardware.source == "measured" else "datasheet"
-    dtype = plan.settings.dtype
+    source = "measured" if hardware.source.startswith("measured") else "datasheet"
+    dtype, unit = plan.settings.dtype, "FLOP/s"
+    if weights and weights.products and hardware.rate(weights.products) > hardware.rate(dtype):
+        dtype, unit = weights.products, "OP/s"
     terminal.paragraph(
         f"Upper bounds{'' if plan.fits else ', if it did fit'}, at {source} rates of "
-        f"{amount(hardware.bandwidth, 'B/s')} and {amount(hardware.rate(dtype), 'FLOP/s')} "
+        f"{amount(hardware.bandwidth, 'B/s')} and {amount(hardware.rate(dtype), unit)} "
         f"({dtype}):"
     )
     rows = []
-    for what, tokens, cost, time in predictions(config, plan, hardware):
+    for what, tokens, cost, time in predictions(config, plan, hardware, weights):
         length = min(PROMPT, plan.settings.max_model_len)
         if what == "decode":
             value = f"{digits(1 / time.seconds)} tokens/s, {seconds(time.seconds)} per token"

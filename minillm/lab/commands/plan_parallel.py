@@ -12,8 +12,9 @@ from minillm.errors import ConfigError
 from minillm.lab.links import LINKS, Link, all_reduce, find_link
 from minillm.lab.parallel_cost import Devices, ParallelTime, Prediction, predict
 from minillm.lab.parallel_layout import Layout, check_layout, device_memory
-from minillm.plan.cost import MemoryPlan, dtype_bytes
+from minillm.plan.cost import MemoryPlan
 from minillm.plan.hardware import Hardware
+from minillm.plan.weight_sizes import WeightSizes, dtype_bytes
 
 SIZES = (1, 2, 4, 8)  # numbers of GPUs (or stages) shown beside the requested one
 SHOWN_LINKS = ("nvlink", "pcie")
@@ -74,7 +75,12 @@ def layouts(config: ModelConfig, asked: Layout) -> list[Layout]:
 
 
 def run(
-    args: Namespace, config: ModelConfig, hardware: Hardware, memory_bytes: int, terminal: Terminal
+    args: Namespace,
+    config: ModelConfig,
+    hardware: Hardware,
+    memory_bytes: int,
+    weights: WeightSizes | None,
+    terminal: Terminal,
 ) -> int:
     """Print the predictions; the exit code is 0 also if the model does not fit."""
     asked = replace(args.layout, expert_parallel=args.enable_expert_parallel)
@@ -93,9 +99,10 @@ def run(
             max_num_batched_tokens=args.max_num_batched_tokens,
             max_num_seqs=args.max_num_seqs,
             gpu_memory_utilization=args.gpu_memory_utilization,
+            weights=weights,
         )
         for name in args.links if layout.devices > 1 else args.links[:1]:
-            devices = Devices(hardware, LINKS[name], layout)
+            devices = Devices(hardware, LINKS[name], layout, weights=weights)
             found.append(
                 predict(
                     config,
@@ -170,12 +177,13 @@ def show(
 ) -> None:
     """Print the predictions as text."""
     mine = [each for each in found if each.devices.layout == asked]
-    hardware, memory = mine[0].devices.hardware, mine[0].memory
+    hardware, memory, weights = mine[0].devices.hardware, mine[0].memory, mine[0].devices.weights
     terminal.heading(f"{model} on {asked.devices} x {hardware.name}: predictions")
     rows = [
         ("memory", f"{size(memory.memory_bytes)} on each GPU, "
          f"{memory.settings.gpu_memory_utilization:.0%} of it usable"),
-        ("weights", f"{size(memory.weight_bytes)} on each GPU, in {memory.settings.dtype}"),
+        ("weights", f"{size(memory.weight_bytes)} on each GPU, in "
+         f"{memory.settings.dtype if weights is None else weights.name}"),
         ("KV cache", cache_line(memory)),
     ]  # fmt: skip
     if asked.tensor > 1:

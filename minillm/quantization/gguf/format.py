@@ -22,6 +22,11 @@ BY_SUFFIX: Mapping[str, int] = MappingProxyType(
 class GGUF(Format):
     """`quant_method: gguf`. The type of each matrix is the suffix of its tensor's name."""
 
+    @property
+    def promises_codes(self) -> bool:
+        """No: all matrices of a GGUF file may be F16."""
+        return False
+
     def describe(self) -> str:
         """For example "GGUF, 12 matrices in Q4_K, 3 in Q6_K"."""
         suffixes = Counter(name.rpartition(".")[2] for name in self.headers)

@@ -61,6 +61,11 @@ class CompressedTensors(Format):
         bits = sorted({str(each.get("num_bits", "?")) for each in self.schemes})
         return f"compressed-tensors {' and '.join(self.kinds)}, {' and '.join(bits)} bits"
 
+    @property
+    def promises_codes(self) -> bool:
+        """Not if only the KV cache is quantised."""
+        return any(self.schemes)
+
     def is_unused(self, name: str) -> bool:
         """Scales of activations and of an FP8 KV cache."""
         return name.rpartition(".")[2] in UNUSED

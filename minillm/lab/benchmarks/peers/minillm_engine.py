@@ -23,6 +23,7 @@ class Worker:
         self._llm = LLM(
             options["model"],
             dtype=options["dtype"],
+            quantization=options.get("quantization"),
             device=options["device"],
             load_format="dummy" if options["model"].startswith("preset:") else "auto",
             max_model_len=options["max_model_len"],
@@ -35,7 +36,7 @@ class Worker:
         return {
             "version": __version__,
             "torch": torch.__version__,
-            "weights": engine.dtype,
+            "weights": options.get("weights") or engine.dtype,
             "kv_cache": engine.dtype,
             "block_size": engine.scheduler.blocks.block_size,
             "path": "a GPU" if on_gpu else describe(getattr(torch, engine.dtype)),

@@ -1,7 +1,8 @@
 """OpenVINO GenAI through `ContinuousBatchingPipeline`, with a model exported by optimum-intel.
 
-The model is exported once, with 16-bit weights. The inference precision and the KV cache's dtype
-(8 bits by default) are set to the requested dtype, or to float32 where the plugin has no bf16.
+The model is exported once, with 16-bit weights or with those of --quantization. The inference
+precision and the KV cache's dtype (8 bits by default) are set to the requested dtype, or to float32
+where the plugin has no bf16.
 """
 
 import os
@@ -18,7 +19,12 @@ from .protocol import Timeline
 PRECISIONS = MappingProxyType({"bfloat16": "bf16", "float32": "f32"})
 # Capabilities of the plugin that need these instruction sets.
 MARKS = (("BF16", "avx512_bf16"), ("WINOGRAD", "avx512"), ("FP32", "avx2"))
-WEIGHTS = MappingProxyType({"bfloat16": "fp16", "float32": "fp32"})  # dtype of the exported file
+# The weight format of the exported file; with --quantization that of the matrices, symmetric in
+# groups, with embedding and output matrix in 8 bits.
+WEIGHTS = MappingProxyType(
+    {"bfloat16": "fp16", "float32": "fp32", "int8": "int8", "int4": "int4 --sym --group-size 64 "
+     "--ratio 1.0 --backup-precision int8_asym"}
+)  # fmt: skip
 
 
 class Worker:
@@ -27,7 +33,8 @@ class Worker:
     def open(self, options: dict[str, Any]) -> dict[str, Any]:
         """Load the model; exports it first if there is no export yet."""
         start = time.perf_counter()
-        folder, exported = export(Path(options["model"]), options["dtype"], Path(options["cache"]))
+        weights = WEIGHTS[options.get("quantization") or options["dtype"]]
+        folder, exported = export(Path(options["model"]), weights, Path(options["cache"]))
         export_seconds = time.perf_counter() - start if exported else 0.0
         import openvino
         import openvino_genai as genai
@@ -54,7 +61,7 @@ class Worker:
         self._pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
         return {
             "version": genai.__version__,
-            "weights": f"{WEIGHTS[options['dtype']]} on disk, computed in {precision}",
+            "weights": f"{weights} on disk, computed in {precision}",
             "kv_cache": precision,
             "seconds": time.perf_counter() - start,
             "export_seconds": export_seconds,
@@ -98,18 +105,18 @@ class Worker:
         return self._tensor(numpy.array([ids], dtype=numpy.int64))
 
 
-def export(model: Path, dtype: str, cache: Path) -> tuple[Path, bool]:
+def export(model: Path, weights: str, cache: Path) -> tuple[Path, bool]:
     """The folder of the exported model, and whether it was exported by this call."""
     config = model / "config.json"
     name = f"{model.resolve().name}-{config.stat().st_mtime_ns:x}"
-    folder = cache / "openvino" / f"{name}-{WEIGHTS[dtype]}"
+    folder = cache / "openvino" / f"{name}-{weights.split()[0]}"
     if folder.exists():
         return folder, False
     part = folder.with_name(f"{folder.name}.{os.getpid()}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino"]
     command += ["--model", str(model), "--task", "text-generation-with-past"]
-    command += ["--weight-format", WEIGHTS[dtype], str(part)]
+    command += ["--weight-format", *weights.split(), str(part)]
     try:
         subprocess.run(command, check=True, stdout=sys.stderr)
         part.rename(folder)

@@ -1,0 +1,180 @@
+"""`minillm bench --quantization`: what engines are told, what is counted, and the peers' files."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minillm.cli import main
+from minillm.lab.benchmarks.compare import Work, cost_of, options, result
+from minillm.lab.benchmarks.compare_table import weights_line
+from minillm.lab.benchmarks.contest import Case, Run, Score
+from minillm.lab.benchmarks.peers import llamacpp_files, openvino_engine
+from minillm.lab.benchmarks.peers.llamacpp_engine import Worker
+from minillm.lab.benchmarks.peers.protocol import Timeline
+from minillm.lab.commands.bench import engines_of
+from minillm.models.checkpoint import open_model
+from minillm.models.loader import load_model
+from minillm.models.presets import preset
+from minillm.plan.weight_sizes import WeightSizes
+from tests.lab.benchmarks.test_bench_command import CEILING
+from tests.models.tiny import CASES
+
+CASE = Case(4, 128, 8)
+CONFIG = preset("smollm2-135m")
+
+
+def work(what: str = "decode", **more: Any) -> Work:
+    return Work(what, "m", "m", CONFIG, (CASE,), 1, ("minillm",), 1, "bfloat16", **more)
+
+
+EIGHT = WeightSizes("int8", 1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 2.0, 1.0, products="int8")
+
+
+def test_engines_are_told_the_weights() -> None:
+    told = options(work(quantization="int8", weights=EIGHT))
+    assert (told["quantization"], told["weights"]) == ("int8", "int8")
+    plain = options(work())
+    assert (plain["quantization"], plain["weights"]) == (None, None)
+
+
+def test_bounds_are_those_of_the_quantised_bytes() -> None:
+    """Half the bytes of weights, the same of the cache; prompts at the rate of int8."""
+    plain, eight = cost_of(work(), CASE), cost_of(work(weights=EIGHT), CASE)
+    assert eight.weight_bytes == pytest.approx(plain.weight_bytes / 2, rel=1e-3)
+    assert eight.kv_read_bytes == plain.kv_read_bytes
+    score = Score("minillm", CASE, [Run(0.5, 1.0, 28, 7)])
+    found = result(work(weights=EIGHT), score, CEILING)
+    assert found["bound_seconds"] == pytest.approx(eight.total_bytes / CEILING.bandwidth)
+    prefill = work("prefill", weights=EIGHT)
+    fast = type(CEILING)(CEILING.ways, CEILING.flops, CEILING.flops_fp32, ops_int8=3e12)
+    bounds = [result(prefill, score, each)["bound_seconds"] for each in (CEILING, fast)]
+    assert bounds[0] == pytest.approx(3 * bounds[1])
+    assert weights_line({"weights": {"name": "int8"}, "dtype": "bfloat16"}) == (
+        "weights in int8, bfloat16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--quantization", "int2"], "--quantization is 'int2'; it must be int8 or int4."),
+        (["--quantization", "int8", "--vs", "vllm"], "--vs vllm runs 16-bit weights only"),
+    ],
+    ids=["unknown", "peer of 16 bits"],
+)
+def test_what_is_refused(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "decode", "tiny", *arguments]) != 0
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_peers_with_quantised_weights() -> None:
+    assert engines_of("llamacpp,openvino", "cpu", "int4") == ("minillm", "llamacpp", "openvino")
+
+
+# ---- llama.cpp ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_gguf_file_has_the_tensors_of_the_folder(family: str, tmp_path: Path) -> None:
+    """Read by our own reader, which undoes llama.cpp's order of the rows of q and k."""
+    folder, path = tmp_path / "model", tmp_path / "m.gguf"
+    CASES[family].write(folder)
+    llamacpp_files.write(folder, path)
+    own, theirs = (load_model(open_model(each), torch.float32) for each in (path, folder))
+    expected, found = dict(theirs.named_parameters()), dict(own.named_parameters())
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+def test_bf16_is_written_as_its_bits(tmp_path: Path) -> None:
+    model = load_model(open_model("tiny"), torch.bfloat16)
+    folder = open_model("tiny").folder
+    assert folder is not None
+    llamacpp_files.write(folder, tmp_path / "m.gguf")
+    found = load_model(open_model(tmp_path / "m.gguf"), torch.bfloat16)
+    assert torch.equal(found.embedding.weight, model.embedding.weight)
+    assert torch.equal(found.norm.weight, model.norm.weight)
+
+
+def test_a_file_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, made = tmp_path / "model", []
+    CASES["llama"].write(folder)
+
+    def quantise(source: Path, target: Path, kind: str) -> None:
+        made.append(kind)
+        target.write_bytes(source.read_bytes()[:8])
+
+    monkeypatch.setattr(llamacpp_files, "quantise", quantise)
+    paths = [llamacpp_files.gguf_file(folder, kind, tmp_path) for kind in (None, "Q4_0", "Q4_0")]
+    assert [new for _, new in paths] == [True, True, False]
+    assert (made, paths[0][0] == paths[1][0]) == (["Q4_0"], False)
+    assert sorted(each.name for each in (tmp_path / "llamacpp").iterdir()) == sorted(
+        each.name for each, _ in paths[:2]
+    )
+
+
+class Counted(Worker):
+    """The worker with a model whose next token is the number of tokens before it."""
+
+    def __init__(self, limit: int, most: int):
+        self._limit, self._most = limit, most
+        self.held: dict[int, int] = {}  # sequence -> tokens in its cache
+        self.most_at_once = 0
+
+    def _forget(self, sequence: int) -> None:
+        del self.held[sequence]
+
+    def _decode(self, rows: Any, place: dict[int, int]) -> dict[int, int]:
+        assert sum(len(ids) for _, ids, _ in rows) <= self._most
+        found = {}
+        for index, ids, start in rows:
+            sequence = place[index]
+            assert start == self.held.get(sequence, 0)  # positions follow each other
+            assert start == 0 or ids == [start]  # the token that came out last
+            found[index] = self.held[sequence] = start + len(ids)
+        self.most_at_once = max(self.most_at_once, len(self.held))
+        return found
+
+
+def test_requests_take_the_places_of_complete_ones() -> None:
+    worker = Counted(limit=3, most=20)
+    prompts, lengths = [[7] * n for n in (5, 9, 4, 18, 1, 6)], [3, 1, 7, 2, 5, 4]
+    assert worker.offline(prompts, lengths) == {"tokens": sum(lengths)}
+    assert (worker.held, worker.most_at_once) == ({}, 3)
+
+
+def test_steps_of_a_batch_are_timed() -> None:
+    timeline: Timeline = Counted(limit=2, most=64).steps([[7] * 9, [7] * 5], 4)
+    assert timeline.done
+    assert [row[1:] for row in timeline.rows] == [(2, 2, 0), (2, 2, 0), (2, 2, 0), (2, 2, 2)]
+
+
+# ---- OpenVINO ----------------------------------------------------------------------------------
+
+
+def test_openvino_exports_compressed_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export is a folder of its own for each weight format."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **others: Any) -> None:
+        commands.append(command)
+        Path(command[-1]).mkdir()
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(subprocess, "run", run)
+    folders = {
+        openvino_engine.export(tmp_path, openvino_engine.WEIGHTS[name], tmp_path)[0].name[-5:]
+        for name in ("bfloat16", "int8", "int4")
+    }
+    assert folders == {"-fp16", "-int8", "-int4"}
+    four = commands[-1]
+    assert four[four.index("--weight-format") + 1 : -1] == [
+        "int4", "--sym", "--group-size", "64", "--ratio", "1.0", "--backup-precision", "int8_asym",
+    ]  # fmt: skip

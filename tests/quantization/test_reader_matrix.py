@@ -1,0 +1,164 @@
+"""Every layout for every family: logits beside transformers with the values of numpy.
+
+Layouts without a writer of ours are made of random codes (`layouts.py`). Embeddings and output
+matrices are plain, tied, or quantised.
+"""
+
+import copy
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minillm.models.checkpoint import open_model, shard_files
+from minillm.models.loader import load_model
+from minillm.models.quantize_folder import quantize_folder
+from minillm.quantization.recipe import Recipe
+from tests.models.conftest import checkpoint_of  # noqa: F401
+from tests.models.parity import FlatRunner
+from tests.models.tiny import FAMILY, Checkpoint, Tiny, prompt
+from tests.quantization.layouts import LAYOUTS, as_array, as_tensor, values_of
+from tests.quantization.test_quantize_folder import LAYOUTS as WRITTEN
+from tests.quantization.test_quantized_load import put
+
+F32 = torch.float32
+# Widths that groups of 32 divide, and not all of them blocks of 64 or 128.
+WIDTHS = {"num_hidden_layers": 2, "intermediate_size": 96, "head_dim": 16}
+SPARSE = {"moe_intermediate_size": 32}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 24, "head_dim": 8}
+FIELDS = {
+    "qwen3": {"head_dim": 24},
+    "qwen3_moe": SPARSE | {"head_dim": 24, "mlp_only_layers": [0]},
+    "deepseek_v2": SPARSE | LATENT | {"n_shared_experts": 2},
+    "deepseek_v3": SPARSE | LATENT,
+}
+HEADS = ("plain", "tied", "quantised")
+FLOAT8 = ("fp8", "float")
+
+
+def tiny(family: str, head: str = "plain") -> Tiny:
+    """A model of two layers."""
+    fields = WIDTHS | FIELDS.get(family, {}) | {"tie_word_embeddings": head == "tied"}
+    return Tiny(family, fields)
+
+
+def is_matrix(name: str, head: str) -> bool:
+    """Whether a checkpoint tensor is a matrix that a quantiser takes."""
+    if not name.endswith(".weight") or "norm" in name or name.endswith(".gate.weight"):
+        return False
+    return head == "quantised" or not re.search(r"embed_tokens|lm_head", name)
+
+
+def write(checkpoint: Checkpoint, layout: str, head: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Replace the matrices of a checkpoint by random ones in a layout. Their values."""
+    made, values = LAYOUTS[layout], {}
+    tensors = {k: v for path in shard_files(checkpoint.folder) for k, v in load_file(path).items()}
+    for name in [each for each in tensors if is_matrix(each, head)]:
+        out, width = tensors.pop(name).shape
+        dice = np.random.default_rng(zlib.crc32(name.encode()))
+        found, stem = made.make(dice, out, width), name.removesuffix("weight")
+        values[name] = torch.from_numpy(made.values(found))
+        for suffix, array in found.items():
+            float8 = layout.startswith(FLOAT8) and suffix == "weight"
+            tensors[f"{stem}{suffix}"] = as_tensor(array, float8)
+    save_file(tensors, folder / "model.safetensors")
+    settings = {"quantization_config": LAYOUTS[layout].settings}
+    (folder / "config.json").write_text(json.dumps(checkpoint.config | settings))
+    return values
+
+
+def reference_logits(checkpoint: Checkpoint, values: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logits [20, V] of transformers with these tensors."""
+    reference = copy.deepcopy(checkpoint.reference)
+    state = reference.state_dict()
+    with torch.no_grad():
+        for name, value in values.items():
+            put(state, name, value)
+        return reference(prompt(20)[None]).logits[0]
+
+
+def read_logits(folder: Path) -> torch.Tensor:
+    """Logits [20, V] of our model of a folder, in float32."""
+    model = load_model(open_model(folder), F32)
+    return FlatRunner(model, 16, 32, 1).step([(0, prompt(20))])[0]
+
+
+def check(checkpoint: Checkpoint, values: dict[str, torch.Tensor], folder: Path) -> None:
+    """Logits within 1e-3 of the largest, which those of the plain model are not."""
+    due, found = reference_logits(checkpoint, values), read_logits(folder)
+    assert (found - due).abs().max() <= 1e-3 * due.abs().max()
+    plain = reference_logits(checkpoint, {})
+    assert (plain - due).abs().max() > 1e-2 * due.abs().max()
+
+
+def cells() -> list[Any]:
+    """Layout, family and head. `make test` runs each layout with each head, families in turn."""
+    found = []
+    for i, layout in enumerate(LAYOUTS):
+        for j, family in enumerate(FAMILY):
+            for k, head in enumerate(HEADS):
+                usual = j == (i + 3 * k) % len(FAMILY)
+                marks = () if usual else pytest.mark.slow
+                found.append(pytest.param(layout, family, head, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "family", "head"), cells())
+def test_a_layout_is_read(checkpoint_of, tmp_path, layout, family, head):  # noqa: F811
+    checkpoint = checkpoint_of(tiny(family, head))
+    values = write(checkpoint, layout, head, tmp_path)
+    check(checkpoint, values, tmp_path)
+
+
+# ---- written by `minillm quantize` ---------------------------------------------------------------
+
+MARKS = (".qweight", ".weight_packed", ".weight.absmax", ".SCB", ".weight_scale_inv",
+         ".weight_scale")  # fmt: skip
+# Blocks of FP8 divide all numbers of inputs.
+WIDE = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+WIDE_FIELDS = {
+    "qwen3_moe": {"moe_intermediate_size": 128},
+    "deepseek_v2": {"moe_intermediate_size": 128, "head_dim": 8} | dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank"), 128) | {"v_head_dim": 32},
+}  # fmt: skip
+WIDE_FIELDS["deepseek_v3"] = WIDE_FIELDS["deepseek_v2"]
+WINDOWS = torch.randint(128, (6, 24), generator=torch.Generator().manual_seed(7))
+
+
+def dequantised(folder: Path, bits: int) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, the quantised ones by numpy."""
+    tensors = {k: v for path in shard_files(folder) for k, v in load_file(path).items()}
+    stems = {name.removesuffix(mark) for name in tensors for mark in MARKS if name.endswith(mark)}
+    values = {}
+    for stem in sorted(stems):
+        names = [name for name in tensors if name.startswith(f"{stem}.")]
+        found = {name.removeprefix(f"{stem}."): as_array(tensors.pop(name)) for name in names}
+        dense = values_of(found, bits, block=(128, 128) if "weight_scale_inv" in found else None)
+        values[f"{stem}.weight"] = torch.from_numpy(np.ascontiguousarray(dense)).float()
+    assert values
+    return values | tensors
+
+
+def writer_cells() -> list[Any]:
+    """Format, settings and family. `make test` runs each format once, families in turn."""
+    return [
+        pytest.param(
+            format, settings, family, id=f"{format}-{i}-{family}",
+            marks=() if j == i % len(FAMILY) else pytest.mark.slow)
+        for i, (format, settings) in enumerate(WRITTEN)
+        for j, family in enumerate(FAMILY)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "settings", "family"), writer_cells())
+def test_a_written_layout_is_read(checkpoint_of, tmp_path, format, settings, family):  # noqa: F811
+    checkpoint = checkpoint_of(Tiny(family, WIDE | WIDE_FIELDS.get(family, {})))
+    recipe = Recipe(**settings)
+    quantize_folder(open_model(checkpoint.folder), recipe, tmp_path / "out", WINDOWS, format)
+    check(checkpoint, dequantised(tmp_path / "out", recipe.bits), tmp_path / "out")
