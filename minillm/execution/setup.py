@@ -16,7 +16,7 @@ from minillm.models.decoder import Decoder
 from minillm.models.deterministic import TiledDecoder
 from minillm.models.fixed_sums import make_deterministic
 from minillm.models.loader import DTYPES, load_model
-from minillm.models.packing import keep_plain, pack_weights, unpack_others
+from minillm.models.packing import keep_plain, pack_weights
 from minillm.ops.batch import AttentionMode
 from minillm.plan import machine
 from minillm.plan.cost import MemoryPlan
@@ -100,10 +100,8 @@ def with_cache(
         logger.info("Weights: %s quantised matrices in the layout of the kernels.", count)
     if packs(args, model.device):
         logger.info("Weights: %s.", pack_weights(model))
-    elif model.device.type == "cpu":
-        unpack_others(model)
-        if args.enforce_eager:
-            keep_plain(model)
+    elif args.enforce_eager and model.device.type == "cpu":
+        keep_plain(model)
     shape = cache_spec(model.config), model.config.num_layers
     mode: AttentionMode = "plain" if model.plain_torch else "fast"
     num_blocks = plan.num_tokens // size
