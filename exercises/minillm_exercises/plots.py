@@ -100,15 +100,26 @@ def show(fig: "Figure", caption: str) -> None:
     from IPython.display import Markdown, display
     from matplotlib import pyplot as plt
 
-    picture = io.BytesIO()
-    fig.savefig(picture, format="png", dpi=100, metadata={"Software": None})
+    picture = _png(fig)
     plt.close(fig)
     display(
-        {"image/png": picture.getvalue(), "text/plain": f"[figure] {caption}"},
+        {"image/png": picture, "text/plain": f"[figure] {caption}"},
         raw=True,
         metadata={"image/png": {"alt": caption}},
     )
     display(Markdown(f"*{caption}*"))
+
+
+def _png(fig: "Figure") -> bytes:
+    """The figure as a PNG of 256 colours, which has a third of the bytes of one with all."""
+    from PIL import Image
+
+    drawn, small = io.BytesIO(), io.BytesIO()
+    fig.savefig(drawn, format="png", dpi=100)
+    with Image.open(drawn) as picture:
+        fewer = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    fewer.save(small, format="png", optimize=True)
+    return small.getvalue()
 
 
 def listing(title: str, *parts: Any) -> None:

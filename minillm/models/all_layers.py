@@ -24,6 +24,7 @@ from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
 from minillm.ops.cpu_layers import Layers, LayerShape, LayerWeights
 from minillm.ops.cpu_quantized import MatrixParts
+from minillm.quantization.outliers import OutlierMethod
 from minillm.quantization.panels import PanelQuantizedMethod
 
 
@@ -107,6 +108,7 @@ def fits(layer: nn.Module) -> bool:
     absorbed = [attention.kv_b_proj] if isinstance(attention, MLAttention) else []
     return all(isinstance(each.method, PanelHeadsMethod) for each in absorbed) and all(
         isinstance(each.method, PanelLinearMethod | PanelQuantizedMethod)
+        and not isinstance(each.method, OutlierMethod)
         for each in matrices(attention, mlp)
     )
 

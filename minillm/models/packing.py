@@ -29,6 +29,7 @@ from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.ops import c_library, cpu
 from minillm.quantization.methods import unpack
+from minillm.quantization.outliers import separate_outliers
 from minillm.quantization.panels import PanelQuantizedMethod, pack_quantized, runs_in_panels
 from minillm_kernels import reference
 
@@ -43,6 +44,7 @@ def pack_weights(model: Decoder) -> str:
     packed in panels only, because oneDNN has no such products.
     """
     num_quantized = pack_quantized(may_be_panels(model))
+    separate_outliers(list_matrices(model))
     unpack_others(model)
     matrices = packable(model)
     chosen = [each for each in matrices if cpu.takes_panels(each.values())]

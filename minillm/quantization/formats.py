@@ -93,6 +93,12 @@ class Format(ABC):
         """Whether the settings say that some matrix is quantised."""
         return True
 
+    @property
+    def threshold(self) -> float:
+        """Inputs of at least this magnitude are multiplied in 16 bits by products that round inputs
+        to 8 bits; 0: none."""
+        return 0.0
+
     def is_unused(self, name: str) -> bool:
         """Whether a tensor that the model has no place for may be left out."""
         return False

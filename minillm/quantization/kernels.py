@@ -2,7 +2,7 @@
 
     4 bits, groups of a multiple of 32    codes interleaved, x in 16 bits       int4_linear
     int8, a scale per row                 x rounded to int8 per row             int8_linear
-    e4m3; int8 in groups                  x in 16 bits                          scaled_linear
+    e4m3; int8 in groups; LLM.int8()      x in 16 bits                          scaled_linear
 
 Everything else (NF4, zero points of 8 bits, other groups) stays as it is, and is made dense for
 each product. All operations have shapes that do not depend on values, so steps can be captured as
@@ -33,8 +33,14 @@ class KernelQuantizedMethod(QuantizedMethod):
     """A quantised matrix [out, in] in a kernel's layout: buffers `codes`, `scales` [groups, out]
     (or by blocks of `scale_rows` rows), `zeros` or `minima` [groups, out], and `order`."""
 
-    def __init__(self, dtype: torch.dtype, names: tuple[str, ...], scale_rows: int = 1):
-        super().__init__(dtype, names)
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        names: tuple[str, ...],
+        scale_rows: int = 1,
+        threshold: float = 0.0,
+    ):
+        super().__init__(dtype, names, threshold)
         self.scale_rows = scale_rows
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -49,7 +55,7 @@ class KernelQuantizedMethod(QuantizedMethod):
         if parts["codes"].dtype == torch.uint8:
             return quantized.int4_linear(x, **parts, bias=bias)
         codes, scales = parts["codes"], parts["scales"]
-        if codes.dtype == torch.int8 and len(scales) == 1:
+        if codes.dtype == torch.int8 and len(scales) == 1 and not self.threshold:
             rows = quantized.quantize_rows(x)
             return quantized.int8_linear(*rows, codes, scales[0], bias, x.dtype)
         block = self.scale_rows, matrix.in_features // len(scales)
@@ -124,7 +130,7 @@ def repack(matrix: Matrix, method: QuantizedMethod) -> bool:
         matrix.codes = interleave(split_bytes(found.codes))
     elif found.scales.shape[1] > 1 and (blocks := scales_of_blocks(found.scales)) is not None:
         matrix.scales, scale_rows = blocks, SCALE_ROWS
-    matrix.method = KernelQuantizedMethod(method.dtype, names, scale_rows)
+    matrix.method = KernelQuantizedMethod(method.dtype, names, scale_rows, method.threshold)
     return True
 
 

@@ -7,9 +7,8 @@ precision of all other entries of its row, so outliers are multiplied in 16 bits
 
 The paper takes whole columns: those with an outlier in any row of the batch. A row's result then
 depends on the other rows. Here each row keeps its own outliers, so results are batch-invariant. The
-checkpoint format stores only the codes and scales of weights (`rounding.round_symmetric`); this
-function is what the outliers are worth, for measurements. The engine's products do not separate
-them.
+checkpoint format stores only the codes and scales of weights (`rounding.round_symmetric`). This
+function is the reference of the engine's product (`outliers.py`).
 """
 
 from torch import Tensor

@@ -25,11 +25,12 @@ logger = logging.getLogger(__name__)
 class QuantizedMethod(LinearMethod):
     """A quantised matrix, made dense for each product. The base of faster methods.
 
-    Its tensors are buffers of the layer. `dtype` is that of activations.
+    Its tensors are buffers of the layer. `dtype` is that of activations, `threshold` that of
+    `Format`.
     """
 
-    def __init__(self, dtype: torch.dtype, names: tuple[str, ...]):
-        self.dtype, self.names = dtype, names
+    def __init__(self, dtype: torch.dtype, names: tuple[str, ...], threshold: float = 0.0):
+        self.dtype, self.names, self.threshold = dtype, names, threshold
 
     def quantized(self, matrix: Matrix) -> Quantized:
         """The stored tensors; of a stack the rows of all copies."""
@@ -63,12 +64,12 @@ def some_copies(matrix: Matrix, chosen: Tensor) -> Tensor:
     return method.quantized(matrix).rows(rows).dense(method.dtype).view(len(chosen), out, width)
 
 
-def install(matrix: Matrix, found: Quantized, dtype: torch.dtype) -> None:
+def install(matrix: Matrix, found: Quantized, dtype: torch.dtype, threshold: float = 0.0) -> None:
     """Store a quantised matrix in a layer."""
     matrix.weight = None  # type: ignore[assignment]
     for name, tensor in found.parts().items():
         matrix.register_buffer(name, tensor)
-    matrix.method = QuantizedMethod(dtype, tuple(found.parts()))
+    matrix.method = QuantizedMethod(dtype, tuple(found.parts()), threshold)
 
 
 def unpack(matrix: Matrix) -> bool:
@@ -122,7 +123,7 @@ class LoadingMethod(LinearMethod):
         quantized = [each for each in decoded if isinstance(each, Quantized)]
         whole = stacked(quantized) if len(quantized) == len(decoded) else None
         if whole is not None and not self.dense and whole.codes.numel():
-            install(matrix, whole, self.dtype)
+            install(matrix, whole, self.dtype, self.format.threshold)
             return
         if not all(map(self.format.is_plain, matrix.parts)) and not self.dense:
             names = ", ".join(part.name for part in matrix.parts)

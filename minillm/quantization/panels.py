@@ -56,6 +56,7 @@ class PanelQuantizedMethod(LinearMethod):
         none = dict.fromkeys(TENSORS[1:])
         self.numbers = replace(parts, panels=torch.empty(0), **none)  # type: ignore[arg-type]
         self.dtype, self.out_features = dtype, out_features
+        self.threshold = 0.0  # of `outliers.py`
 
     def parts(self, matrix: Matrix) -> MatrixParts:
         """The matrix as C reads it."""
@@ -135,8 +136,8 @@ def runs_in_panels(matrix: Matrix) -> bool:
     found = method.quantized(matrix)
     if not fits(found.shape[1], found.group_size, is_int8(found)):
         return False
-    if matrix.copies is not None and matrix.shape[1] % PANEL:
-        return False  # experts would share a panel
+    if matrix.copies is not None and (matrix.shape[1] % PANEL or method.threshold):
+        return False  # experts would share a panel, or lose their outliers
     if found.codes.dtype == FLOAT8:
         return found.order is None and found.zeros is None and found.minima is None
     if found.table is not None and found.minima is not None:
@@ -197,7 +198,9 @@ def pack_one(matrix: Matrix, place: Tensor) -> None:
     for name in TENSORS:
         matrix.register_buffer(name, getattr(parts, name))
     matrix.register_buffer("table", table)
-    matrix.method = PanelQuantizedMethod(parts, method.dtype, rows)
+    packed = PanelQuantizedMethod(parts, method.dtype, rows)
+    packed.threshold = method.threshold
+    matrix.method = packed
 
 
 def kernel_of(matrix: Matrix) -> str:
@@ -205,7 +208,10 @@ def kernel_of(matrix: Matrix) -> str:
     method = matrix.method
     if isinstance(method, PanelQuantizedMethod):
         parts = method.parts(matrix)
-        inputs = "of 8 bits" if not parts.float8 else f"in {method.dtype}".replace("torch.", "")
+        outliers = f", from {method.threshold:g} on of 16" * bool(method.threshold)
+        inputs = f"of 8 bits{outliers}"
+        if parts.float8:
+            inputs = f"in {str(method.dtype).removeprefix('torch.')}"
         return f"C panels, {form_of(parts)}, activations {inputs}"
     if isinstance(method, QuantizedMethod):
         found = method.quantized(matrix)

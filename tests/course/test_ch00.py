@@ -131,7 +131,7 @@ def test_the_roofline_has_two_bounds_and_the_runs_under_them(shown):
         assert dot.get_ydata() == pytest.approx(TOKEN.flops / run.seconds / 1e9)
         assert dot.get_xdata() == pytest.approx(TOKEN.intensity)
         share = 100 * ch00.bound_seconds(TOKEN, LAPTOP) / run.seconds
-        assert dot.get_label() == f"{run.name}: {share:.0f} % of the bound"
+        assert dot.get_label() == f"{run.name}: {share:.2g} % of the bound"
     assert len(fig.axes) == 1
 
 
@@ -148,6 +148,8 @@ def test_the_bounds_of_a_token_stand_in_one_row_per_machine(shown):
     ch00.draw_token_bounds("smollm2-135m", here)
     fig, caption = shown[0]
     memory, compute, overhead, *together = fig.axes[0].lines
+    rows = [band.get_y() + band.get_height() / 2 for band in fig.axes[0].patches]
+    assert rows == pytest.approx([3, 4, 5, 6])  # grey: from the Apple M1 Max on
     machines = [here, *(DATASHEET[key] for key in ch00.MACHINES)]
     times = [step_time(TOKEN, machine) for machine in machines]
     assert memory.get_xdata() == pytest.approx([1e3 * t.memory_seconds for t in times])
@@ -169,14 +171,28 @@ def test_without_a_machine_at_hand_only_the_datasheets_are_drawn(shown):
 def test_runs_are_drawn_with_their_median_middle_half_and_the_first_call(shown):
     ch00.draw_runs([1.0, 1.0, 2.0, 4.0], median=1.5, lone=1360.1)
     fig, caption = shown[0]
-    texts = [text.get_text() for text in fig.axes[0].get_legend().get_texts()]
-    half = "middle half: 1 to 2.5 ms"
-    assert texts == [half, "median: 1.5 ms", "the first call: 1,360 ms"]
-    *runs, band = fig.axes[0].patches
-    assert sum(bar.get_height() for bar in runs) == 4
-    assert band.get_x() == pytest.approx(1)
-    assert band.get_width() == pytest.approx(1.5)
+    ax = fig.axes[0]
+    texts = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert texts == ["middle half: 1 to 2.5 ms", "median: 1.5 ms"]
+    assert sum(bar.get_height() for bar in ax.patches) == 4
+    half, median = ax.lines
+    assert list(half.get_xdata()) == pytest.approx([1, 1, 2.5, 2.5])
+    assert min(half.get_ydata()) > max(bar.get_height() for bar in ax.patches)  # above the bars
+    assert median.get_xdata() == [1.5, 1.5]
+    (arrow,) = ax.texts
+    assert arrow.get_text() == "the first call: 1,360 ms,\n910 times the median"
     assert "the fastest took 1 ms, the slowest 4 ms, the very first call 1,360 ms" in caption
+
+
+def test_very_long_runs_are_counted_in_the_last_bar(shown):
+    ch00.draw_runs([1.0, 1.0, 2.0, 2.0, 400.0], median=1.5, lone=2.0)
+    fig, caption = shown[0]
+    ax = fig.axes[0]
+    assert sum(bar.get_height() for bar in ax.patches) == 5
+    assert ax.get_xlim()[1] < 7
+    assert "with 1 longer than 6 ms in the last bar" in caption
+    assert not ax.texts  # the first call lies among the others: a line, no arrow
+    assert ax.get_legend().get_texts()[-1].get_text().startswith("the first call: 2 ms")
 
 
 def test_read_rates_are_drawn_with_the_memory_a_call_and_the_cache(shown):

@@ -161,8 +161,10 @@ def test_the_drawings_caption_what_they_draw(shown, tiny):
     assert "Positions fall 4.5 times" in captions[1]
     assert "The clock gains 2 times with tiny" in captions[1]
     assert captions[2].endswith("llama-2-7b.")
-    assert captions[4].endswith("(516,096 bytes per token) lies on its broad line.")
-    assert "32.5 times the positions, 1.0 times" in captions[3]
+    (ends,) = (ax.lines[-1].get_xydata().tolist() for ax in shown[3][0].axes)
+    assert ends == [[1, 1], [64, 1]]  # no gain
+    assert captions[4].endswith("and llama-3.1-405b is so near that the lines coincide.")
+    assert "it is 1.0 times the least possible time" in captions[3]
     assert captions[3].endswith("twice the time is not reached in 64 tokens.")
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
 

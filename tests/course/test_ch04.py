@@ -6,6 +6,7 @@ from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -201,6 +202,16 @@ def test_every_pair_is_judged_and_the_largest_cache_comes_first():
     assert record.bits("mla", "stdlib") == {0: 1.3, 1: 1.4}
 
 
+def test_equal_variants_are_told_apart_by_chance_as_often_as_a_simulation_by_numpy_says():
+    runs = np.random.default_rng(1).normal(size=(40_000, 2, 3))
+    differences = runs[:, 1] - runs[:, 0]
+    agree = (differences > 0).all(1) | (differences < 0).all(1)
+    apart = agree & (abs(differences.mean(1)) > np.ptp(runs, axis=2).max(1))
+    assert abs(ch04_variants.false_alarms(3, variants=2) - apart.mean()) < 0.01
+    few, more = (ch04_variants.false_alarms(3, variants, cases=2000) for variants in (2, 4))
+    assert 2 * few < more < 6 * few
+
+
 def test_luck_counts_the_orders_in_which_one_variant_wins_throughout():
     for seeds in (1, 2, 3, 4):
         orders = list(combinations(range(2 * seeds), seeds))
@@ -382,19 +393,22 @@ def test_the_pictures_caption_what_they_draw(shown):
     crosses = (Run("mha-plain", 0, 1000, 4096, {"stdlib": 1.5, "other": 1.6}),)
     ch04_pictures.draw_quality(replace(two_texts(recorded(bits)), controls=crosses))
     ch04_pictures.draw_live({"mha": (4096, 1.5), "mha, averaged to 1": (512, 3.25)}, "mha")
+    ch04_pictures.draw_latent(8)
     captions = [caption for _, caption in shown]
     assert "right for llama-2-7b, and 17.8 times too much for deepseek-v2" in captions[0]
-    assert "from the 8 query heads q to the key and value head k that each reads" in captions[1]
-    assert [ax.get_title() for ax in shown[1][0].axes] == ["MHA", "GQA", "MQA", "MLA"]
+    assert "from the 8 query heads q to the key and value head kv that each reads" in captions[1]
+    assert [ax.get_title() for ax in shown[1][0].axes] == ["MHA", "GQA", "MQA"]
     kept = [ax.texts[-1].get_text() for ax in shown[1][0].axes]
     assert kept == ["kept: 8 heads of K and V", "kept: 2 heads of K and V",
-                    "kept: 1 head of K and V", "kept: 1 latent, 1 rotated key"]  # fmt: skip
-    assert "on stdlib MLA, MHA, GQA, MQA, MHA without norms; on other MLA, MHA" in captions[2]
-    assert "moved apart" in shown[2][0].axes[0].get_xlabel()
-    assert captions[3].endswith("mha 1.500, mha, averaged to 1 3.250.")
+                    "kept: 1 head of K and V"]  # fmt: skip
+    assert "on stdlib GQA +0.00, MLA -0.05, MQA +0.02; on other" in captions[2]
+    assert "trained models need 1.50 to 1.50 bits per byte" in captions[3]
+    assert captions[3].endswith("averaged heads 3.25 to 3.25.")
+    assert shown[4][0].axes[0].texts[-1].get_text() == "kept: a latent c and a rotated key kr"
     for ax, value in zip(shown[2][0].axes, (1.5, 1.6), strict=True):
         [cross] = [line for line in ax.lines if line.get_label() == "MHA without norms"]
-        assert list(cross.get_ydata()) == [value]
+        assert list(cross.get_xdata()) == [value]
+    shown[2][0].axes[1].set_ylabel("the panel beside it has the label")
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from minillm import LLM
 from minillm.errors import InvalidRequestError
-from minillm.lab.simulation import Simulation, every_step, linear
+from minillm.lab.simulation import Simulation, every_step, linear, roofline
 from minillm.models.presets import preset
 from minillm.plan.cost import kv_bytes_per_token, step_cost, step_time
 from minillm.plan.hardware import DATASHEET
@@ -185,6 +185,21 @@ def test_lengths_are_shares_of_the_most():
     assert all(1 <= law(rng, 3) <= 3 for law in ch08.LENGTHS.values() for _ in range(200))
 
 
+def test_a_full_pool_is_faster_than_any_admission():
+    for share in ch08.LENGTHS:
+        most = ch08.full_pool(share, LLAMA, H100)
+        for admission in ("reserve_max", "watermark"):
+            assert ch08.flood(admission, share, roofline(LLAMA, H100)).speed < most
+
+
+def test_a_full_pool_by_hand():
+    # One request, 500 steps of one row: the weights each time, and 100 + 99 + ... slots in all.
+    read = 500 * step_cost(LLAMA, [1], [1]).weight_bytes
+    kept = (500 * 100 + 499 * 500 // 2) * kv_bytes_per_token(LLAMA)
+    most = ch08.full_pool("all", LLAMA, H100, requests=1)
+    assert most == pytest.approx(500 * H100.bandwidth / (read + kept))
+
+
 # ---- drawings -------------------------------------------------------------------------------
 
 
@@ -199,15 +214,15 @@ def test_the_drawings_caption_what_they_draw(shown):
         for share in ch08.LENGTHS
         for admission, speed in (("reserve_max", 100), ("watermark", 150))
     }
-    ch08.draw_floods({"here": runs, "there": runs})
+    ch08.draw_floods(runs, dict.fromkeys(ch08.LENGTHS, 200.0))
     captions = [caption for _, caption in shown]
     assert captions[0].startswith("Simulated.")
     assert captions[0].endswith("soonest with 320 tokens per step.")
     assert "swapping is cheaper from 1,316 tokens on" in captions[1]
     assert captions[2].endswith("on this device and link, recomputing is cheaper.")
-    assert captions[3].endswith(
-        "1.50 times as fast as reserve_max here and 1.50 times as fast as reserve_max there."
-    )
+    assert captions[3].endswith("watermark is 1.50 times as fast as reserve_max.")
+    bounds = [line for line in shown[3][0].axes[0].lines if line.get_linestyle() == "--"]
+    assert [list(line.get_ydata()) for line in bounds] == [[200, 200]] * 3
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
 
 

@@ -200,6 +200,20 @@ def test_the_drawings_caption_what_they_draw(shown):
     assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
 
 
+def test_traces_that_are_compared_have_one_axis(monkeypatch):
+    shown, ends = [], {}
+    monkeypatch.setattr(
+        "minillm_exercises.chapters.common.show", lambda fig, caption: shown.append(fig)
+    )
+    for until in (None, 99):
+        sim = Simulation(100, 16, max_num_seqs=1)
+        sim.add((1, 2, 3), 4)
+        sim.run()
+        ch09.show_trace(sim.trace, "A chat of one turn, simulated.", until, panels=("gantt",))
+        ends[until] = shown[-1].axes[0].get_xlim()[1]
+    assert ends[99] == 99 > ends[None]
+
+
 def test_the_pictures_show_what_is_known(shown):
     jobs = {name: make() for name, make in
             {"shared": ch09.shared, "chat": ch09.chat, "tree": ch09.tree}.items()}  # fmt: skip

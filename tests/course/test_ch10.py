@@ -380,7 +380,7 @@ def test_the_rescale_shrinks_what_came_before(captions):
     assert heights[1] == [1, 0.14]
     assert heights[2] == [0.05, 0.01, 1, 1, 0.14]  # the last two are the dashed ones
     assert heights[3] == [0.05, 0.01, 1, 0.37]
-    assert fig.axes[2].get_title(loc="left") == "m = 1,003\n\u2113 = 1.06\nO = 30.6"
+    assert fig.axes[2].get_title(loc="left") == "m = 1,003\nz = 1.06\no = 30.6"
 
 
 def test_the_times_are_inside_of_their_picture(captions):

@@ -245,3 +245,21 @@ def test_the_mean_length_counts_all_rounds():
     assert ch16.mean_length(llm, [[5, 6, 7]], 1, 10) == 3
     watched.asked = ch16.Dice(4096)
     assert ch16.mean_length(llm, [[5, 6, 7]], 2, 10) < Fraction(11, 10)
+
+
+def test_runs_are_measured_in_turn(monkeypatch):
+    monkeypatch.setattr(ch16, "measure", lambda run, **_: SimpleNamespace(times=(run(),)))
+    called = []
+
+    def runs(name, seconds):
+        left = iter(seconds)
+
+        def run():
+            called.append(name)
+            return next(left)
+
+        return run
+
+    found = ch16.in_turn({"a": runs("a", [9, 1, 2, 3]), "b": runs("b", [9, 4, 4, 7])}, rounds=3)
+    assert found == {"a": 2, "b": 4}  # medians, without the first round
+    assert called == ["a", "b"] * 4

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +13,6 @@ from minillm.plan.cost import StepCost, StepTime, step_cost, step_time
 from minillm.plan.hardware import DATASHEET, Hardware, ImpossibleMeasurementError, check_physical
 from minillm_exercises.chapters.ch01 import count_calls, product_pass
 from minillm_exercises.plots import bars, bound, figure, series, show
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 __all__ = [
     "Run",
@@ -117,43 +113,45 @@ def draw_lanes(
 
 
 def draw_runs(milliseconds: Sequence[float], median: float, lone: float) -> None:
-    """Draw how often each duration occurred, with the middle half, the `median` and one `lone`
-    other timing."""
+    """Draw how often each duration occurred, with the middle half and the `median` above, and an
+    arrow to one `lone` other timing; runs over four medians are counted in the last bar."""
     import numpy as np
 
-    fig, ax = figure("time of one run (ms, logarithmic)", "runs", size=(6.4, 3.2))
-    ends = min(*milliseconds, lone), max(*milliseconds, lone)
-    bins = np.geomspace(ends[0] * 0.95, ends[1] * 1.05, 40)
-    ax.hist(milliseconds, bins=list(bins), color=series(2)["color"], edgecolor="black")
+    fig, ax = figure("time of one run (ms)", "runs", size=(7.2, 3.4))
+    most = 4 * median
+    cut = [min(ms, most) for ms in milliseconds]
+    bins = np.linspace(min(cut), max(max(cut), 1.5 * median), 33)
+    heights, _, _ = ax.hist(cut, bins=list(bins), color=series(2)["color"], edgecolor="black")
+    top = float(max(heights))
     low, high = (float(np.quantile(milliseconds, q)) for q in (0.25, 0.75))
-    half = f"middle half: {_three(low)} to {_three(high)} ms"
-    ax.axvspan(low, high, color="grey", alpha=0.3, zorder=0, label=half)
-    for number, (name, value) in enumerate({"median": median, "the first call": lone}.items()):
-        style = {key: series(number)[key] for key in ("color", "linestyle")}
-        ax.axvline(value, label=f"{name}: {_three(value)} ms", linewidth=2, **style)
-    _plain_log(ax, *ends)
+    ends = [(low, 1.08 * top), (low, 1.14 * top), (high, 1.14 * top), (high, 1.08 * top)]
+    half = f"middle half: {_plain(low)} to {_plain(high)} ms"
+    ax.plot(*zip(*ends, strict=True), color="black", linewidth=1.6, label=half)
+    style = {key: series(1)[key] for key in ("color", "linestyle")}
+    ax.axvline(median, ymax=0.92, label=f"median: {_plain(median)} ms", linewidth=2, **style)
+    said = f"the first call: {_plain(lone)} ms,\n{_plain(lone / median, 2)} times the median"
+    if lone > max(cut):
+        ax.annotate(said, (0.98, 0.3), (0.72, 0.3), xycoords="axes fraction", va="center",
+                    ha="right", textcoords="axes fraction",
+                    arrowprops={"arrowstyle": "->", "linewidth": 1.6})  # fmt: skip
+    else:
+        ax.axvline(lone, color="grey", linestyle=":", label=said.replace("\n", " "))
+    ax.set_ylim(0, 1.25 * top)
     ax.yaxis.get_major_locator().set_params(integer=True)
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    ax.legend(loc="upper right")
+    later = sum(ms > most for ms in milliseconds)
+    beyond = f" (with {later} longer than {_plain(most)} ms in the last bar)" if later else ""
     show(
         fig,
-        "Each bar counts runs of one program on one input: the fastest took "
-        f"{_three(min(milliseconds))} ms, the slowest {_three(max(milliseconds))} ms, "
-        f"the very first call {_three(lone)} ms.",
+        f"Each bar counts runs of one program on one input{beyond}: the fastest took "
+        f"{_plain(min(milliseconds))} ms, the slowest {_plain(max(milliseconds))} ms, "
+        f"the very first call {_plain(lone)} ms.",
     )
 
 
-def _three(value: float) -> str:
-    """Three significant digits, without an exponent: 1360.1 is "1,360"."""
-    return f"{float(f'{value:.3g}'):,g}"
-
-
-def _plain_log(ax: "Axes", low: float, high: float) -> None:
-    """A logarithmic x axis with plain numbers at 1, 2, 5, 10, 20, ... between `low` and `high`."""
-    ticks = [m * 10.0**e for e in range(-4, 6) for m in (1, 2, 5)]
-    inside = [tick for tick in ticks if low * 0.9 <= tick <= high * 1.1]
-    ax.set_xscale("log")
-    ax.set_xticks(inside, [f"{tick:,g}" for tick in inside])
-    ax.xaxis.minorticks_off()
+def _plain(value: float, digits: int = 3) -> str:
+    """So many significant digits, without an exponent: 1360.1 is "1,360"."""
+    return f"{float(f'{value:.{digits}g}'):,g}"
 
 
 def draw_read_rates(sizes: Sequence[int], rates: Sequence[float], call: float, cache: int) -> None:
@@ -205,17 +203,19 @@ def draw_roofline(hardware: Hardware, runs: Sequence[Run], cache: int = 0) -> No
             style["fillstyle"] = "none"
         place = [run.cost.intensity], [run.cost.flops / run.seconds / 1e9]
         fits = " (fits the cache: not its bound)" if run.cost.total_bytes < cache else ""
-        ax.plot(*place, label=f"{run.name}: {100 * share:.0f} % of the bound{fits}", **style)
+        ax.plot(*place, label=f"{run.name}: {100 * share:.2g} % of the bound{fits}", **style)
     ax.set(xscale="log", yscale="log")
     ax.set_xticks(INTENSITIES[::2], [f"{tick:g}" for tick in INTENSITIES[::2]])
     ax.xaxis.minorticks_off()
     ax.yaxis.set_major_formatter("{x:,g}")
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    few, many = (f"{end(run.cost.intensity for run in runs):.2g}" for end in (min, max))
+    does = f"{few} operations" if few == many else f"{few} to {many} operations"
     show(
         fig,
-        "No program that reads its weights from memory gets above the dashed lines. One token "
-        f"does about one operation per byte, far left of the corner at {ridge:.0f}, so the slope "
-        "of the bytes is its bound, whatever the program.",
+        "No program that reads its weights from memory gets above the dashed lines. These tokens "
+        f"do {does} per byte, far left of the corner at {ridge:.0f}, so the slope of the bytes is "
+        "their bound, whatever the program.",
     )
 
 
@@ -231,22 +231,26 @@ def draw_token_bounds(model: str, here: Hardware | None = None) -> None:
     fig, ax = figure("time of one token (ms, logarithmic), computed", "machine", size=(7.6, 3.6))
     for number, (name, values) in enumerate(_milliseconds(times).items()):
         ax.plot(values, range(len(times)), label=name, **(series(number) | {"linestyle": "none"}))
-    for row, (hardware, _) in enumerate(zip(machines, times, strict=True)):
+    longer = 0
+    for row, hardware in enumerate(machines):
         least = 1e3 * bound_seconds(cost, hardware)
-        ax.plot([least] * 2, [row - 0.3, row + 0.3], color="black", linewidth=2)
-    ax.plot([], [], color="black", linewidth=2, label="the bound")
+        ax.plot([least] * 2, [row - 0.3, row + 0.3], color="black", linewidth=2,
+                label=None if row else "the bound")  # fmt: skip
+        if times[row].overhead_seconds > bound_seconds(cost, hardware):
+            ax.axhspan(row - 0.42, row + 0.42, color="grey", alpha=0.2, linewidth=0,
+                       label=None if longer else "calls take longer than it")  # fmt: skip
+            longer += 1
     ax.set_yticks(range(len(times)), [_short(label) for label in labels])
     ax.invert_yaxis()
     ax.set_xscale("log")
     ax.xaxis.set_major_formatter("{x:,g}")
     ax.set_title(f"{model}, bf16, one sequence", fontsize=10)
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    longer = sum(t.overhead_seconds > max(t.memory_seconds, t.compute_seconds) for t in times)
     show(
         fig,
         f"The black line in each row is the bound of a token of {model}, set by bytes or "
         f"operations; issuing its calls one after another takes longer than that on {longer} of "
-        f"{len(times)} machines.",
+        f"{len(times)} machines (grey rows).",
     )
 
 

@@ -196,7 +196,8 @@ def draw_floor(ax: "Axes", lengths: Sequence[int], bounds: Mapping[str, Sequence
         bound(ax, lengths, values, name, *place)
     first, second, *_ = bounds.values()
     highest = [max(pair) for pair in zip(first, second, strict=True)]
-    ax.fill_between(lengths, highest, color="black", alpha=0.07, linewidth=0)
+    forbidden = "below the bound: impossible"
+    ax.fill_between(lengths, highest, color="black", alpha=0.07, linewidth=0, label=forbidden)
     ax.set(xscale="log", yscale="log")
     ticks = [n for n in lengths if n.bit_count() == 1]
     ticks = ticks[:: 1 + (len(ticks) > 10)]
@@ -211,13 +212,15 @@ def draw_bounds(model: str, machine: str) -> None:
     costs = [step_cost(config, [n], [n], dtype="bfloat16") for n in LENGTHS]
     times = [step_time(cost, hardware) for cost in costs]
     turn = knee(config, hardware)
-    fig, ax = figure("prompt tokens", "time to first token (ms)", size=(6.4, 3.4))
+    fig, ax = figure(
+        "prompt tokens (log)", "time to first token (ms, log), computed", size=(6.4, 3.6)
+    )
     lines = {
         "bytes": [1e3 * time.memory_seconds for time in times],
         "operations": [1e3 * time.compute_seconds for time in times],
     }
     draw_floor(ax, LENGTHS, lines)
-    ax.axvline(turn, color="grey", linestyle=":", label=f"knee: {turn:,} tokens")
+    ax.axvline(turn, color="grey", linestyle=":", label=f"the knee: {turn:,} tokens")
     ax.set_title(f"{model} on {hardware.name}", fontsize=10)
     ax.legend(loc="upper left")
     show(

@@ -96,6 +96,8 @@ def draw_steps(logits: "Tensor", temperature: float, share: float, seed: int) ->
                 {"facecolor": "none", "edgecolor": "#888888"} if gone else {"facecolor": COLOURS[0]}
             )
             ax.bar(place, height, **look)
+            if height == 0:  # a bar that cannot be seen
+                ax.plot(place, 0, "o", color=COLOURS[0], clip_on=False)
             if gone:
                 ax.annotate(
                     "\u00d7", (place, 0), xytext=(0, 3), textcoords="offset points", ha="center"
@@ -105,12 +107,12 @@ def draw_steps(logits: "Tensor", temperature: float, share: float, seed: int) ->
         ax.set_xticks(range(len(heights)))
     top = values[3][token]
     axes[3].annotate("drawn", (token, top), xytext=(0, 3), textcoords="offset points", ha="center")
-    axes[3].set_ylim(None, top + 0.15 * (top - min(0.0, *values[3])))
+    axes[3].set_ylim(None, top + 0.35 * (top - min(0.0, *values[3])))
     show(
         fig,
         f"From {len(shares)} logits to one token: divide by the temperature, remove tokens "
-        f"(\u00d7: top-p keeps {sum(left)}), and add noise to the scores (a score is the logit "
-        f"minus the largest, divided by {temperature:g}). The largest sum is drawn: token {token}.",
+        f"(\u00d7: top-p keeps {sum(left)}), add random noise to the scores (logits minus the "
+        f"largest, divided by {temperature:g}), and take the largest sum, here token {token}.",
     )
 
 
@@ -120,7 +122,7 @@ def panels(
     """Draw every token's probability after each text over its rank, one panel per text: thick
     what may be drawn, thin what may not, dotted what it was at temperature 1. `tokens` is the text
     of each token."""
-    fig, _ = figure("rank of the token", "probability (%)", cols=len(contexts), size=(9.3, 3.2))
+    fig, _ = figure("rank of the token", "probability (%)", cols=len(contexts), size=(9.3, 3.5))
     said = []
     for ax, (text, logits) in zip(fig.axes, contexts.items(), strict=True):
         found, plain = candidates(logits, temperature, top_p), candidates(logits, 1.0, top_p)
@@ -136,7 +138,8 @@ def panels(
         best = f"{tokens[found.best]!r} {percent[0]:.0f} %"
         ax.set_title(f"{text!r}\n{best}; {kept:,} of {total:,} kept", fontsize=10)
         said.append(f"{kept:,} after {text!r}")
-    fig.axes[0].legend(loc="lower left", fontsize=9)
+    lines, names = fig.axes[0].get_legend_handles_labels()
+    fig.legend(lines, names, loc="outside lower center", ncols=len(names))
     show(
         fig,
         f"Probability of every token over its rank, at temperature {temperature:g} (dotted: at "

@@ -140,7 +140,7 @@ def draw_times(times: Mapping[str, Curves], least: Mapping[str, Curves], size: i
         "tokens so far (logarithmic)",
         "time per token (ms, logarithmic)",
         cols=len(times),
-        size=(7.2, 2.9),
+        size=(8.0, 3.1),
     )
     for ax, name in zip(axes, times, strict=True):
         for number, label in enumerate(("without a cache", "with a cache")):
@@ -150,6 +150,9 @@ def draw_times(times: Mapping[str, Curves], least: Mapping[str, Curves], size: i
         length = range(1, len(times[name][0]) + 1)
         bound(ax, length, least[name][0], "bound without a cache", side="above", at=0.0)
         bound(ax, length, least[name][1], "bound with a cache")
+        for number, floor in enumerate(least[name]):  # which line a bound belongs to
+            mark = series(number) | {"fillstyle": "none", "linestyle": "none", "markersize": 8}
+            ax.plot([length[0], length[-1]], [floor[0], floor[-1]], clip_on=False, **mark)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log", base=2)
         ax.set(title=name, ylim=(least[name][1][0] / 2, None))
@@ -159,8 +162,9 @@ def draw_times(times: Mapping[str, Curves], least: Mapping[str, Curves], size: i
     without, kept = (middles(curve, size)[-1] for curve in times[name])
     show(
         fig,
-        f"Measured times over the bounds of this machine, medians of {size} tokens: at the end "
-        f"{name} needs {without:.0f} ms without a cache and {kept:.0f} ms with one.",
+        f"Measured times (medians of {size} tokens) above the bounds of this machine, which have "
+        f"the same marks, open: at the end {name} needs {without:.0f} ms without a cache and "
+        f"{kept:.0f} ms with one.",
     )
 
 
@@ -214,22 +218,28 @@ def draw_gains(model: str, prompt: int, machine: str, new: int = 2048) -> None:
     config, device = preset(model), DATASHEET[machine]
     saved, tokens = gains(config, prompt, new, device), range(1, new + 1)
     fig, ax = figure(
-        "new tokens written so far", "without cache / with cache (times)", size=(5.0, 2.8)
+        "new tokens written so far (log)",
+        "without a cache / with one (times, log)",
+        size=(6.4, 3.2),
     )
     shown = (("positions", saved.positions), ("time bound", saved.seconds), ("bytes", saved.bytes))
     for number, (label, values) in enumerate(shown):
         ax.plot(tokens, values, label=label, markevery=0.12, **series(number))
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
+    ends = [1, new]
+    bound(ax, ends, [1, 1], "no gain", at=1.0)
+    ax.set(xscale="log", yscale="log", ylim=(0.6, None))
+    powers = [4**n for n in range(new.bit_length()) if 4**n <= new]
+    ax.set_xticks(powers, [f"{power:,}" for power in powers])
+    ax.xaxis.minorticks_off()
+    ax.yaxis.set_major_formatter("{x:,g}")
     ax.set_title(f"computed: {model} on {device.name}, prompt of {prompt}", fontsize=10)
     ax.legend()
     twice = twice_from(saved)
     when = f"is reached with token {twice:,}" if twice else f"is not reached in {new:,} tokens"
     show(
         fig,
-        f"Computed from the datasheet, how many times as much a text needs without a cache: after "
-        f"{new:,} tokens {saved.positions[-1]:,.1f} times the positions, "
-        f"{saved.seconds[-1]:,.1f} times the least possible time; twice the time {when}.",
+        f"How many times as much a text needs without a cache: after {new:,} tokens it is "
+        f"{saved.seconds[-1]:,.1f} times the least possible time, and twice the time {when}.",
     )
 
 
@@ -244,20 +254,22 @@ def draw_prices(models: Sequence[str], tokens: int, card_gb: int, dtype: str = "
     from matplotlib.ticker import FuncFormatter
 
     fig, ax = figure(
-        "tokens in the cache, all requests together", "size of the cache (GiB)", size=(7.2, 3.4)
+        "tokens in the cache, all requests together (log)",
+        "size of the cache (GiB, log)",
+        size=(7.6, 3.4),
     )
     prices = {name: kv_bytes_per_token(preset(name), dtype) for name in models}
     highest = max(prices, key=prices.__getitem__)
     lengths = [2**power for power in range(12, tokens.bit_length())]
     for number, name in enumerate(models):
         config, look = preset(name), series(number)
-        price = kv_bytes_per_token(config, dtype)
-        if name == highest:  # seen beside a line that lies on it
-            look |= {"linewidth": 5, "alpha": 0.5}
-        ax.plot(lengths, [n * price / GIB for n in lengths], label=name, **look)
+        label = f"{name}: {prices[name]:,} bytes per token"
+        ax.plot(lengths, [n * prices[name] / GIB for n in lengths], label=label, **look)
         meets = crossover(config, dtype)
-        star = {"color": look["color"], "marker": "*", "markersize": 14, "linestyle": ""}
-        ax.plot(meets, meets * price / GIB, **star)
+        star = {"color": look["color"], "marker": "*", "markersize": 18, "linestyle": ""}
+        ax.plot(meets, meets * prices[name] / GIB, **star)
+        inside = {"color": "white", "marker": look["marker"], "markersize": 4, "zorder": 4}
+        ax.plot(meets, meets * prices[name] / GIB, **inside)
     ax.plot([], [], "k*", markersize=12, label="as large as the weights")
     card = [card_gb * 1e9 / GIB] * len(lengths)
     bound(ax, lengths, card, f"one {card_gb} GB card", side="above", at=0.0)
@@ -267,12 +279,12 @@ def draw_prices(models: Sequence[str], tokens: int, card_gb: int, dtype: str = "
     ax.yaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     near = [name for name in models if name != highest and prices[name] > 0.95 * prices[highest]]
-    close = ", ".join(f"{name} ({prices[name]:,} bytes per token)" for name in near)
-    beside = f" The line of {close} lies on its broad line." if near else ""
+    close = "".join(f", and {name} is so near that the lines coincide" for name in near)
     show(
         fig,
-        f"Each line is a model in {dtype}; where its star is, the cache weighs as much as the "
-        f"model; the highest line, so the most expensive token, is that of {highest}.{beside}",
+        f"Each line is a model in {dtype}; at the star with its mark the cache weighs as much as "
+        f"the model; "
+        f"a token is dearest in {highest}{close}.",
     )
 
 

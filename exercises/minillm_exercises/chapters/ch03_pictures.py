@@ -84,7 +84,7 @@ def _reading(found: Mapping[str, Found]) -> str:
 def draw_leads(right: Leads, bugs: Mapping[str, Leads]) -> None:
     """Draw the lead of every right token of all texts: without a bug, and with each bug."""
     fig, axes = figure(
-        "lead without a bug (logits)", "lead with the bug (logits)", cols=len(bugs), size=(6.4, 2.9)
+        "lead without a bug (logits)", "lead with the bug (logits)", cols=len(bugs), size=(7.0, 3.1)
     )
     before = [lead for text in right for lead in text]
     top, said = max(before), []
@@ -94,14 +94,13 @@ def draw_leads(right: Leads, bugs: Mapping[str, Leads]) -> None:
         ax.plot([0, top], [0, top], color="#888888", linewidth=0.8)
         bound(ax, [0, top], [0, 0], "below: another token is written")
         ax.set_title(bug, fontsize=10)
-        ax.set_xlim(None, 1.08 * top)  # room for the last label
+        ax.set_xticks(range(0, int(top) + 1, 4))
         said.append(f"{sum(lead < 0 for lead in after)} of {len(after)} with {bug}")
     lowest = min(ax.get_ylim()[0] for ax in axes)
     for ax in axes:
         ax.set_ylim(lowest - 1, top + 1)
     show(
         fig,
-        f"Each point is one right token. Its lead is its logit minus the largest of all others: "
-        f"without the bug (to the right) and with it (upwards). On the grey line the bug changed "
-        f"nothing. Tokens that a bug changes: {', '.join(said)}.",
+        f"Each point is a right token, whose lead is its logit minus the largest other one; the "
+        f"bug changes those below the dashed line: {', '.join(said)}.",
     )

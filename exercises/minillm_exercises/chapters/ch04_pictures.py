@@ -13,23 +13,30 @@ if TYPE_CHECKING:
 
 def draw_prices(found: Mapping[str, tuple[int, Fraction]]) -> None:
     """Draw a token's cache by model, and what the rule with the hidden size says."""
-    fig, ax = figure("cache of one token (KiB, logarithmic)", "model", size=(8, 4.4))
-    for number, (label, times) in enumerate((("kept", False), ("by hidden size", True))):
-        sizes = [price * (ratio if times else 1) / 1024 for price, ratio in found.values()]
-        rows = [row + 0.4 * number for row in range(len(found))]
-        drawn = ax.barh(rows, [float(size) for size in sizes], 0.4, label=label, **bars(number))
-        texts = [_excess(ratio) for _, ratio in found.values()] if times else []
-        ax.bar_label(drawn, texts or [f"{float(s):,.4g}" for s in sizes], padding=3, fontsize=9)
-    ax.set(xscale="log", yticks=[row + 0.2 for row in range(len(found))], yticklabels=list(found))
-    ax.set_xlim(20, 12 * float(max(p * r for p, r in found.values())) / 1024)
+    fig, ax = figure("cache of one token (KiB, logarithmic)", "model", size=(8, 3.8))
+    kept = [float(price) / 1024 for price, _ in found.values()]
+    said = [float(price * ratio) / 1024 for price, ratio in found.values()]
+    rows = range(len(found))
+    ax.hlines(rows, kept, said, color="#888888", linewidth=1.5)
+    for number, (label, sizes) in enumerate((("kept", kept), ("by hidden size", said))):
+        look = series(number) | {"linestyle": "none", "markersize": (11, 7)[number]}
+        ax.plot(sizes, rows, label=label, **look | {"fillstyle": ("none", "full")[number]})
+    for row, (size, (_, ratio)) in enumerate(zip(said, found.values(), strict=True)):
+        texts = (f"{kept[row]:,.4g}", -12, "right"), (_excess(ratio), 10, "left")
+        for (text, aside, side), x in zip(texts, (kept[row], size), strict=True):
+            ax.annotate(text, (x, row), (aside, 0), textcoords="offset points", ha=side,
+                        va="center", fontsize=9)  # fmt: skip
+    ax.set(xscale="log", yticks=rows, yticklabels=list(found))
+    ax.set_xlim(min(kept) / 2, 12 * max(said))
+    ax.xaxis.set_major_formatter("{x:,g}")
     ax.invert_yaxis()
-    ax.legend(loc="lower right")
+    ax.legend(loc="upper right")
     worst = max(found, key=lambda name: found[name][1])
     exact = [name for name, (_, ratio) in found.items() if ratio == 1]
     show(
         fig,
-        f"Each pair of bars is one model in 16-bit values: the rule with the hidden size is right "
-        f"for {' and '.join(exact)}, and {float(found[worst][1]):.1f} times too much for {worst}.",
+        f"Each row is one model in 16-bit values: the rule with the hidden size is right for "
+        f"{' and '.join(exact)}, and {float(found[worst][1]):.1f} times too much for {worst}.",
     )
 
 
@@ -38,62 +45,48 @@ def _excess(ratio: Fraction) -> str:
 
 
 def draw_quality(record: Record) -> None:
-    """Draw bits per byte of every run against its cache, a panel for each held-out text."""
+    """Draw bits per byte of every run, a row for each variant and a panel for each held-out
+    text."""
     texts = list(record.held_out_bytes)
-    fig, axes = figure(
-        "cache of a token (bytes, log; equal ones moved apart)", "bits per byte",
-        cols=len(texts), size=(9.6, 4.2),
-    )  # fmt: skip
+    fig, axes = figure("bits per byte", "variant", cols=len(texts), size=(9.6, 3.6))
     told = []
     for ax, text in zip(axes, texts, strict=True):
-        ax.set(title=f"held out: {text}", xscale="log")
-        told.append(f"on {text} " + ", ".join(_draw_text(ax, record, text)))
-        ax.margins(0.2)
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        ax.set(title=f"held out: {text}")
+        means = _draw_text(ax, record, text)
+        base, *others = record.variants
+        more = [f"{name.upper()} {means[name] - means[base]:+.2f}" for name in others]
+        told.append(f"on {text} {', '.join(more)}")
+    axes[-1].set_ylabel("")
+    axes[-1].set_yticklabels([])
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     show(
         fig,
-        f"Each marker is one run and each bar the range of a variant's seeds; the axes do not "
-        f"begin at zero. From the fewest bits to the most: {'; '.join(told)}.",
+        f"Each marker is one run, and the axes do not begin at zero; bits per byte beyond the mean "
+        f"of {record.variants[0].upper()}: {'; '.join(told)}.",
     )
 
 
-def _draw_text(ax: "Axes", record: Record, text: str) -> list[str]:
+def _draw_text(ax: "Axes", record: Record, text: str) -> dict[str, float]:
+    """Draw the runs on one text; returns the mean of each variant."""
     sizes = {run.variant: run.kv_bytes for run in record.runs}
-    places = _beside(sizes)
-    seeds = sorted({run.seed for run in record.runs})
-    for number, seed in enumerate(seeds):
-        aside = 1.03 ** (2 * number - len(seeds) + 1)  # equal results do not hide each other
-        known = [(places[n] * aside, record.bits(n, text).get(seed)) for n in record.variants]
-        points = [(x, y) for x, y in known if y is not None]
-        look = {**series(number), "linestyle": "", "markersize": 7, "zorder": 3 + number}
-        ax.plot(*zip(*points, strict=True), label=f"seed {seed}", **look)
+    rows = {name: row for row, name in enumerate(record.variants)}
+    for number, seed in enumerate(sorted({run.seed for run in record.runs})):
+        known = [(record.bits(n, text).get(seed), rows[n]) for n in record.variants]
+        points = [(x, y) for x, y in known if x is not None]
+        look = {**series(number), "linestyle": "", "markersize": 9, "fillstyle": "none"}
+        ax.plot(*zip(*points, strict=True), label=f"seed {seed}", markeredgewidth=1.8, **look)
     for run in record.controls:
-        look = {**series(0), "marker": "x", "linestyle": "", "color": "black", "markersize": 9}
-        ax.plot(places["mha"], run.bits[text], label="MHA without norms", **look)
-    largest = record.bits(record.variants[0], text).values()
-    look = {"color": "black", "linestyle": "--", "linewidth": 1.2}
-    ax.axhline(sum(largest) / len(largest), label=f"mean of {record.variants[0].upper()}", **look)
-    means = {}
-    for name in record.variants:
-        bits = list(record.bits(name, text).values())
-        ax.vlines(places[name], min(bits), max(bits), color="#888888", linewidth=6, alpha=0.35)
-        ax.annotate(name.upper(), (places[name], max(bits)), xytext=(0, 8), ha="center",
-                    textcoords="offset points", fontsize=9)  # fmt: skip
-        means[name.upper()] = sum(bits) / len(bits)
-    for run in record.controls:
-        means["MHA without norms"] = run.bits[text]
-    ax.set_xticks(sorted(set(sizes.values())), [f"{n:,}" for n in sorted(set(sizes.values()))])
-    ax.minorticks_off()
-    return sorted(means, key=means.__getitem__)
-
-
-def _beside(sizes: Mapping[str, int]) -> dict[str, float]:
-    """A place on a logarithmic axis for each; those of one size stand around it."""
-    places = {}
-    for name, size in sizes.items():
-        equal = [other for other in sizes if sizes[other] == size]
-        places[name] = size * 1.35 ** (equal.index(name) - (len(equal) - 1) / 2)
-    return places
+        look = {"marker": "x", "linestyle": "", "color": "black", "markersize": 9}
+        ax.plot(run.bits[text], rows["mha"], label="MHA without norms", **look)
+    bits = {name: list(record.bits(name, text).values()) for name in record.variants}
+    means = {name: sum(found) / len(found) for name, found in bits.items()}
+    first = record.variants[0]
+    ax.axvline(means[first], label=f"mean of {first.upper()}", color="black", linestyle="--",
+               linewidth=1.2)  # fmt: skip
+    labels = [f"{name.upper()}, {sizes[name]:,} bytes a token" for name in record.variants]
+    ax.set_yticks(range(len(labels)), labels)
+    ax.set_ylim(len(labels) - 0.5, -0.5)
+    return means
 
 
 def draw_live(found: Mapping[str, tuple[int, float]], base: str) -> None:
@@ -107,43 +100,60 @@ def draw_live(found: Mapping[str, tuple[int, float]], base: str) -> None:
     ax.axvline(found[base][1], color="black", linestyle="--", linewidth=1.2)
     ax.set_xlim(0, 1.15 * max(bits for _, bits in found.values()))
     ax.invert_yaxis()
-    told = ", ".join(f"{name} {bits:.3f}" for name, (_, bits) in found.items())
-    show(fig, f"Bits per byte on a text that no model has read, dashed the trained {base}: {told}.")
+    kinds = {kind: [bits for name, (_, bits) in found.items() if ("averaged" in name) == kind]
+             for kind in (False, True)}  # fmt: skip
+    trained, averaged = (f"{min(kinds[k]):.2f} to {max(kinds[k]):.2f}" for k in (False, True))
+    show(
+        fig,
+        f"On a text that no model has read, the trained models need {trained} bits per byte "
+        f"(dashed: {base}), and averaged heads {averaged}.",
+    )
 
 
 def draw_sharing(query_heads: int, kv_heads: Sequence[int]) -> None:
-    """Draw which query heads read which key and value head, a panel for each number of them, and
-    MLA in the last panel."""
+    """Draw which query heads read which key and value head, a panel for each number of them."""
     names = [_sharing_name(query_heads, count) for count in kv_heads]
-    fig, axes = figure("-", "-", cols=len(names) + 1, size=(11, 3.1))
-    for ax, name, count in zip(axes, [*names, "MLA"], [*kv_heads, query_heads], strict=True):
-        ax.set_axis_off()
-        ax.set(xlim=(-0.7, query_heads - 0.3), ylim=(-1.15, 2.5), title=name)
-        group = query_heads // count
-        for head in range(query_heads):
-            middle = head // group * group + (group - 1) / 2
-            _mark(ax, head, 2, "o", f"q{head}")
-            ax.plot((head, middle), (1.75, 1.25), color="black", linewidth=1)
-        for number in range(count):
-            middle = number * group + (group - 1) / 2
-            _mark(ax, middle, 1, "s", f"k{number}", made=name == "MLA")
-        if name == "MLA":
-            middle = (query_heads - 1) / 2
-            _mark(ax, middle, -0.4, "s", "c")
-            for head in range(query_heads):
-                ax.plot((head, middle), (0.75, -0.15), color="black", linewidth=1, linestyle=":")
-        kept = (
-            "1 latent, 1 rotated key"
-            if name == "MLA"
-            else f"{count} head{'s' * (count > 1)} of K and V"
-        )
-        ax.text((query_heads - 1) / 2, -1.05, f"kept: {kept}", ha="center", fontsize=9)
+    fig, axes = figure("-", "-", cols=len(names), size=(9, 2.4))
+    for ax, name, count in zip(axes, names, kv_heads, strict=True):
+        _draw_heads(ax, query_heads, count, name, bottom=0.2)
+        kept = f"kept: {count} head{'s' * (count > 1)} of K and V"
+        ax.text((query_heads - 1) / 2, 0.3, kept, ha="center", fontsize=9)
     show(
         fig,
-        f"Lines lead from the {query_heads} query heads q to the key and value head k that each "
-        f"reads; filled squares are kept in the cache. With MLA one latent c is kept, and each "
-        f"head's key and value can be made from it; one more key, which is rotated, is not drawn.",
+        f"Lines lead from the {query_heads} query heads q to the key and value head kv that each "
+        f"reads; filled squares are kept in the cache.",
     )
+
+
+def draw_latent(query_heads: int) -> None:
+    """Draw what MLA keeps, and what each head's key and value are made from."""
+    fig, ax = figure("-", "-", size=(5.6, 3.1))
+    _draw_heads(ax, query_heads, query_heads, "MLA", bottom=-1.15, made=True)
+    middle = (query_heads - 1) / 2
+    _mark(ax, middle - 1, -0.4, "s", "c")
+    _mark(ax, middle + 1, -0.4, "s", "kr")
+    for head in range(query_heads):
+        ax.plot((head, middle - 1), (0.75, -0.15), color="black", linewidth=1, linestyle=":")
+    ax.text(middle, -1.1, "kept: a latent c and a rotated key kr", ha="center", fontsize=9)
+    show(
+        fig,
+        "With MLA one latent c is kept, from which each head's key and value can be made (dashed "
+        "squares), and one rotated key kr, which all heads share.",
+    )
+
+
+def _draw_heads(ax: "Axes", queries: int, count: int, name: str, bottom: float, made: bool = False
+                ) -> None:  # fmt: skip
+    """Query heads above the key and value heads that they read."""
+    ax.set_axis_off()
+    ax.set(xlim=(-0.7, queries - 0.3), ylim=(bottom, 2.5), title=name)
+    group = queries // count
+    for head in range(queries):
+        middle = head // group * group + (group - 1) / 2
+        _mark(ax, head, 2, "o", f"q{head}")
+        ax.plot((head, middle), (1.75, 1.25), color="black", linewidth=1)
+    for number in range(count):
+        _mark(ax, number * group + (group - 1) / 2, 1, "s", f"kv{number}", made=made)
 
 
 def _sharing_name(query_heads: int, kv_heads: int) -> str:

@@ -7,6 +7,7 @@ committed weights.
 
 import json
 import math
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -195,3 +196,20 @@ def _verdict(record: Record, text: str, first: str, second: str) -> Verdict:
 def luck(seeds: int) -> Fraction:
     """The chance that all runs of one of two equal variants beat all runs of the other."""
     return Fraction(2, math.comb(2 * seeds, seeds))
+
+
+def false_alarms(seeds: int, variants: int = 4, cases: int = 20_000) -> float:
+    """The share of cases in which the rule tells some pair of equal variants apart, simulated:
+    every run's bits are drawn from one normal distribution."""
+    chance = random.Random(0)
+    found = 0
+    for _ in range(cases):
+        runs = [[chance.gauss(0, 1) for _ in range(seeds)] for _ in range(variants)]
+        ranges = [max(bits) - min(bits) for bits in runs]
+        for one, other in combinations(range(variants), 2):
+            pairs = zip(runs[one], runs[other], strict=True)
+            differences = tuple(second - first for first, second in pairs)
+            if Verdict("", "", differences, max(ranges[one], ranges[other]), 0.0).apart:
+                found += 1
+                break
+    return found / cases

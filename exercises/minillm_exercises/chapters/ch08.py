@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -28,6 +29,9 @@ from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.chapters.common import show_trace as show_trace
 from minillm_exercises.plots import bars, bound, figure, series, show
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LONGEST = 2**17  # tokens, where the search for a crossing stops
 Length = Callable[[random.Random, int], int]  # tokens of an answer, of at most so many
@@ -125,8 +129,6 @@ def draw_budgets(
 ) -> None:
     """Draw the three simulated times of every token budget, and two bounds: the operations of the
     prompt, and the bytes of a step of the `chats` without it."""
-    from matplotlib.ticker import FuncFormatter
-
     prompt_bound = 1e3 * step_cost(config, [prompt], [prompt]).flops / machine.peak_flops
     step = step_cost(config, [1] * chats, [20] * chats)  # they have about 20 tokens by then
     step_bound = 1e3 * step_time(step, machine).memory_seconds
@@ -146,14 +148,14 @@ def draw_budgets(
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_ylim(step_bound / 2, None)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    _plain_ticks(ax)
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     soonest = min(budgets, key=lambda n: found[n].done)
     show(
         fig,
-        "Simulated. From right to left the budget shrinks: gaps become shorter until the budget is "
-        "near the knee; below it they stay as they are, and the other two times grow. All "
+        "Simulated. Down to the knee a smaller budget shortens the gaps; below it only the other "
+        "two times change, and they grow. All "
         f"requests are done soonest with {soonest} tokens per step.",
     )
 
@@ -191,10 +193,8 @@ def cheaper_from(config: ModelConfig, machine: Hardware, link: float) -> int | N
 
 def draw_exchange(model: str, machine: str, gigabytes: float) -> None:
     """Draw both prices against the length of the victim, over a link of so many GB/s."""
-    from matplotlib.ticker import FuncFormatter
-
     config, device, link = preset(model), DATASHEET[machine], gigabytes * 1e9
-    lengths = [2**power for power in range(6, 16)]
+    lengths = [round(2 ** (power / 2)) for power in range(18, 27)]  # 512 to 8,192
     fig, ax = figure("tokens of the preempted request (logarithmic)", "time (ms, logarithmic)")
     compute = [1e3 * again(config, n, device) for n in lengths]
     move = [1e3 * moved(config, n, link) for n in lengths]
@@ -204,20 +204,31 @@ def draw_exchange(model: str, machine: str, gigabytes: float) -> None:
     ax.plot(lengths, alone, label="recompute, in a step of its own", **series(2))
     first = cheaper_from(config, device, link)
     if first is not None and first <= lengths[-1]:
-        ax.axvline(first, color="grey", linestyle=":", label=f"swap cheaper from {first:,} tokens")
-    ax.set_xscale("log", base=4)
-    ax.set_yscale("log")
-    ax.set_ylim(min(compute) / 2, None)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        crossing = first, 1e3 * moved(config, first, link)
+        ax.plot(
+            *crossing, "kX", markersize=11, label=f"swap cheaper from {first:,} tokens", zorder=4
+        )
+    ax.set(xscale="log", yscale="log")
+    ax.set_xticks(lengths[::2], [f"{length:,}" for length in lengths[::2]])
+    ax.xaxis.minorticks_off()
+    _plain_ticks(ax)
     ax.set_title(f"{model} on {device.name}", fontsize=10)
     ax.legend(loc="lower right", frameon=True, framealpha=1, edgecolor="white")
     says = f"swapping is cheaper from {first:,} tokens on" if first else "recomputing is cheaper"
     show(
         fig,
-        "The computed price of one preemption: the lower of the first two lines is the better "
-        f"choice. For {model} on this device and link, {says}.",
+        "The computed price of one preemption, with recomputing in a step of its own for "
+        f"comparison: for {model} on this device and link, {says}.",
     )
+
+
+def _plain_ticks(ax: "Axes") -> None:
+    """Ticks at 1, 2, 5, 10, 20, ... on a logarithmic y axis, as plain numbers."""
+    low, high = ax.get_ylim()
+    ticks = [m * 10.0**e for e in range(-4, 6) for m in (1, 2, 5) if low < m * 10.0**e < high]
+    ax.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
+    ax.yaxis.minorticks_off()
+    ax.set_ylim(low, high)
 
 
 @dataclass(frozen=True)
@@ -256,9 +267,7 @@ def flood(
     Raises:
         ExerciseError: a share that is not in `LENGTHS`.
     """
-    rng, most = random.Random(0), 500
-    length = chosen("share", share, LENGTHS)
-    new = [length(rng, most) for _ in range(requests)]
+    most, new = 500, _answers(share, requests)
     sim = Simulation(
         blocks, seconds=seconds, admission=admission, max_num_seqs=64,
         preemption_mode=mode, num_host_blocks=8 * blocks,
@@ -276,34 +285,48 @@ def flood(
     )
 
 
-def draw_floods(found: Mapping[str, Mapping[tuple[str, str], Flood]]) -> None:
-    """Draw the simulated speed of both admissions, one panel for each law of step times."""
-    from matplotlib.ticker import FuncFormatter
+def _answers(share: str, requests: int, most: int = 500) -> list[int]:
+    """How many tokens each request of a flood writes."""
+    rng, length = random.Random(0), chosen("share", share, LENGTHS)
+    return [length(rng, most) for _ in range(requests)]
 
-    fig, axes = figure(
-        "share of max_tokens that is written", "new tokens/s", cols=len(found), size=(8, 3.4)
-    )
-    admissions = sorted({admission for runs in found.values() for _, admission in runs})
-    for ax, (law, runs) in zip(axes, found.items(), strict=True):
-        shares = list(dict.fromkeys(share for share, _ in runs))
-        for number, admission in enumerate(admissions):
-            places = [place + 0.4 * number - 0.2 for place in range(len(shares))]
-            speeds = [runs[share, admission].speed for share in shares]
-            drawn = ax.bar(places, speeds, width=0.38, label=admission, **bars(number))
-            ax.bar_label(drawn, [f"{speed:,.0f}" for speed in speeds], padding=2, fontsize=8)
-        ax.set_xticks(range(len(shares)), shares)
-        ax.set_title(law, fontsize=10)
-        ax.margins(y=0.15)
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes[0].legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2)
-    gains = []
-    for law, runs in found.items():
-        gain = runs["all", "watermark"].speed / runs["all", "reserve_max"].speed
-        gains.append(f"{gain:.2f} times as fast as reserve_max {law}")
+
+def full_pool(
+    share: str, config: ModelConfig, hardware: Hardware, requests: int = 60, blocks: int = 500
+) -> float:
+    """New tokens per second that no admission of `flood` can exceed: no slot of the pool is ever
+    empty, and a step takes no longer than reading the weights and the slots."""
+    new = _answers(share, requests)
+    held = sum(100 + n for tokens in new for n in range(tokens))  # slots, summed over the steps
+    steps = max(held / (16 * blocks), max(new))
+    read = steps * step_cost(config, [1], [1]).weight_bytes + held * kv_bytes_per_token(config)
+    return sum(new) * hardware.bandwidth / read
+
+
+def draw_floods(runs: Mapping[tuple[str, str], Flood], most: Mapping[str, float]) -> None:
+    """Draw the simulated speed of both admissions, and the `most` that is possible, by share."""
+    fig, ax = figure("share of max_tokens that is written", "new tokens/s", size=(7.4, 3.6))
+    admissions = sorted({admission for _, admission in runs})
+    for number, admission in enumerate(admissions):
+        places = [place + 0.4 * number - 0.2 for place in range(len(most))]
+        speeds = [runs[share, admission].speed for share in most]
+        drawn = ax.bar(places, speeds, width=0.38, label=admission, **bars(number))
+        ax.bar_label(drawn, [f"{speed:,.0f}" for speed in speeds], padding=2, fontsize=8)
+    for place, speed in enumerate(most.values()):
+        label = None if place else "bound: no slot is ever empty"
+        ends = [place - 0.42, place + 0.42]
+        ax.plot(ends, [speed] * 2, color="black", linestyle="--", linewidth=1.4, label=label)
+        ax.annotate(f"{speed:,.0f}", (place, speed), (0, 3), ha="center", fontsize=8,
+                    textcoords="offset points")  # fmt: skip
+    ax.set_xticks(range(len(most)), list(most))
+    ax.margins(y=0.12)
+    ax.yaxis.set_major_formatter("{x:,.0f}")
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    gain = runs["all", "watermark"].speed / runs["all", "reserve_max"].speed
     show(
         fig,
-        "Simulated speed of one pool with two kinds of admission. Where answers use all of "
-        f"max_tokens, watermark is {' and '.join(gains)}.",
+        "Simulated speed of one pool with two kinds of admission: where answers use all of "
+        f"max_tokens, watermark is {gain:.2f} times as fast as reserve_max.",
     )
 
 

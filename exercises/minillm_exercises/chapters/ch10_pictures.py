@@ -21,7 +21,7 @@ SKIPPED: dict[str, Any] = {"facecolor": "#f3f3f3", "edgecolor": "#c4c4c4", "hatc
 
 
 def draw_rescale(scores: Sequence[float], values: Sequence[float]) -> None:
-    """The weights exp(s - m) of one row after each score, with m, ℓ and O; a new largest score
+    """The weights exp(s - m) of one row after each score, with m, z and o; a new largest score
     shrinks all weights before it, whose old heights are dashed."""
     fig, axes = figure("score", "weight, exp(s − m)", cols=len(scores), size=(8.2, 2.8))
     before: list[float] = []
@@ -38,7 +38,7 @@ def draw_rescale(scores: Sequence[float], values: Sequence[float]) -> None:
                         ha="center", arrowprops={"arrowstyle": "->"}, fontsize=8)  # fmt: skip
         total = math.fsum(weights)
         summed = math.fsum(w * v for w, v in zip(weights, values, strict=False))
-        ax.set_title(f"m = {m:,}\nℓ = {total:.2f}\nO = {summed:.1f}", fontsize=10, loc="left")
+        ax.set_title(f"m = {m:,}\nz = {total:.2f}\no = {summed:.1f}", fontsize=10, loc="left")
         ax.set_xticks(range(len(scores)), [f"{score}" for score in scores], fontsize=8)
         ax.set(ylim=(0, 1.1), xlim=(-0.6, len(scores) - 0.4))
         ax.set_ylabel("" if step > 1 else "weight, exp(s − m)")
@@ -47,7 +47,7 @@ def draw_rescale(scores: Sequence[float], values: Sequence[float]) -> None:
     show(
         fig,
         f"One row after each of {len(scores)} scores; the newest is hatched. The score {largest:,} "
-        f"is a new maximum, so the weights before it, with their sums ℓ and O, shrink to "
+        f"is a new maximum, so the weights before it, with their sums z and o, shrink to "
         f"{factor:.2f} of the dashed heights. The result is {summed:.1f} / {total:.2f} = "
         f"{summed / total:.1f}.",
     )
@@ -77,8 +77,8 @@ def draw_errors(errors: Mapping[str, Mapping[str, float]], least: Mapping[str, f
     show(
         fig,
         f"The largest difference from float64 in any element of the result. In {dtype} it is "
-        f"{told} times what rounding the exact result costs. In float32 the rounding of the "
-        "sums is added, so all ways lie far above the dashed line.",
+        f"{told} times the error of rounding the exact result once (dashed). In float32 the "
+        "rounding of the sums is added, so all ways lie far above the dashed line.",
     )
 
 
@@ -89,7 +89,7 @@ def draw_traffic(
     points (loop, width, block)."""
     fig, axes = figure(
         "block (tokens, logarithmic)",
-        "elements moved / standard",
+        "elements moved / standard (times)",
         cols=len(widths),
         size=(7.4, 2.8),
     )
@@ -229,7 +229,7 @@ def draw_growth(
         left.plot(lengths, [4 * count / 2**20 for count in counts], label=way, **series(number))
     for number, (way, times) in enumerate(seconds.items()):
         right.plot(lengths, [1e3 * each for each in times], label=way, **series(number))
-    bound(left, lengths, [4 * count / 2**20 for count in result], "bound: the result", "below")
+    bound(left, lengths, [4 * count / 2**20 for count in result], "bound: the result", "below", 0.0)
     bound(right, lengths, [1e3 * each for each in least], "bound: operations / rate", at=0.0)
     right.set_ylabel("time (ms, logarithmic)")
     for ax in (left, right):

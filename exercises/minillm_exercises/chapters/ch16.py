@@ -1,8 +1,9 @@
 """Chapter 16: proposers that are watched, a draft model in a dozen lines, and laws of tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from statistics import median
 from typing import Any
 
 import torch
@@ -254,6 +255,18 @@ def lost_to_epsilon(vocabulary: int, drafts: int, epsilon: float = 1e-8) -> Frac
 
 
 # What a step costs ---------------------------------------------------------------------------
+
+
+def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int = 4) -> dict[str, float]:
+    """Median seconds of each of `runs`. They are measured in turn, so that a disturbance that
+    lasts for some time meets all of them."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name, run in runs.items():
+            (seconds, *_) = measure(run, repeats=1, warmup=0, budget=1e-9).times
+            if number:  # the first round is a warm-up
+                found[name].append(seconds)
+    return {name: median(times) for name, times in found.items()}
 
 
 def row_seconds(llm: LLM, counts: Sequence[int], batch: int = 1) -> dict[int, float]:

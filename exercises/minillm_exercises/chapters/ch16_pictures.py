@@ -126,7 +126,8 @@ def draw_rows(
         ax.plot(rows, floor, "k--", linewidth=1.2, label="bound: bytes and operations")
         ax.set(title=name, ylim=(0, 1.9 * most))  # as many plain steps leave the picture
         ax.set_xticks(rows)
-        ax.legend(loc="upper left")
+    handles, labels = fig.axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     told = ", ".join(f"{t[5] / t[1]:.2f} for {name}" for name, t in seconds.items())
     show(
         fig,

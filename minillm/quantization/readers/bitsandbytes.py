@@ -17,10 +17,13 @@ the matrix is made dense when it is loaded. A rank that holds some columns reads
 | `SCB` | float32 [out] | largest magnitude of each row |
 | `weight_format` | uint8 | 0: row by row |
 
-Activations stay in 16 bits here, so columns of outliers need no products of their own.
+Products that round inputs to 8 bits (C panels) leave inputs from `llm_int8_threshold` on in 16 bits
+(`outliers.py`). All other products have the dequantised weight and inputs in 16 bits, which is more
+exact than LLM.int8().
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +33,7 @@ from torch import Tensor
 from minillm.errors import CheckpointError, UnsupportedFeatureError
 from minillm.layers.linear_methods import TensorSlice, WeightSlice
 from minillm.quantization.formats import Format, Stored
+from minillm.quantization.llm_int8 import THRESHOLD
 from minillm.quantization.quantized import Quantized
 
 STATE = "weight.quant_state.bitsandbytes__"
@@ -43,11 +47,29 @@ class BitsAndBytes(Format):
 
     def describe(self) -> str:
         """For example "bitsandbytes NF4, double quantisation"."""
-        if self.settings.get("load_in_8bit") or self.settings.get("_load_in_8bit"):
+        if self.is_eight_bits:
             return "bitsandbytes LLM.int8()"
         kind = str(self.settings.get("bnb_4bit_quant_type") or "fp4").upper()
         twice = ", double quantisation" * bool(self.settings.get("bnb_4bit_use_double_quant"))
         return f"bitsandbytes {kind}{twice}"
+
+    @property
+    def threshold(self) -> float:
+        """`llm_int8_threshold` of 8-bit codes, by default 6."""
+        if not self.is_eight_bits:
+            return 0.0
+        found = self.settings.get("llm_int8_threshold", THRESHOLD)
+        if not isinstance(found, int | float) or not 0 <= found < math.inf:
+            raise CheckpointError(
+                f"quantization_config gives llm_int8_threshold as {found!r}; it is a number from 0 "
+                "on."
+            )
+        return float(found)
+
+    @property
+    def is_eight_bits(self) -> bool:
+        """Whether the codes have 8 bits."""
+        return bool(self.settings.get("load_in_8bit") or self.settings.get("_load_in_8bit"))
 
     def is_plain(self, part: WeightSlice) -> bool:
         """Codes may be stored in a floating-point type, so its type alone does not tell."""

@@ -55,6 +55,24 @@ def test_a_layer_is_the_product_with_its_dense_values(name, dtype, kernels):
     assert KERNEL_OF.get(name, KERNEL_OF.get(name[:4], "_scaled_tile")) in kernels
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_with_a_threshold_keeps_its_inputs_in_16_bits(dtype, kernels):
+    """LLM.int8(): no input is rounded to 8 bits, so none needs a product of its own."""
+    rng = torch.Generator().manual_seed(8)
+    found = FORMATS["int8 rows"](rng)
+    matrix = layer(found)
+    matrix.method.threshold = 6.0
+    pack_for_kernels(matrix, torch.device("cpu"))
+    x = torch.randn(3, WIDTH, generator=rng).to(dtype)
+    x[0, 3], x[2, 9] = 60.0, -80.0
+    got = matrix.method.apply(matrix, x, None)
+    due = x.double() @ found.dense().double().T
+    limit = 2e-5 if dtype == torch.float32 else 1e-2
+    assert (got.double() - due).abs().max() < limit * due.abs().max()
+    assert "_scaled_tile" in kernels
+    assert not {"_int8_tile", "_quantize_rows"} & kernels
+
+
 @pytest.mark.parametrize(
     ("family", "how", "kernel"),
     [

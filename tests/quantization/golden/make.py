@@ -161,6 +161,31 @@ def bits_and_bytes(name: str, **options: object) -> None:
     finish(name, tensors, config, dense, exact="load_in_4bit" in options)
 
 
+def outliers(name: str) -> None:
+    """Products of q_proj of an LLM.int8() folder, row by row, with and without outliers in 16 bits:
+    outliers.json. bitsandbytes rounds inputs to float16 first."""
+    import bitsandbytes as bnb
+
+    tensors = load_file(HERE / name / "model.safetensors")
+    codes, scales = (tensors[f"{PREFIX}self_attn.q_proj.{each}"] for each in ("weight", "SCB"))
+    x = torch.randn(4, codes.shape[1], generator=torch.Generator().manual_seed(8))
+    for row, column, value in ((0, 5, 40), (1, 5, -9), (1, 30, 25), (2, 63, 6), (3, 7, 5.9)):
+        x[row, column] = value
+    x = x.bfloat16()
+    found = {"x": x.float().tolist()}
+    for threshold in (6.0, 0.0):
+        layer = bnb.nn.Linear8bitLt(
+            codes.shape[1], codes.shape[0], bias=False, has_fp16_weights=False, threshold=threshold
+        )
+        layer.weight = bnb.nn.Int8Params(codes.float(), has_fp16_weights=False, requires_grad=False)
+        layer.weight.data = layer.weight.CB = layer.state.CB = codes
+        layer.weight.SCB = layer.state.SCB = scales
+        with torch.no_grad():
+            rows = [layer.eval()(row[None]) for row in x]
+        found[f"threshold {threshold:g}"] = torch.cat(rows).float().tolist()
+    (HERE / name / "outliers.json").write_text(json.dumps(found) + "\n")
+
+
 # ---- compressed-tensors --------------------------------------------------------------------------
 
 
@@ -321,7 +346,7 @@ MAKERS = {
         name, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     ),
     "fp4": lambda name: bits_and_bytes(name, load_in_4bit=True, bnb_4bit_quant_type="fp4"),
-    "llm-int8": lambda name: bits_and_bytes(name, load_in_8bit=True),
+    "llm-int8": lambda name: [bits_and_bytes(name, load_in_8bit=True), outliers(name)],
     "pack-sym": lambda name: compressed(name, "pack-quantized", 32, **INT4),
     "pack-asym": lambda name: compressed(name, "pack-quantized", 32, **INT4, symmetric=False),
     "pack-order": lambda name: compressed(
