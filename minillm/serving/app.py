@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 LARGE_BODY = 2**16  # bytes; parsing fewer takes less than a millisecond
 IGNORED_HEADER = "x-minillm-ignored"
+UNPRINTABLE = re.compile(r"[^!-+\--~]")  # characters that a header's value may not have, and commas
 
 
 @dataclass
@@ -274,9 +276,11 @@ async def read(kind: type[T], request: Request) -> T:
     return parse(kind, body)
 
 
-def off_loop(size_of: Any, function: Callable[..., Job], *arguments: Any) -> Any:
-    """Run `function` in a thread if its input is large; it would block all streams otherwise."""
-    large = isinstance(size_of, list) or len(size_of) > LONG_TEXT
+def off_loop(prompt: str | list[Any], function: Callable[..., Job], *arguments: Any) -> Any:
+    """Run `function` in a thread if it would block all streams: with several prompts, or with more
+    than LONG_TEXT characters or token ids. For a small input the thread would take longer."""
+    several = isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt[:1])
+    large = several or len(prompt) > LONG_TEXT
 
     async def here() -> Job:
         return function(*arguments)
@@ -309,7 +313,7 @@ def ignored_header(body: ApiRequest) -> dict[str, str]:
 
 def printable(text: str) -> str:
     """The text with only those characters that a header may have."""
-    return "".join(each if "!" <= each <= "~" and each != "," else "?" for each in text)
+    return UNPRINTABLE.sub("?", text)
 
 
 def json_reply(content: Mapping[str, Any], body: ApiRequest) -> Response:

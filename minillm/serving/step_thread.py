@@ -79,6 +79,7 @@ class StepThread:
         self.max_num_requests = max_num_requests
         self.arrivals = count()
         self.max_rate = math.inf  # outputs per second, over all streams
+        self._sent = -math.inf  # when outputs were last due
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # put() is safe in __del__
         self._open: set[Ticket | Future] = set()  # everything that awaits a reply of this thread
         self._tickets: dict[str, Ticket] = {}  # by request id: all of `_queue` and `_held`
@@ -354,8 +355,7 @@ class StepThread:
             loop.call_soon_threadsafe(deliver, results)
 
     def _drop_closed_loops(self) -> None:
-        closed = {loop for loop in {each.loop for each in self._held.values()} if loop.is_closed()}
-        for ticket in [each for each in self._held.values() if each.loop in closed]:
+        for ticket in [each for each in self._held.values() if each.loop.is_closed()]:
             self._leave(ticket)
 
     def _next(self) -> Ticket | None:
@@ -378,18 +378,18 @@ class StepThread:
 
     def _publish(self) -> None:
         """Send outputs to the consumers that await one, and the last outputs to all."""
-        posts: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Result]]] = {}
-        ended = []
-        # A stream's first output is never delayed; its later ones share `max_rate`.
-        now, interval = monotonic(), len(self._held) / self.max_rate
+        posts, ended = dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Result]]](), []
+        # First outputs are never delayed; later ones share a step, so that the loop wakes up once.
+        due = monotonic() - self._sent >= len(self._held) / self.max_rate
+        self._sent = monotonic() if due else self._sent
         for ticket in self._held.values():
             live = ticket.live
             if live is None or live.num_updates == ticket.seen:
                 continue
             finished = live.finished
             wanted = ticket.wanted and ticket.kind is not RequestOutputKind.FINAL_ONLY
-            if finished or (wanted and now - ticket.sent >= interval):
-                ticket.seen, ticket.wanted, ticket.sent = live.num_updates, False, now
+            if finished or (wanted and (due or not ticket.seen)):
+                ticket.seen, ticket.wanted = live.num_updates, False
                 posts.setdefault(ticket.loop, []).append((ticket, ticket.output(live)))
             if finished:
                 ended.append(ticket)

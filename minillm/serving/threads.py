@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SWITCH_SECONDS = 0.0005
+SWITCH_SECONDS = 0.0001
 THIS_THREAD = Path("/proc/thread-self/comm")
 
 

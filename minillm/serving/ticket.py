@@ -1,7 +1,6 @@
 """The state of a request that its stream and the step thread share."""
 
 import asyncio
-import math
 from collections.abc import Iterable
 from time import perf_counter
 
@@ -35,7 +34,6 @@ class Ticket:
         "request_id",
         "result",
         "seen",
-        "sent",
         "waiter",
         "wanted",
     )
@@ -48,7 +46,6 @@ class Ticket:
         self.request: Request | None = None  # None while a long prompt is tokenised
         self.live: LiveRequest | None = None  # None while the request waits outside the engine
         self.seen = 0  # `live.num_updates` at the latest output
-        self.sent = -math.inf  # when the latest output was sent
         self.wanted = True
         self.waiter: asyncio.Future[None] | None = None
         self.result: Result | None = None  # received, and not yet taken by the consumer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minillm.lab.benchmarks.serving_soak import ServingSoak, without_chunks
+from minillm.lab.benchmarks.serving_soak import Result, ServingSoak, without_chunks
 from minillm.lab.benchmarks.soak_oracle import Broken
 
 
@@ -27,3 +27,9 @@ def test_chunks_are_removed() -> None:
     assert without_chunks(head + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n") == b"abcde"
     assert without_chunks(head + b"3\r\nabc\r\n5\r\nde") == b"abcde"
     assert without_chunks(b"HTTP/1.1 200 OK\r\n\r\nabc") == b"abc"
+
+
+def test_growth_is_the_slope_over_the_last_half() -> None:
+    result = Result(1, requests=[100, 300, 500, 900], rss=[10_000, 90_000, 70_000, 70_800])
+    assert result.growth == pytest.approx(2000)
+    assert Result(1, requests=[100], rss=[10_000]).growth == 0

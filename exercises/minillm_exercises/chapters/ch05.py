@@ -158,18 +158,17 @@ def draw_regimes(panels: Sequence[Panel]) -> None:
         for name, times in panel.measured.items():
             values = [1e3 * seconds for seconds in times.values()]
             ax.plot(list(times), values, label=name, **series(names.index(name)))
-        ax.set_title(panel.title, fontsize=10)
+        ax.set_title(f"{panel.title}\n{_compared(panel)}", fontsize=10)
         ax.legend(loc="upper left", fontsize=10)
     low, high = (pick(ax.get_ylim()[end] for ax in axes) for end, pick in ((0, min), (1, max)))
     least = min(second for panel in panels for times in panel.measured.values()
                 for second in times.values())  # fmt: skip
     for ax in axes:
         ax.set_ylim(min(low, 700 * float(least)), high * 20)  # one scale, and room for the legends
-    told = "; ".join(_compared(panel) for panel in panels)
     show(
         fig,
-        f"The time of a decode step against the batch. A program that reads these weights from "
-        f"memory cannot enter the grey area. Compared with the bound: {told}.",
+        "The time of a decode step against the batch: no program that reads these weights from "
+        "memory can enter the grey area.",
     )
 
 
@@ -196,7 +195,7 @@ def _compared(panel: Panel) -> str:
     batch = max(times)
     time = step_time(panel.costs[batch], panel.machine)
     least = max(time.memory_seconds, time.compute_seconds)
-    return f"{panel.title}, {name}, {times[batch] / least:.1f} times at batch {batch}"
+    return f"{name}: {times[batch] / least:.1f} times the bound at {batch}"
 
 
 def draw_contexts(model: str, machine: str, context: int) -> None:
@@ -206,10 +205,22 @@ def draw_contexts(model: str, machine: str, context: int) -> None:
     costs = [decode_cost(config, batch, context, "bfloat16") for batch in batches]
     times = [step_time(cost, hardware) for cost in costs]
     weights = 1e3 * decode_cost(config, 1, 1, "bfloat16").weight_bytes / hardware.bandwidth
-    fig, ax = figure("batch (sequences)", "time of a decode step (ms)", size=(6.4, 3.8))
-    ax.plot(batches, [1e3 * t.memory_seconds for t in times], label="all bytes", **series(0))
-    ax.plot(batches, [1e3 * t.compute_seconds for t in times], label="operations", **series(1))
-    bound(ax, batches, [weights] * len(batches), "the weights' bytes", "below", 1.0)
+    fig, ax = figure(
+        "batch (sequences, log)", "time of a decode step (ms, log), computed", size=(6.8, 4)
+    )
+    read, computed = (
+        [1e3 * second for second in seconds]
+        for seconds in zip(
+            *((time.memory_seconds, time.compute_seconds) for time in times), strict=True
+        )
+    )
+    ax.plot(batches, read, label="all bytes", **series(0))
+    ax.plot(batches, computed, label="operations", **series(1))
+    ax.axhline(weights, color="grey", linestyle="-.", label="the bytes of the weights")
+    highest = [max(pair) for pair in zip(read, computed, strict=True)]
+    ax.plot(batches, highest, color="black", linestyle="--", zorder=3, label="the bound")
+    forbidden = "below the bound: impossible"
+    ax.fill_between(batches, highest, color="black", alpha=0.07, linewidth=0, label=forbidden)
     at = turn(config, hardware, context)
     if at is not None and at <= batches[-1]:
         ax.axvline(at, color="grey", linestyle=":", label=f"operations take over: {at:,}")

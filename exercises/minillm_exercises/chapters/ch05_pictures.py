@@ -1,6 +1,5 @@
-"""The pictures of chapter 05 that show mechanisms: rows through one matrix, a padded rectangle."""
+"""The picture of chapter 05 that shows its mechanism: rows through one matrix."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from minillm_exercises.plots import COLOURS, figure, show
@@ -40,32 +39,6 @@ def draw_rows() -> None:
         fig,
         "Three requests A, B and C in one decode step: together their tokens are three rows that "
         "share one reading of the weights, and each row still reads the cache of its own text.",
-    )
-
-
-def draw_rectangle(lengths: Sequence[int]) -> None:
-    """Draw prompts of these lengths as a padded rectangle, and as the flat list of a batch."""
-    columns, total, rows = max(lengths), sum(lengths), len(lengths)
-    fig, ax = figure("-", "-", size=(8, 2.9))
-    ax.set_axis_off()
-    flat = rows + 0.9  # the line of the flat list
-    ax.set(xlim=(-2.2, total + 0.2), ylim=(flat + 1, -0.2))
-    start = 0
-    for row, length in enumerate(lengths):
-        style: dict[str, Any] = {"facecolor": COLOURS[row % 3], "hatch": HATCHES[row % 3]}
-        for column in range(columns - length):
-            _box(ax, column, row, 0.9, 0.8, "pad", facecolor="white")
-        for token in range(length):
-            _box(ax, columns - length + token, row, 0.9, 0.8, "", **style)
-            _box(ax, start + token, flat, 0.9, 0.8, "", **style)
-        start += length
-    for y, text in ((rows / 2, "rectangle"), (flat + 0.4, "flat list")):
-        ax.text(-0.2, y, text, ha="right", va="center", fontsize=9)
-    show(
-        fig,
-        f"Above, {rows} prompts as a rectangle of {columns * rows} slots, of which "
-        f"{columns * rows - total} hold a pad; below, the flat list of {total} tokens that the "
-        f"engine computes.",
     )
 
 

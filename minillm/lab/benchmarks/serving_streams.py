@@ -35,6 +35,7 @@ from minillm.lab.benchmarks.serving.server_process import (
     server_process,
 )
 from minillm.lab.benchmarks.streams_client import run_streams
+from minillm.lab.benchmarks.streams_first_token import described, first_token_delays
 from minillm.lab.benchmarks.thread_times import STEPS, Times, thread_times
 from minillm.plan.machine import cpu_count
 
@@ -47,6 +48,7 @@ EXAMPLES = """examples:
 FIRST_ID = 10  # the ids before it may be special tokens
 LAST_ID = 4_000
 LOOP = "event loop"
+SINGLES = 32  # requests one at a time, for the delay of the first token
 
 
 @dataclass
@@ -120,8 +122,8 @@ def served_run(
 
 def measure(
     model: str, work: Work, threads: int, repeats: int, options: Sequence[str]
-) -> list[Pair]:
-    """Alternating runs. The first pair is not returned: it warms up."""
+) -> tuple[list[Pair], list[float]]:
+    """Alternating runs, without the first pair, which warms up, and the delays of first tokens."""
     port, pairs = free_port(), list[Pair]()
     os.environ["OMP_NUM_THREADS"] = str(threads)  # of the server; the engine gets the same
     command = [sys.executable, "-m", "minillm.lab.benchmarks.streams_engine", model]
@@ -135,9 +137,10 @@ def measure(
                 served, texts = served_run(port, server.pid, work, prompts)
                 equal = sum(a == b for a, b in zip(texts, expected, strict=True))
                 pairs.append(Pair(offline, served, equal))
+            delays = first_token_delays(port, work.prompts(repeats + 1)[:SINGLES])
     finally:
         engine.close()
-    return pairs[1:]
+    return pairs[1:], delays
 
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
@@ -206,9 +209,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--event-rate", metavar="N", help="the server's --max-event-rate")
     chosen, terminal = parser.parse_args(arguments), Terminal()
     work = Work(chosen.streams, chosen.prompt_tokens, chosen.new_tokens, chosen.parse)
-    options = ["--disable-log-stats", "--max-num-seqs", str(max(chosen.streams, 256))]
+    options = [
+        "--disable-log-stats",
+        "--enable-request-trace",
+        "--max-num-seqs",
+        str(max(chosen.streams, 256)),
+    ]
     options += ["--max-event-rate", chosen.event_rate] if chosen.event_rate else []
-    pairs = measure(folder_of(chosen.model), work, chosen.threads, chosen.repeats, options)
+    pairs, delays = measure(folder_of(chosen.model), work, chosen.threads, chosen.repeats, options)
     offline = summary([pair.offline for pair in pairs])
     served = summary([pair.served for pair in pairs])
     ratio = median(pair.ratio for pair in pairs)
@@ -218,12 +226,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                      f"{processors:.2f} of its tokens per processor second")  # fmt: skip
     terminal.table(["", "LLM.generate", "server"], rows(offline, served, work.tokens))
     terminal.paragraph(f"{equal} of {work.streams} texts are equal in every repeat.")
+    terminal.paragraph(described(delays))
     result = {"benchmark": "serving_streams", "model": chosen.model, **asdict(work)}
     result |= {
         "ratio": ratio,
         "processor_ratio": round(processors, 4),
         "ratios": [round(pair.ratio, 4) for pair in pairs],
     }
+    result |= {"first_token_delays_ms": [round(each, 3) for each in delays]}
     result |= {"equal_texts": equal, "offline": offline, "served": served}
     write_result(result, chosen.json, terminal)
     return 0

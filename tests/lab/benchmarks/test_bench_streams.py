@@ -11,6 +11,7 @@ from minillm.errors import NodeError
 from minillm.lab.benchmarks import serving_streams
 from minillm.lab.benchmarks.serving_streams import LOOP, Pair, Run, rows, summary
 from minillm.lab.benchmarks.streams_client import run_streams, text_of
+from minillm.lab.benchmarks.streams_first_token import described, first_token_delays
 from minillm.lab.benchmarks.thread_times import OTHERS, STEPS, Times, thread_times
 from tests.serving.http_small import Served, served, write_chat_model
 
@@ -19,7 +20,8 @@ PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(write_chat_model(tmp_path_factory.mktemp("streams"))) as made:
+    folder = write_chat_model(tmp_path_factory.mktemp("streams"))
+    with served(folder, {"request_trace": True}) as made:
         yield made
 
 
@@ -45,6 +47,18 @@ def test_a_stream_without_its_end_is_not_complete() -> None:
     assert text_of(head + event + event + b"data: [DONE]\n\n") == "aa"
     with pytest.raises(NodeError, match="no complete stream"):
         text_of(head + event)
+
+
+def test_the_delay_of_a_first_token_is_after_its_step(server: Served) -> None:
+    trace = server.engine.trace
+    delays = first_token_delays(server.port, PROMPTS)
+    first_steps = [record for record in trace if record.num_prefill_tokens][-len(PROMPTS) :]
+    assert len(delays) == len(first_steps) == len(PROMPTS)
+    for each, record in zip(delays, first_steps, strict=True):
+        # The client sent the request before its step began, and was not idle for long.
+        assert 0 < each < 1000 * (record.computed - record.started) + 10_000
+    assert "2.50 ms" in described([1.0, 2.5, 4.0])
+    assert "at most 4.00 ms" in described([1.0, 2.5, 4.0])
 
 
 def write_thread(folder: Path, name: str, times: str) -> None:

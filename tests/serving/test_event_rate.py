@@ -1,0 +1,91 @@
+"""`limit_outputs`: the first and last output of a stream at once, the others together."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from minillm import AsyncLLMEngine, SamplingParams
+from minillm.api.sampling_params import RequestOutputKind
+from minillm.serving import step_thread
+from minillm.serving.request_stream import RequestStream
+from minillm.serving.step_thread import StepThread
+from tests.engine.small import write_model
+from tests.serving.async_small import LIMIT, idle, make_async, run
+
+PARAMS = SamplingParams(
+    temperature=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+)
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLMEngine]:
+    """An engine on whose clock a step takes one second, and which waits for slow consumers."""
+    seconds, publish = [0.0], StepThread._publish
+
+    def timed(steps: StepThread) -> None:
+        seconds[0] += 1
+        end = time.monotonic() + LIMIT
+        while not all(each.wanted for each in list(steps._held.values())):
+            assert time.monotonic() < end
+            time.sleep(0.0005)
+        publish(steps)
+
+    monkeypatch.setattr(StepThread, "_publish", timed)
+    monkeypatch.setattr(step_thread, "monotonic", lambda: seconds[0])
+    engine = make_async(write_model(tmp_path))
+    yield engine
+    engine.shutdown()
+
+
+async def sizes(stream: RequestStream, begun: asyncio.Event | None = None) -> list[int]:
+    """New tokens of each output; `begun` is set at the first one."""
+    found = []
+    async for each in stream:
+        found.append(len(each.outputs[0].token_ids))
+        if begun is not None:
+            begun.set()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("per_second", "expected"),
+    [(1e9, [1] * 12), (2 / 3, [1, 3, 3, 3, 2]), (2 / 5, [1, 5, 5, 1]), (1e-9, [1, 11])],
+)
+def test_both_streams_share_the_rate(
+    engine: AsyncLLMEngine, per_second: float, expected: list[int]
+) -> None:
+    engine.limit_outputs(per_second)
+    both = threading.Event()
+
+    async def main() -> None:
+        engine._steps.call(both.wait)  # so that both streams begin with the same step
+        tasks = [
+            asyncio.create_task(sizes(engine.generate({"prompt_token_ids": ids}, PARAMS, name)))
+            for name, ids in (("a", [5, 6, 7]), ("b", [8, 9]))
+        ]
+        await asyncio.sleep(0)
+        both.set()
+        assert await asyncio.gather(*tasks) == [expected, expected]
+        await idle(engine)
+
+    run(main())
+
+
+def test_a_later_stream_has_its_first_output_at_once(engine: AsyncLLMEngine) -> None:
+    engine.limit_outputs(1e-9)
+
+    async def main() -> None:
+        begun, params = asyncio.Event(), replace(PARAMS, max_tokens=40)
+        first = engine.generate({"prompt_token_ids": [5, 6]}, params, "a")
+        reader = asyncio.create_task(sizes(first, begun))
+        await begun.wait()
+        assert await sizes(engine.generate({"prompt_token_ids": [8]}, PARAMS, "b")) == [1, 11]
+        assert await reader == [1, 39]
+        await idle(engine)
+
+    run(main())
