@@ -16,7 +16,7 @@ PEERS ?= vllm openvino
 PEERS_DIR ?= .peers
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab check test test-full test-clients notebooks facts stale bundle peers clean
+.PHONY: help run lab check test test-full test-emulated test-clients notebooks facts stale bundle peers clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -51,6 +51,10 @@ test-full: check ## the same with the slow tests, and the chapters' facts once m
 	$(TESTS)
 	$(CHAPTERS)
 	MINILLM_C_ISA=none MINILLM_QUICK=1 $(CHAPTERS)
+
+test-emulated: $(DEV_STAMP) ## run the C functions with the instructions of other processors (SIMDe, qemu: CONTRIBUTING.md)
+	$(PY) -m pytest -n 0 -p no:nbval -rs tests/quantization/test_emulated_products.py tests/ops/test_c_emulated.py \
+		tests/ops/test_c_simde.py
 
 test-clients: $(DEV_STAMP) $(PEERS_DIR)/clients/.installed ## set up other projects' clients (1 GB), and run them against minillm serve
 	$(PY) -m pytest -n 0 -p no:nbval tests/clients

@@ -28,7 +28,7 @@ from minillm.layers.panel_methods import PanelExpertsMethod, pack_heads
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.ops import c_library, cpu
-from minillm.quantization.methods import QuantizedMethod
+from minillm.quantization.methods import unpack
 from minillm.quantization.outliers import separate_outliers
 from minillm.quantization.panels import PanelQuantizedMethod, pack_quantized, runs_in_panels
 from minillm_kernels import reference
@@ -43,12 +43,13 @@ def pack_weights(model: Decoder) -> str:
     The packed model can neither be trained nor saved. Experts and the matrix that MLA absorbs are
     packed in panels only, because oneDNN has no such products.
     """
+    num_quantized = pack_quantized(may_be_panels(model))
+    separate_outliers(list_matrices(model))
+    unpack_others(model)
     matrices = packable(model)
     chosen = [each for each in matrices if cpu.takes_panels(each.values())]
     if chosen:
         into_panels(chosen)
-    num_quantized = pack_quantized(may_be_panels(model))
-    separate_outliers(list_matrices(model))
     pack_parts(model)
     model.all_layers = AllLayers.of(model)
     count = sum(into_onednn(model, each) for each in matrices if each not in chosen)
@@ -93,6 +94,19 @@ def packable(model: Decoder) -> list[Linear | Embedding]:
     return sorted(found, key=lambda each: isinstance(each, Embedding))
 
 
+@torch.inference_mode()
+def unpack_others(model: Decoder) -> None:
+    """Make the quantised matrices of a model on a CPU dense that are not packed in panels."""
+    unpacked = [each for each in list_matrices(model) if unpack(each)]
+    if unpacked:
+        logger.info(
+            "Weights: %s quantised matrices are dense in memory, %.1f MB, because no C function "
+            "reads them; `minillm inspect` lists them.",
+            len(unpacked),
+            sum(each.num_bytes for each in unpacked) / 1e6,
+        )
+
+
 def list_matrices(model: Decoder) -> list[Matrix]:
     """All matrices of a model."""
     return [each for each in model.modules() if isinstance(each, Matrix)]
@@ -100,12 +114,13 @@ def list_matrices(model: Decoder) -> list[Matrix]:
 
 def may_be_panels(model: Decoder) -> list[Matrix]:
     """The matrices that may be quantised in panels. Not the experts of a layer if only gate_up or
-    only down could be, nor the matrix that MLA absorbs."""
+    only down could be, nor the matrix that MLA absorbs, nor routers."""
     left_out = set[int]()
     for each in model.modules():
         if isinstance(each, MLAttention):
             left_out.add(id(each.kv_b_proj))
         elif isinstance(each, MoE):
+            left_out.add(id(each.router))  # its logits are not rounded
             pair = each.experts.gate_up, each.experts.down
             if not all(map(runs_in_panels, pair)):
                 left_out.update(map(id, pair))
@@ -121,7 +136,7 @@ def pack_parts(model: Decoder) -> None:
             mla, matrix = layer.mla, layer.kv_b_proj
             sizes = mla.qk_nope_head_dim, mla.v_head_dim
             whole = not any(each % cpu.PANEL_STEP for each in sizes)
-            if whole and absorbs(matrix) and cpu.takes_panels(matrix.values()):
+            if whole and is_plain(matrix) and cpu.takes_panels(matrix.values()):
                 pack_heads(matrix, layer.num_heads, *sizes)
 
 
@@ -140,12 +155,6 @@ def pack_experts(layer: MoE) -> None:
     into_panels(experts, lambda each: PanelExpertsMethod(each.out_features))
     if is_plain(layer.router):
         into_panels([layer.router])
-
-
-def absorbs(matrix: Matrix) -> bool:
-    """Whether the matrix that MLA absorbs can be packed by heads; if it is quantised, it is made
-    dense once: products of heads read both its rows and its columns."""
-    return is_plain(matrix) or isinstance(matrix.method, QuantizedMethod)
 
 
 def is_plain(matrix: Matrix) -> bool:

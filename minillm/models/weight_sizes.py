@@ -25,7 +25,7 @@ from minillm.ops.cpu_quantized import PANEL
 from minillm.plan.parameters import parameter_count
 from minillm.plan.weight_sizes import PARTS, WeightSizes
 from minillm.quantization.formats import Format
-from minillm.quantization.methods import LoadingMethod, QuantizedMethod, install
+from minillm.quantization.methods import LoadingMethod, QuantizedMethod, install, unpack
 from minillm.quantization.panels import PanelQuantizedMethod, pack_quantized
 
 ROWS = PANEL  # of a part, of an example
@@ -118,6 +118,8 @@ class Examples:
                 install(example, rounding(example.values()), self.layout.dtype)
         if self.layout.packed:
             pack_quantized([each for each in found if is_quantized(each)])
+            for each in found:
+                unpack(each)  # what C does not read
 
     def sizes(self, name: str) -> WeightSizes:
         """The mean bytes of a weight in each part of the model."""
@@ -134,7 +136,10 @@ class Examples:
     def _products(self) -> str | None:
         """ "int8" if products of the layers' matrices round their activations to 8 bits."""
         layers = [self.by_key[self.keys[id(each)]][0] for each in matrices(self.model.layers)]
-        rounds = any(isinstance(each.method, PanelQuantizedMethod) for each in layers)
+        methods = [each.method for each in layers]
+        rounds = any(
+            isinstance(each, PanelQuantizedMethod) and not each.numbers.float8 for each in methods
+        )
         if self.layout.device.type == "cuda":
             rounds = any(map(has_int8_rows, layers))
         return "int8" if rounds else None

@@ -1,6 +1,7 @@
-"""Quantised matrices in panels, and products with them in C (`c/quantized.c`).
+"""Quantised matrices in panels, and products with them in C (`c/quantized.c`, `c/float8.c`).
 
-Activations are rounded to 8 bits, with a scale for each row: "W8A8" and "W4A8".
+Activations are rounded to 8 bits, with a scale for each row: "W8A8" and "W4A8". With FP8 codes they
+are not rounded.
 """
 
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ MOST_INPUTS = 1 << 16  # integer sums of longer rows could overflow
 SCALE_KINDS: Mapping[torch.dtype, int] = MappingProxyType(
     {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 )
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_ORDER = (0, 2, 1, 3)  # of four inputs of an output; its own inverse
 EXACT, ZEROS, MINIMA = 0, 1, 2  # kinds of offsets, as in matrix.h; EXACT is 8 for 4-bit codes
 
 
@@ -38,6 +41,7 @@ class MatrixParts:
     scale_kind: int = 0
     offset_kind: int = EXACT
     unit: float = 1.0
+    float8: bool = False
 
 
 def inputs_of(matrix: MatrixParts) -> int:
@@ -47,9 +51,9 @@ def inputs_of(matrix: MatrixParts) -> int:
     return matrix.panels[0].numel() * 8 // (matrix.bits * PANEL)
 
 
-def fits(out_features: int, in_features: int, group: int, bits: int) -> bool:
-    """Whether C supports a matrix with these groups: of 32 inputs for 4 bits, of 16 for 8."""
-    step = 32 if bits == 4 else 16
+def fits(in_features: int, group: int, is_int8: bool) -> bool:
+    """Whether C supports a matrix with these groups: of 16 inputs for int8, of 32 for others."""
+    step = 16 if is_int8 else 32
     return group % step == 0 and in_features % 32 == 0 and 0 < in_features <= MOST_INPUTS
 
 
@@ -121,6 +125,27 @@ def packed_matrix(
         offset_kind=EXACT if given is None else ZEROS if minima is None else MINIMA,
         unit=unit,
     )
+
+
+def packed_float8(codes: Tensor, scales: Tensor) -> MatrixParts:
+    """Arrange float8_e4m3fn codes [out, in] with their scales [out, groups]. The scale of a group
+    with a NaN is NaN, because C does not look for the code of NaN."""
+    codes = codes.view(torch.uint8)
+    groups = codes.unflatten(1, (scales.shape[1], -1))
+    scales = scales.masked_fill(((groups & 0x7F) == 0x7F).any(-1), float("nan"))
+    return MatrixParts(
+        panels=pack_codes(in_float8_order(codes), 8),
+        scales=pack_groups(scales),
+        bits=8,
+        group=groups.shape[2],
+        scale_kind=SCALE_KINDS[scales.dtype],
+        float8=True,
+    )
+
+
+def in_float8_order(codes: Tensor) -> Tensor:
+    """Every four inputs of [.., in] in `FLOAT8_ORDER`; called again, as before."""
+    return codes.unflatten(-1, (-1, 4))[..., FLOAT8_ORDER].flatten(-2)
 
 
 def quantized_linear(x: Tensor, matrix: MatrixParts, bias: Tensor | None, out: int) -> Tensor:

@@ -5,6 +5,7 @@
 | `quantized.py` | `Quantized`: codes, scales and zero points of a matrix, and its dense values |
 | `integers.py` | order of 4-bit and 8-bit codes inside bytes and 32-bit words |
 | `methods.py` | the `LinearMethod`s of quantised matrices: while loading, and loaded |
+| `panels.py` | the layout of the C functions, chosen on a CPU |
 | `outliers.py` | LLM.int8()'s products: outlying inputs in 16 bits |
 | `kernels.py` | the layouts of the Triton kernels, chosen on a GPU |
 | `formats.py` | what a checkpoint format must describe, and which one a checkpoint has |

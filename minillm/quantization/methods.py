@@ -72,6 +72,20 @@ def install(matrix: Matrix, found: Quantized, dtype: torch.dtype, threshold: flo
     matrix.method = QuantizedMethod(dtype, tuple(found.parts()), threshold)
 
 
+def unpack(matrix: Matrix) -> bool:
+    """Make a quantised matrix that no kernel reads dense, once, in place of for each product.
+    Returns False for all others."""
+    method = matrix.method
+    if type(method) is not QuantizedMethod:
+        return False
+    values = method.values(matrix)
+    for name in method.names:
+        delattr(matrix, name)
+    matrix.method = PlainLinearMethod()
+    matrix.weight = frozen(values)
+    return True
+
+
 class LoadingMethod(LinearMethod):
     """A matrix that is being read from a quantised checkpoint.
 

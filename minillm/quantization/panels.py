@@ -1,4 +1,13 @@
-"""Quantised matrices in panels: products in C with activations of 8 bits (`ops/c/quantized.c`)."""
+"""Quantised matrices in panels: products in C (`ops/c/quantized.c`).
+
+| codes | product |
+|---|---|
+| int8, int4, NF4, FP4 | integers, each row of activations rounded to 8 bits |
+| FP8 (e4m3) | float32, activations as they are (`ops/c/float8.c`) |
+
+What C has no product for is made dense once, when the weights are packed (`unpack`): groups or
+inputs of other sizes, integers in a model of float32, and everything on a machine without C.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,27 +26,30 @@ from minillm.ops import c_library, cpu
 from minillm.ops.cpu_experts import panel_experts
 from minillm.ops.cpu_quantized import (
     EXACT,
+    FLOAT8,
     MINIMA,
     PANEL,
     ZEROS,
     MatrixParts,
     fits,
+    in_float8_order,
+    packed_float8,
     packed_matrix,
     quantized_linear,
     rows_of_codes,
     rows_of_groups,
+    whole_numbers,
 )
 from minillm.quantization.integers import split_bytes
 from minillm.quantization.methods import QuantizedMethod
 from minillm.quantization.quantized import Quantized, integer_codes
 
 TENSORS = ("panels", "scales", "offsets", "numbers", "order")
-FLOAT8 = (torch.float8_e4m3fn,)
 
 
 class PanelQuantizedMethod(LinearMethod):
     """A quantised matrix, or stacked experts, in panels. Products round each row of activations to
-    8 bits."""
+    8 bits, unless the codes are FP8."""
 
     def __init__(self, parts: MatrixParts, dtype: torch.dtype, out_features: int):
         # The tensors are buffers of the layer; a second reference would keep them alive.
@@ -88,6 +100,8 @@ def as_quantized(
     codes: Tensor, scales: Tensor, offsets: Tensor | None, parts: MatrixParts
 ) -> Quantized:
     """Unsigned codes [N, in] with scales and offsets [N, groups], as a `Quantized`."""
+    if parts.float8:
+        return Quantized(in_float8_order(codes).view(FLOAT8), scales)
     zeros = offsets if parts.offset_kind == ZEROS else None
     minima = offsets if parts.offset_kind == MINIMA else None
     if parts.bits == 8:
@@ -97,32 +111,46 @@ def as_quantized(
     return Quantized(integer_codes(codes, 4), scales, zeros, minima)
 
 
+def is_int8(found: Quantized) -> bool:
+    """Whether C has the codes as int8: also those of 4 bits in groups of other sizes than 32."""
+    if found.bits == 8:
+        return found.codes.dtype != FLOAT8
+    return found.group_size % 32 > 0
+
+
 def in_bytes(found: Quantized) -> Quantized:
-    """4-bit codes in groups that C supports only with 8 bits (of 16), as 8-bit codes of the same
-    values; others unchanged."""
-    if found.bits == 8 or found.table is not None or found.group_size % 32 == 0:
-        return found
-    return replace(found, codes=split_bytes(found.codes).to(torch.int8))
+    """4-bit codes as 8-bit codes of the same values; a table's numbers as `whole_numbers`."""
+    codes = split_bytes(found.codes)
+    if found.table is None:
+        return replace(found, codes=codes.to(torch.int8))
+    numbers, unit = whole_numbers(found.table)
+    whole = (numbers.to(torch.int16) - 128).to(torch.int8)[codes.long()]
+    return replace(found, codes=whole, scales=found.scales.float() * unit, table=None)
 
 
 def runs_in_panels(matrix: Matrix) -> bool:
     """Whether C computes products with a quantised matrix, which `pack_quantized` then packs."""
     method = matrix.method
-    if type(method) is not QuantizedMethod:
+    if type(method) is not QuantizedMethod or not cpu.panels_are_fast(method.dtype):
         return False
-    found = in_bytes(method.quantized(matrix))
-    if found.codes.dtype in FLOAT8 or not fits(*found.shape, found.group_size, found.bits):
-        return False
-    if found.table is not None and found.minima is not None:
+    found = method.quantized(matrix)
+    if not fits(found.shape[1], found.group_size, is_int8(found)):
         return False
     if matrix.copies is not None and (matrix.shape[1] % PANEL or method.threshold):
         return False  # experts would share a panel, or lose their outliers
-    return method.dtype == torch.bfloat16 and cpu.panels_are_fast(method.dtype)
+    if found.codes.dtype == FLOAT8:
+        return found.order is None and found.zeros is None and found.minima is None
+    if found.table is not None and found.minima is not None:
+        return False
+    return method.dtype == torch.bfloat16  # float32 activations are not rounded
 
 
 def arranged(found: Quantized) -> MatrixParts:
     """A quantised matrix in panels."""
-    found = in_bytes(found)
+    if found.codes.dtype == FLOAT8:
+        return packed_float8(found.codes, found.scales)
+    if found.bits == 4 and is_int8(found):
+        found = in_bytes(found)
     if found.bits == 4:
         codes = split_bytes(found.codes)
     else:
@@ -150,16 +178,17 @@ def pack_quantized(matrices: Sequence[Matrix]) -> int:
 def code_bytes(matrices: Sequence[Matrix]) -> Iterator[int]:
     """Bytes of the codes of each matrix in panels."""
     for matrix in matrices:
-        found = in_bytes(matrix.method.quantized(matrix))  # type: ignore[attr-defined]
+        found = matrix.method.quantized(matrix)  # type: ignore[attr-defined]
         rows, width = found.shape
-        yield math.ceil(rows / PANEL) * PANEL * width * found.bits // 8
+        bits = 8 if is_int8(found) else found.bits
+        yield math.ceil(rows / PANEL) * PANEL * width * bits // 8
 
 
 def pack_one(matrix: Matrix, place: Tensor) -> None:
     """Put a matrix into panels, its codes into `place`."""
     method: QuantizedMethod = matrix.method  # type: ignore[assignment]
     found = method.quantized(matrix)
-    rows, table = found.shape[0], found.table
+    rows, table = found.shape[0], None if is_int8(found) else found.table
     parts = arranged(found)
     del found
     panels = place.view(parts.panels.shape).copy_(parts.panels)
@@ -175,18 +204,18 @@ def pack_one(matrix: Matrix, place: Tensor) -> None:
 
 
 def kernel_of(matrix: Matrix) -> str:
-    """The kernel of a matrix's products on this processor, and the resident form that it reads.
-
-    "dense for each call" is the slow case: no kernel reads the form, so a matrix is made dense
-    whenever it is used.
-    """
+    """The kernel of a matrix's products on this processor, and the resident form that it reads."""
     method = matrix.method
     if isinstance(method, PanelQuantizedMethod):
+        parts = method.parts(matrix)
         outliers = f", from {method.threshold:g} on of 16" * bool(method.threshold)
-        return f"C panels, {form_of(method.parts(matrix))}, activations of 8 bits{outliers}"
+        inputs = f"of 8 bits{outliers}"
+        if parts.float8:
+            inputs = f"in {str(method.dtype).removeprefix('torch.')}"
+        return f"C panels, {form_of(parts)}, activations {inputs}"
     if isinstance(method, QuantizedMethod):
         found = method.quantized(matrix)
-        kind = "FP8" if found.codes.dtype in FLOAT8 else f"int{found.bits}"
+        kind = "FP8" if found.codes.dtype == FLOAT8 else f"int{found.bits}"
         return f"dense for each call, {kind}, groups of {found.group_size}"
     width = f"{method_dtype(matrix)}, not quantised"
     if isinstance(method, PanelLinearMethod):
@@ -197,6 +226,7 @@ def kernel_of(matrix: Matrix) -> str:
 def form_of(parts: MatrixParts) -> str:
     """The form of codes: bits or table, group, offsets, order."""
     kind = f"int{parts.bits}" if parts.numbers is None else "table of 16 values"
+    kind = "FP8 (e4m3)" if parts.float8 else kind
     offsets = {ZEROS: ", zero points", MINIMA: ", minima"}.get(parts.offset_kind, "")
     order = "" if parts.order is None else ", act order"
     return f"{kind}, groups of {parts.group}{offsets}{order}"

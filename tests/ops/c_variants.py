@@ -32,6 +32,14 @@ PRODUCT_PATHS = PATHS | {  # of linear.c and layers.c
 }
 NEEDS = {"no tiles": "avx512_bf16", "no pairs": "avx2", "AVX2": "avx2"}  # an instruction set
 NEEDS |= {"tiles in C": "avx512_bf16", "baseline": "sse2"}
+WIDE = ("-march=x86-64-v3", "-include", str(Path(__file__).with_name("avx512_in_avx2.h")))
+PAIRS = (*WIDE, "-DEMULATE_VNNI", "-DEMULATE_BF16")
+EMULATED_PATHS = {  # AVX-512 by SIMDe, on a processor with AVX2
+    "AVX-512": WIDE,
+    "AVX-512 with VNNI": (*WIDE, "-DEMULATE_VNNI"),
+    "AVX-512 with VNNI and BF16": PAIRS,
+    "AMX": (*PAIRS, *PRODUCT_PATHS["tiles in C"][len(NO_TILES) :]),
+}
 ELEMENTS: dict[c_library.Element, torch.dtype] = {"BF16": torch.bfloat16, "F32": torch.float32}
 DIVIDED = ("-DSTARTING_NANOSECONDS=1",)  # small jobs, too, are divided among the threads
 BAND = 64  # elements on each side
@@ -77,6 +85,25 @@ def built(path: str, element: c_library.Element) -> c_library.Library:
         return c_library.load(c_library.find_or_build(element, flags, folder()))
     except c_library.NoLibrary as reason:
         pytest.skip(str(reason))
+
+
+def skip_without_simde() -> None:
+    """Skip a test of EMULATED_PATHS on machines without SIMDe or AVX2, or with AVX-512 itself."""
+    known = machine.cpu_instructions().split()
+    if "avx2" not in known or "avx512f" in known:
+        pytest.skip("emulates AVX-512 on a processor with AVX2 only")
+    if not any((Path(each) / "simde").is_dir() for each in ("/usr/include", "/usr/local/include")):
+        pytest.skip("SIMDe is not installed; CONTRIBUTING.md names its Debian package")
+
+
+@cache
+def emulated(path: str, element: c_library.Element) -> c_library.Library:
+    """The library for one of EMULATED_PATHS. It is an error if it cannot be built."""
+    skip_without_simde()
+    # GCC would contract some sums of products of these long vectors and not others.
+    flags = *EMULATED_PATHS[path], *DIVIDED, "-O1", "-ffp-contract=off"
+    with patch.object(c_library, "BUILD_SECONDS", 900):  # each instruction is a function
+        return c_library.load(c_library.find_or_build(element, flags, folder()))
 
 
 @cache

@@ -12,7 +12,7 @@ from tests.ops import c_variants
 from tests.quantization import test_quantized_products as products
 
 AVX2 = ("-march=x86-64-v3", "-mprefer-vector-width=256")
-SOURCES = ("quantized.c", "linear.c", "threads.c")
+SOURCES = ("quantized.c", "float8.c", "linear.c", "threads.c")
 MISTAKEN = ("quantized.c", "integers.h")
 MUTANTS = {  # pattern, mistake, case of test_quantized_products, flags
     "halves of a byte swapped": (

@@ -11,6 +11,8 @@ from minillm.quantization.integers import joined
 from minillm.quantization.panels import arranged
 from minillm.quantization.quantized import Quantized
 from minillm.quantization.rounding import round_asymmetric, round_symmetric
+from tests.ops import c_variants
+from tests.ops.c_variants import PRODUCT_PATHS, with_threads
 
 pytestmark = pytest.mark.skipif(
     cpu.functions(torch.bfloat16) is None, reason="there are no C functions for bf16"
@@ -74,8 +76,14 @@ CASES = {
     "int4, minima in float16": lambda w: with_minima(w, torch.float16),
     "NF4": lambda w: in_table(w, NF4),
     "FP4": lambda w: in_table(w, E2M1, 32),
+    "FP4, groups of 16": lambda w: in_table(w, E2M1, 16),
     "act order": in_order,
 }
+
+
+PATHS = [
+    pytest.param(each, marks=() if each == "native" else pytest.mark.slow) for each in PRODUCT_PATHS
+]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -119,12 +127,36 @@ def test_numbers_that_are_not_finite_stay_so_in_their_row():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_output_depends_on_its_row_only(name):
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(each, marks=() if each == "native" else pytest.mark.slow)
+        for each in PRODUCT_PATHS
+    ],
+)
+def test_an_output_depends_on_its_row_only(path, name, monkeypatch):
+    use_functions(c_variants.functions(path, "BF16"), monkeypatch)
+    check_bits(name, BF16)
+
+
+def use_functions(found: cpu.Functions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute with these functions, on one thread."""
+    monkeypatch.setattr(cpu, "functions", lambda dtype: found)
+    monkeypatch.setattr(found.threads, "follow_torch", lambda: None)
+    found.threads.set(1)
+
+
+def check_bits(name: str, dtype: torch.dtype) -> None:
+    """The bits of a row are the same in every batch, and with 1, 2 and 3 threads."""
     torch.manual_seed(0)
-    x, weight = torch.randn(33, 320).to(BF16), arranged(CASES[name](torch.randn(64, 320)))
-    whole = quantized_linear(x, weight, None, 64)
-    for start, stop in ((0, 1), (3, 5), (7, 20), (32, 33)):
-        assert torch.equal(quantized_linear(x[start:stop], weight, None, 64), whole[start:stop])
+    x, weight = torch.randn(128, 320).to(dtype), arranged(CASES[name](torch.randn(75, 320)))
+    whole = quantized_linear(x, weight, None, 75)
+    for start, stop in ((0, 1), (0, 16), (0, 17), (3, 5), (7, 20), (127, 128)):
+        assert torch.equal(quantized_linear(x[start:stop], weight, None, 75), whole[start:stop])
+    for threads in (2, 3):
+        with with_threads(cpu.functions(dtype), threads):
+            for stop in (1, 17, 128):
+                assert torch.equal(quantized_linear(x[:stop], weight, None, 75), whole[:stop])
 
 
 def test_a_row_of_zeros_gives_the_bias():

@@ -15,12 +15,19 @@ from typing import Any
 
 from minillm.cli.terminal import Terminal, digits
 from minillm.errors import ConfigError
+from minillm.lab.benchmarks.compare_table import weights_line
 from minillm.lab.benchmarks.engine_process import OWN
 
 SECTION = "## Speed by processor class"
 NOTE = "Compare only within a table: memory bandwidth differed between the runs."
 LABELS = MappingProxyType(  # column heads, in order
-    {OWN: OWN, "openvino": "OpenVINO GenAI", "vllm": "vLLM-CPU", "transformers": "transformers"}
+    {
+        OWN: OWN,
+        "openvino": "OpenVINO GenAI",
+        "vllm": "vLLM-CPU",
+        "llamacpp": "llama.cpp",
+        "transformers": "transformers",
+    }
 )
 CLASSES = ("amx", "avx512_bf16", "avx512", "avx2", "neon", "other")
 BENCHMARKS = ("decode", "prefill", "offline")
@@ -100,7 +107,8 @@ def beside_text(beside: Found) -> str:
 
 def work_of(found: Found, one: Found) -> str:
     """The model, the dtype and the case of a result."""
-    start = f"{found['model'].removeprefix('preset:')}, {found['dtype']}, {found['benchmark']}"
+    name, weights = found["model"].removeprefix("preset:"), weights_line(found)
+    start = f"{name}, {weights}, {found['benchmark']}"
     if "batch" not in one:
         return f"{start}, {one['requests']} requests"
     if found["benchmark"] == "prefill":

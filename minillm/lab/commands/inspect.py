@@ -110,6 +110,8 @@ def inspect_folder(name: str, against: str | None = None) -> Inspection:
 
 def kinds_of(model: "Decoder", reference: "dict[str, Tensor] | None" = None) -> list[Kind]:
     """The matrices of a loaded model, grouped by how they are stored. Packs the model."""
+    import torch
+
     from minillm.layers.linear_methods import Matrix
     from minillm.layers.panel_methods import PanelHeadsMethod
     from minillm.models.packing import pack_weights
@@ -129,6 +131,8 @@ def kinds_of(model: "Decoder", reference: "dict[str, Tensor] | None" = None) -> 
     pack_weights(model)
     for kind, matrix in members:
         kernel = kernel_of(matrix)
+        if kind.layout != "dense" and isinstance(matrix.weight, torch.Tensor):
+            kernel = kernel.replace("not quantised", "made dense when loaded (no C product)")
         if isinstance(matrix.method, PanelHeadsMethod):
             kernel = "C panels of each head, not quantised"
         if kernel not in kind.kernel:

@@ -1,4 +1,4 @@
-/* A weight of one of two kinds: elements in panels (linear.c), or quantised (quantized.c). */
+/* A weight: elements in panels (linear.c), or codes with scales (quantized.c, float8.c). */
 #pragma once
 #include "panels.h"
 
@@ -15,6 +15,7 @@ typedef struct {
     int64_t scale_kind;    /* 0: float32, 1: bf16, 2: float16 */
     int64_t offset_kind;   /* EXACT, ZEROS or MINIMA */
     float unit;            /* of these numbers; otherwise 1 */
+    int64_t float8;        /* codes of 8 bits are e4m3 numbers (float8.c) */
 } matrix;
 
 /* y = x W^T + b, or with `gated` silu(gate) * up, as `panel_product` for both kinds. Returns 1 if
@@ -51,3 +52,10 @@ rounded_rows rounded_at(char *memory, int64_t n, int64_t in, int64_t group);
 
 /* Round all rows of x [n, in] for products with a weight, if it is quantised, as a job. */
 void round_for(const matrix *, const element *x, int64_t n, int64_t in, rounded_rows);
+
+/* x [rows, in], up to 32 rows, by a panel of e4m3 codes -> sums [rows, 32]. */
+void float8_panel(const matrix *, const element *x, int64_t in, int64_t panel, int64_t rows,
+                  float *sums);
+
+/* Instructions of products, as in linear.c; 4 is AMX. */
+int64_t panel_unit(void);

@@ -40,7 +40,7 @@ enum { BYTES, HALVES, TABLE }; /* codes of 8 bits, of 4 bits, and of 4 bits with
 /* A product of rounded rows of x. */
 typedef struct {
     const matrix *w;
-    const element *bias;
+    const element *rows, *bias; /* x, and the bias or NULL */
     element *y;
     rounded_rows x;
     int64_t n, in, out, gated, chunk;
@@ -107,7 +107,7 @@ rounded_rows rounded_at(char *memory, int64_t n, int64_t in, int64_t group) {
 
 void round_for(const matrix *w, const element *x, int64_t n, int64_t in, rounded_rows to) {
     rounding all = {x, w->order, to, in, w->group};
-    if (w->scales) divide_job(n, n * in / 8, round_rows, &all);
+    if (w->scales && !w->float8) divide_job(n, n * in / 8, round_rows, &all);
 }
 
 /* Request the next codes, of as many as are being read. */
@@ -257,6 +257,10 @@ static inline __attribute__((always_inline)) void add_rows(const product *p, con
 static void sum_panel(const product *p, int64_t panel, int64_t row, int64_t rows, float *sums) {
     const matrix *w = p->w;
     int64_t group = w->group;
+    if (w->float8) {
+        float8_panel(w, p->rows + row * p->in, p->in, panel, rows, sums);
+        return;
+    }
     memset(sums, 0, (size_t)(rows * PANEL) * sizeof(float));
     for (int64_t k = 0; k < p->in; k += group)
         for (int64_t part = 0; part < group; part += LONGEST) {
@@ -298,10 +302,11 @@ static void multiply_some(void *context, int64_t begin, int64_t end, int64_t thr
     (void)thread;
 }
 
-/* The time of a product on one thread: 32 bytes of codes a nanosecond, and 128 multiplications. */
+/* The time of a product on one thread: 32 bytes of codes a nanosecond, and 128 multiplications, or
+ * 64 in float32. */
 static int64_t nanoseconds_of(const matrix *w, int64_t n, int64_t in, int64_t out, int64_t gated) {
     int64_t codes = in * out * (gated ? 2 : 1);
-    return codes * w->bits / 8 / 32 + codes * n / 128;
+    return codes * w->bits / 8 / 32 + codes * n / (w->float8 ? 64 : 128);
 }
 
 int64_t matrix_time(const piece_of_matrix *piece) {
@@ -317,8 +322,8 @@ void matrix_piece(const piece_of_matrix *piece, int64_t begin, int64_t end) {
         panel_piece(&plain, begin, end);
         return;
     }
-    product p = {&piece->w, plain.bias, plain.y, piece->rounded, plain.n,
-                 plain.in,  plain.out,  plain.gated, plain.n};
+    product p = {&piece->w, plain.x,   plain.bias,  plain.y, piece->rounded, plain.n,
+                 plain.in,  plain.out, plain.gated, plain.n};
     multiply_some(&p, begin, end, 0); /* one chunk: tasks are panels */
 }
 
@@ -353,7 +358,7 @@ int64_t quantized_product(const element *x, const matrix *w, const element *bias
     if (n <= 0) return 0;
     char *memory = scratch((size_t)rounded_bytes(n, in));
     if (!memory) return 1;
-    product p = {w, bias, y, rounded_at(memory, n, in, w->group), n, in, out, gated, n};
+    product p = {w, x, bias, y, rounded_at(memory, n, in, w->group), n, in, out, gated, n};
     round_for(w, x, n, in, p.x);
     if (n > FEW) p.chunk = (1 << 19) / in / ROWS * ROWS;
     if (p.chunk < ROWS) p.chunk = n < ROWS ? n : ROWS;

@@ -1,5 +1,6 @@
 """`minillm bench --quantization`: what engines are told, what is counted, and the peers' files."""
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -178,3 +179,29 @@ def test_openvino_exports_compressed_weights(
     assert four[four.index("--weight-format") + 1 : -1] == [
         "int4", "--sym", "--group-size", "64", "--ratio", "1.0", "--backup-precision", "int8_asym",
     ]  # fmt: skip
+
+
+# ---- committed results -------------------------------------------------------------------------
+
+RESULTS = Path(__file__).resolve().parents[3] / "notebooks" / "results"
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_the_table_of_speeds_has_the_medians_of_the_files(weights: str) -> None:
+    found, plain = (
+        json.loads((RESULTS / "quantisation" / f"decode-135m-{name}.json").read_text("utf-8"))
+        for name in (weights, "bf16")
+    )
+    rows = (RESULTS / "README.md").read_text("utf-8").splitlines()
+    for batch in (1, 16):
+        speeds = {one["engine"]: one["tokens_per_second"]["median"]
+                  for one in found["results"] if one["batch"] == batch}  # fmt: skip
+        own, llama, vino = (speeds[name] for name in ("minillm", "llamacpp", "openvino"))
+        base, share = (
+            next(one[key] for one in each["results"]
+                 if (one["engine"], one["batch"]) == ("minillm", batch))
+            for each, key in ((plain, "tokens_per_second"), (found, "share_of_bound"))
+        )  # fmt: skip
+        cells = [f"{own:.3g}", f"{own / base['median']:.2f}", f"{share:.0%}", f"{llama:.3g}",
+                 f"{vino:.3g}", f"{own / llama:.2f}", f"{own / vino:.2f}"]  # fmt: skip
+        assert f"| {batch} | {weights} | {' | '.join(cells)} |" in rows
