@@ -135,6 +135,7 @@ def test_the_drawings_caption_what_they_draw(shown):
     assert captions[0].endswith("a batch of 4 gives 2.0 times with the m, 4.0 times with the n.")
     titles = [ax.get_title() for ax in shown[1][0].axes]
     assert titles == [f"{name}\nengine: 3.0 times the bound at 4" for name in "ab"]
+    assert "a (engine: 3.0 times the bound at 4); b (" in captions[1]
     heights = [ax.get_ylim() for ax in shown[1][0].axes]
     assert heights[0] == heights[1]  # one scale
     assert "longer than bytes at no batch, however large; beyond 1,856 tokens" in captions[2]

@@ -165,11 +165,8 @@ def draw_regimes(panels: Sequence[Panel]) -> None:
                 for second in times.values())  # fmt: skip
     for ax in axes:
         ax.set_ylim(min(low, 700 * float(least)), high * 20)  # one scale, and room for the legends
-    show(
-        fig,
-        "The time of a decode step against the batch: no program that reads these weights from "
-        "memory can enter the grey area.",
-    )
+    told = "; ".join(f"{panel.title} ({_compared(panel)})" for panel in panels)
+    show(fig, f"The time of a decode step against the batch, above the bound (grey): {told}.")
 
 
 def _draw_bounds(ax: "Axes", panel: Panel) -> None:

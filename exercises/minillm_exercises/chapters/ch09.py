@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from statistics import median
 from typing import NamedTuple
 
 from minillm import LLM, SamplingParams
@@ -315,6 +316,8 @@ def draw_guesses(times: Mapping[str, Sequence[float]], sent: int) -> None:
     names = [letter + ", sent before" * (guess == sent) for guess, letter in enumerate(letters)]
     ax.set_xticks([guess + width / 2 for guess in range(len(names))], names)
     fig.legend(loc="outside upper center", ncols=len(times))
-    told = ", ".join(f"{1e3 * values[sent]:.0f} ms {name}" for name, values in times.items())
+    name, values = list(times.items())[-1]
+    told = f"{1e3 * values[sent]:.0f} ms {name}; the median guess takes "
+    told += f"{median(values) / values[sent]:.1f} times as long"
     guess = f"Guess {letters[sent]} is what another user sent"
-    show(fig, f"{guess}; its first token, measured, takes {told}.")
+    show(fig, f"{guess}. Its first token, measured, takes {told}.")

@@ -181,10 +181,13 @@ def _forget_libraries() -> None:
 def rungs(model: str, **options: Any) -> Iterator[tuple[str, LLM]]:
     """The engine from plain torch to one call for all layers, as far as this machine goes.
 
-    Use each rung before the next one is made: its setting holds only until then.
+    All have the dtype of the first, so all read the same bytes. Use each rung before the next one
+    is made: its setting holds only until then.
     """
     options = {"device": "cpu", "max_model_len": 512} | options
-    yield PLAIN, LLM(model, enforce_eager=True, **options)
+    plain = LLM(model, enforce_eager=True, **options)
+    options["dtype"] = plain.engine.dtype
+    yield PLAIN, plain
     with without_c():
         yield PACKED, LLM(model, **options)
     llm = LLM(model, **options)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from minillm_exercises.chapters.ch12 import Rung, fits_cache
+from minillm_exercises.chapters.ch12 import WHOLE, Rung, fits_cache
 from minillm_exercises.chapters.ch12_device import Turn, bubbles
 from minillm_exercises.chapters.ch12_recordings import padding
 from minillm_exercises.plots import bars, figure, series, show
@@ -29,10 +29,16 @@ def draw_rungs(
     )
     for ax, (model, rungs) in zip(axes, panels.items(), strict=True):
         names = [f"{rung.name}\n{rung.calls:,} calls" for rung in rungs]
-        products = [1e3 * min(rung.products, rung.seconds) for rung in rungs]
+        split = [rung.name != WHOLE for rung in rungs]  # the one call is not divided
+        parts = [1e3 * min(rung.products, rung.seconds) for rung in rungs]
+        products = [part * one for part, one in zip(parts, split, strict=True)]
         rest = [1e3 * rung.seconds - done for rung, done in zip(rungs, products, strict=True)]
+        others = [each * one for each, one in zip(rest, split, strict=True)]
+        whole = [each * (not one) for each, one in zip(rest, split, strict=True)]
         ax.barh(names, products, label="matrix products", **bars(0))
-        ax.barh(names, rest, left=products, label="everything else", **bars(1))
+        ax.barh(names, others, left=products, label="everything else", **bars(1))
+        if any(whole):
+            ax.barh(names, whole, label="both, in one call", **bars(2))
         ax.axvline(1e3 * floors[model], color="black", linestyle="--", linewidth=1.2)
         ax.annotate(
             "reading the weights",
