@@ -225,12 +225,12 @@ def test_the_drawings_caption_what_they_draw(shown):
         [1, 2, 3], [10, 20, 30], [10, 19, 1], {"mean": [5, 6, 7], "p99": [6, 8, 9]},
         [1.0, 0.95, 0.1], limit=8, knee=2, most=35,
     )  # fmt: skip
-    ch22_pictures.draw_queues({0: 90, 4: 99, 16: 3}, 100, 20)
+    ch22_pictures.draw_queues({0: 98.5, 4: 99, 8: 90, 16: 3}, 100, 20)
     ch22_pictures.draw_prices({"plain": 4.0, "better": 1.0}, {"plain": 0.5, "better": 0.5}, "20 ms")
     assert "TTFT) is 200 ms, of which 120 are waiting" in shown[0]
     assert "155 ms, and the longest gap is 500 ms" in shown[0]
     assert "1 of 2 (closed), 1 of 2 (open)" in shown[1]
     assert "Up to 2 requests/s" in shown[2]
     assert "At 3 requests/s the server writes more tokens, the mean TPOT is 7.0 ms" in shown[2]
-    assert "has 4 places, and gives 99 percent" in shown[3]
-    assert "'better', 4.0 times as cheap as 'plain'" in shown[4]
+    assert "queues of 0 to 4 places differ by less than one percent; they give up to 99" in shown[3]
+    assert "within 20 ms. They go from 1.00 to 4.00 dollars" in shown[4]
