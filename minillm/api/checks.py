@@ -12,7 +12,8 @@ from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
 
 def is_whole(value: object) -> bool:
     """Whether `value` is a Python or numpy integer; booleans are not."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    # `int` first: an abstract class takes ten times as long to ask, and prompts have many tokens.
+    return isinstance(value, (int, Integral)) and not isinstance(value, bool)
 
 
 def checked(

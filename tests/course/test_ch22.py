@@ -117,15 +117,14 @@ def shipped(**limits):
 def test_a_run_answers_every_request_with_its_tokens():
     found = ch22_ship.run(LLAMA, shipped(seats=64, prefix_cache=True), 10, requests=12, seed=3)
     wanted = [new for _, _, new in ch22_ship.demand(12, 3)]
-    assert [reply.tokens for reply in found.replies] == wanted
-    assert all(reply.intended <= reply.frames[0] for reply in found.replies)
+    assert [reply.tokens for reply in found] == wanted
+    assert all(reply.intended <= reply.frames[0] for reply in found)
 
 
 def test_the_prefix_cache_saves_the_system_prompt():
     alone = {"requests": 1, "seed": 0}
     without, with_cache = (
-        ch22_ship.run(LLAMA, shipped(prefix_cache=cache), 1, **alone).replies[0]
-        for cache in (False, True)
+        ch22_ship.run(LLAMA, shipped(prefix_cache=cache), 1, **alone)[0] for cache in (False, True)
     )
     law = ch22_ship.StepSeconds(LLAMA, H100, 4, LINKS["nvlink"])
     ((_, own, _),) = ch22_ship.demand(1, 0)
@@ -135,24 +134,28 @@ def test_the_prefix_cache_saves_the_system_prompt():
 
 
 def test_the_search_finds_the_last_rate_that_holds(monkeypatch):
-    asked = []
+    asked = {}
 
     def run(model, config, rate, requests, seed):
-        asked.append(rate)
+        asked[rate] = requests
         times = (0.1, 0.2) if rate <= 34 else (9.0, 9.1)
-        return ch22_ship.Run([ch22.answered(0, 0.0, times, 2)], 100.0 * rate)
+        return [ch22.answered(0, 0.0, times, 30), ch22.answered(1, 0.0, times, 50)]
 
     monkeypatch.setattr(ch22_ship, "run", run)
     sold = ch22_ship.highest_rate(LLAMA, shipped(), {"ttft": 0.5})
-    assert (sold.rate, sold.tokens) == (34, 3400.0)
+    assert (sold.rate, sold.tokens) == (34, 34 * 40)
+    assert sold.dollars == ch22_ship.price(shipped(), 34 * 40)
     assert len(asked) <= 5
+    assert all(count == max(200, 20 * rate) for rate, count in asked.items())
     assert ch22_ship.highest_rate(LLAMA, shipped(), {"ttft": 0.05}).rate == 0
 
 
-def test_no_price_is_below_the_bound_of_its_arithmetic():
+def test_no_throughput_is_above_the_bound_of_its_arithmetic():
     config = shipped(seats=64, budget=512, prefix_cache=True)
-    sold = ch22_ship.highest_rate(LLAMA, config, {"ttft": 60.0, "tpot": 60.0}, requests=60)
-    assert ch22_ship.least_price(LLAMA, config, 60) < sold.dollars
+    replies = ch22_ship.run(LLAMA, config, 1000, 60, seed=0)
+    wall = max(one.end for one in replies) - replies[0].intended
+    dollars = ch22_ship.price(config, sum(one.tokens for one in replies) / wall)
+    assert ch22_ship.least_price(LLAMA, config, 60) < dollars
     assert ch22_ship.least_price(LLAMA, config) < ch22_ship.least_price(LLAMA, shipped())
 
 
@@ -222,12 +225,12 @@ def test_the_drawings_caption_what_they_draw(shown):
         [1, 2, 3], [10, 20, 30], [10, 19, 1], {"mean": [5, 6, 7], "p99": [6, 8, 9]},
         [1.0, 0.95, 0.1], limit=8, knee=2, most=35,
     )  # fmt: skip
-    ch22_pictures.draw_queues({0: 90, 4: 99, 16: 3}, 100, 20)
+    ch22_pictures.draw_queues({0: 98.5, 4: 99, 8: 90, 16: 3}, 100, 20)
     ch22_pictures.draw_prices({"plain": 4.0, "better": 1.0}, {"plain": 0.5, "better": 0.5}, "20 ms")
     assert "TTFT) is 200 ms, of which 120 are waiting" in shown[0]
     assert "155 ms, and the longest gap is 500 ms" in shown[0]
     assert "1 of 2 (closed), 1 of 2 (open)" in shown[1]
     assert "Up to 2 requests/s" in shown[2]
     assert "At 3 requests/s the server writes more tokens, the mean TPOT is 7.0 ms" in shown[2]
-    assert "has 4 places, and gives 99 percent" in shown[3]
-    assert "'better', 4.0 times as cheap as 'plain'" in shown[4]
+    assert "queues of 0 to 4 places differ by less than one percent; they give up to 99" in shown[3]
+    assert "within 20 ms. They go from 1.00 to 4.00 dollars" in shown[4]

@@ -29,6 +29,7 @@ BLOCK, BLOCKS = 16, 20_000  # tokens of a block; blocks of a cache that is never
 SYSTEM = tuple(range(500))  # the beginning of every prompt, as token ids
 MOST = {"own": 6000, "new": 300}  # tokens
 RATES = tuple(sorted({round(4 * 1.12**power) for power in range(31)}))  # requests per second
+ARRIVALS = 20  # seconds
 HOUR = 3600
 
 
@@ -139,19 +140,6 @@ class Configuration:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Run:
-    """What became of the requests of one rate.
-
-    Attributes:
-        replies: one of each request, with times of the virtual clock in seconds.
-        tokens: output tokens per second, from the first arrival to the last answer.
-    """
-
-    replies: list[Reply]
-    tokens: float
-
-
 def demand(requests: int, seed: int) -> list[tuple[float, int, int]]:
     """For each request: its gap to the one before (in mean gaps), the tokens of its own prompt, and
     its output tokens. Gaps are exponential, numbers of tokens log-normal."""
@@ -162,8 +150,11 @@ def demand(requests: int, seed: int) -> list[tuple[float, int, int]]:
     ]
 
 
-def run(model: ModelConfig, config: Configuration, rate: float, requests: int, seed: int) -> Run:
-    """Serve Poisson arrivals: each prompt is the system prompt and own tokens."""
+def run(
+    model: ModelConfig, config: Configuration, rate: float, requests: int, seed: int
+) -> list[Reply]:
+    """Serve Poisson arrivals: each prompt is the system prompt and own tokens. The replies have
+    times of the virtual clock, in seconds."""
     sim, due, at = config.simulation(model), {}, 0.0
     sim.add((*SYSTEM, MADE_UP - 1), 1, name="warm-up")  # the server has run before
     start = sim.run()[-1].delivered
@@ -173,13 +164,10 @@ def run(model: ModelConfig, config: Configuration, rate: float, requests: int, s
         ids = (*SYSTEM, *range(first, first + own)) if config.prefix_cache else len(SYSTEM) + own
         name = sim.add(ids, new, arrival=start + at)
         due[name] = start + at
-    trace = sim.run()
-    times = trace.token_times()
-    replies = [
+    times = sim.run().token_times()
+    return [
         answered(place, due[name], times[name], len(times[name])) for place, name in enumerate(due)
     ]
-    tokens = sum(reply.tokens for reply in replies) / (sim.now - min(due.values()))
-    return Run(replies, tokens)
 
 
 def least_price(
@@ -210,7 +198,8 @@ class Sold:
 
     Attributes:
         rate: requests per second; 0 if the lowest of `RATES` is too high.
-        tokens: output tokens per second at this rate.
+        tokens: output tokens per second: the rate times the mean length of an answer. The time in
+            which the last answers end is not counted, because a server that goes on has no end.
         dollars: price of a million of them.
     """
 
@@ -224,19 +213,20 @@ def highest_rate(
     config: Configuration,
     limits: Objectives,
     share: float = 0.9,
-    requests: int = 200,
-    seeds: Sequence[int] = (0,),
+    fewest: int = 200,
+    seed: int = 0,
 ) -> Sold:
     """Halve the list of rates until the highest is found at which `share` of all requests are
-    within the limits, over all seeds."""
+    within the limits. Each rate is kept up for `ARRIVALS` seconds, or for `fewest` requests if
+    that takes longer."""
     low, high, best = 0, len(RATES), Sold(0, 0.0, float("inf"))
     while low < high:
         middle = (low + high) // 2
-        runs = [run(model, config, RATES[middle], requests, seed) for seed in seeds]
-        replies = [reply for one in runs for reply in one.replies]
+        rate = RATES[middle]
+        replies = run(model, config, rate, max(fewest, ARRIVALS * rate), seed)
         if evaluate(replies, limits, 1.0)["attainment"] >= share:
-            tokens = sum(one.tokens for one in runs) / len(runs)
-            best = Sold(RATES[middle], tokens, price(config, tokens))
+            tokens = rate * sum(reply.tokens for reply in replies) / len(replies)
+            best = Sold(rate, tokens, price(config, tokens))
             low = middle + 1
         else:
             high = middle
