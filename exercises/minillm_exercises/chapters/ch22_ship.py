@@ -1,4 +1,4 @@
-"""Chapter 22, the last section: configurations of Llama-3.1-8B on a virtual clock, and their price.
+"""Chapter 22, the last section: configurations of Llama-3.1-70B on a virtual clock, and prices.
 
 The engine's own scheduler decides. A step takes the time of the roofline model, which is computed
 here from a few constants: `cost.step_cost` for each of a million steps would take minutes.
