@@ -630,11 +630,14 @@ def test_info_of_a_mixture_says_what_a_token_uses(cli: Any) -> None:
     assert "MLA" in row(shown.out, "attention")
 
 
-def test_info_of_everything(base: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_of_everything(
+    base: Path, tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from minillm.lab.commands import info
 
+    (tmp_path / base.name).symlink_to(base)  # alone: its parent has other tests' folders
     monkeypatch.setattr(info, "measure", lambda device: DATASHEET["laptop-ddr5"])
-    monkeypatch.setattr(checkpoint, "ASSETS", base.parent)
+    monkeypatch.setattr(checkpoint, "ASSETS", tmp_path)
     shown = cli("info")
     assert {base.name, *(f"preset:{name}" for name in PRESETS)} <= set(shown.out.split())
     assert row(shown.out, "bandwidth").startswith("89.6 GB/s")
