@@ -201,8 +201,9 @@ def local_folder(name: str) -> Path | None:
         return None
     known = [*embedded_models(), *(f"preset:{key}" for key in PRESETS)]
     raise ModelNotFoundError(
-        f"There is no folder {shown(name)}; give a Hugging Face model folder, a hub id such as "
-        f"'org/name', or one of {', '.join(embedded_models())}.{did_you_mean(name, known)}"
+        f"There is no folder {shown(name)}; give a Hugging Face model folder, a GGUF file, a hub "
+        f"id such as 'org/name', or one of {', '.join(embedded_models())}."
+        f"{did_you_mean(name, known)}"
     )
 
 
