@@ -242,7 +242,8 @@ def climb(ways: Sequence[Way], rounds: int = 6) -> list[Rung]:
                 least[place] = min(least[place], quietly(run, 15, 0.1))
     totals = [calls_of(DecodeStep.of(way.chosen())).total() for way in ways]
     return [
-        Rung(way.name, *least, calls) for way, least, calls in zip(ways, best, totals, strict=True)
+        Rung(way.name, seconds, products, count)
+        for way, (seconds, products), count in zip(ways, best, totals, strict=True)
     ]
 
 
