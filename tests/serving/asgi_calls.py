@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +36,10 @@ async def call(
     body: Mapping[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
     leave_after: int | None = None,
+    on_part: Callable[[], object] = lambda: None,
 ) -> Reply:
     """POST a JSON body, or GET without one. With `leave_after` the client closes the connection
-    after that many parts of the response."""
+    after that many parts of the response. `on_part` is called when a part has arrived."""
     path, _, query = path.partition("?")
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http",
@@ -62,6 +63,7 @@ async def call(
             reply.headers = {k.decode(): v.decode() for k, v in message["headers"]}
         elif message.get("body"):
             reply.parts.append(message["body"])
+            on_part()
         if leave_after is not None and len(reply.parts) >= leave_after:
             left.set()
 

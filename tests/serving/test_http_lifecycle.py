@@ -297,6 +297,7 @@ def test_a_dead_engine_ends_streams_and_the_server(
         server.wait_for(lambda: server.engine.num_unfinished == 2)
         begin = steps(server)
         server.wait_for(lambda: steps(server) > begin + 3)
+        assert wire.recv(1) == b"H"  # the stream has begun
 
         def fail() -> None:
             raise SystemExit("planted")

@@ -3,8 +3,9 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from time import perf_counter
 from typing import Any
 
@@ -63,10 +64,16 @@ async def scrape(app: Any, accept: str = "") -> dict[tuple[str, ...], float]:
     return found
 
 
-async def complete(app: Any, prompt: Any, leave_after: int | None = None, **more: Any) -> Reply:
+async def complete(
+    app: Any,
+    prompt: Any,
+    leave_after: int | None = None,
+    on_part: Callable[[], object] = lambda: None,
+    **more: Any,
+) -> Reply:
     """One completion; 12 tokens if not said otherwise."""
     body = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True, "temperature": 0} | more
-    return await call(app, "/v1/completions", body, leave_after=leave_after)
+    return await call(app, "/v1/completions", body, leave_after=leave_after, on_part=on_part)
 
 
 # ---- names -------------------------------------------------------------------------------------
@@ -405,15 +412,17 @@ def test_a_client_that_leaves_before_the_reply_is_an_abort(engine):
 def test_a_stream_that_fails_after_its_first_token_has_its_time(engine, monkeypatch):
     """The requests of the histogram and those of the counter are all requests."""
     app, step = build_app(engine, Settings(("m",))), engine._engine.step
+    arrived = Event()
 
     def broken() -> list[Any]:
         if len(engine.trace) > 3:
+            arrived.wait(60)  # else the failure may overtake the first token
             raise SystemExit
         return step()
 
     async def main() -> None:
         monkeypatch.setattr(engine._engine, "step", broken)
-        events = (await complete(app, "a", stream=True)).events()
+        events = (await complete(app, "a", stream=True, on_part=arrived.set)).events()
         assert "error" in events[-1]
         assert len(events) > 1
         found = await scrape(app)
