@@ -16,7 +16,7 @@ PEERS ?= vllm openvino
 PEERS_DIR ?= .peers
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab check test test-full test-emulated test-clients notebooks facts stale bundle peers clean
+.PHONY: help run lab check test test-full test-emulated test-browser test-clients notebooks facts stale bundle peers clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -55,6 +55,11 @@ test-full: check ## the same with the slow tests, and the chapters' facts once m
 test-emulated: $(DEV_STAMP) ## run the C functions with the instructions of other processors (SIMDe, qemu: CONTRIBUTING.md)
 	$(PY) -m pytest -n 0 -p no:nbval -rs tests/quantization/test_emulated_products.py tests/ops/test_c_emulated.py \
 		tests/ops/test_c_simde.py
+
+test-browser: $(DEV_STAMP) ## set up selenium, and test the pages in Chromium, which must be installed with chromedriver
+	$(PY) -m pip install -q -e '.[browser]' -c constraints.txt
+	$(PY) -m pytest -n 0 -p no:nbval -rs tests/trace/test_browser.py tests/serving/test_live_trace_browser.py \
+		tests/serving/test_playground.py tests/serving/test_playground_views.py tests/serving/test_playground_requests.py
 
 test-clients: $(DEV_STAMP) $(PEERS_DIR)/clients/.installed ## set up other projects' clients (1 GB), and run them against minillm serve
 	$(PY) -m pytest -n 0 -p no:nbval tests/clients

@@ -11,6 +11,10 @@ the first two run in turn. Rows of the table:
 
 Other programs disturb tokens/s much and us/token little. The client only counts
 what it receives; with --parse it parses every event, as a typical client does.
+
+A few texts of a run may differ: requests arrive one after the other at the
+server, so their prompts are cut into other chunks, and bfloat16 arithmetic then
+chooses differently between two logits that are equal or neighbours.
 """
 
 import math
