@@ -24,6 +24,7 @@ from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
 from minillm.ops.cpu_layers import Layers, LayerShape, LayerWeights
 from minillm.ops.cpu_quantized import MatrixParts
+from minillm.quantization.mixed import members
 from minillm.quantization.outliers import OutlierMethod
 from minillm.quantization.panels import PanelQuantizedMethod
 
@@ -114,10 +115,10 @@ def fits(layer: nn.Module) -> bool:
 
 
 def matrices(attention: Attention | MLAttention, mlp: MLP | MoE) -> list[Matrix]:
-    """The matrices of a layer, without `kv_b_proj` of MLA."""
+    """The matrices of a layer, without `kv_b_proj` of MLA; of a mixed qkv its members."""
     found: list[Matrix] = [attention.o_proj]
     if isinstance(attention, Attention):
-        found.append(attention.qkv_proj)
+        found += members(attention.qkv_proj)
     else:
         low = [] if attention.q_a_proj is None else [attention.q_a_proj]
         found += [*low, attention.q_proj, attention.kv_a_proj]
@@ -157,12 +158,13 @@ def layer_weights(layer: Any) -> LayerWeights:
 
 def parts_of(matrix: Matrix | None) -> Any:
     """A matrix as C reads it, if the layer has it."""
-    if matrix is None:
-        return None
-    method = matrix.method
-    if isinstance(method, PanelQuantizedMethod):
-        return method.parts(matrix)
-    return MatrixParts(matrix.weight)
+    found = None
+    for each in reversed([] if matrix is None else members(matrix)):
+        method, parts = each.method, MatrixParts(each.weight)
+        if isinstance(method, PanelQuantizedMethod):
+            parts = method.parts(each)
+        found = replace(parts, outputs=each.out_features, next=found)
+    return found
 
 
 def weight_of(module: Matrix | RMSNorm | None) -> Tensor | None:

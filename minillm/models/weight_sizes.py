@@ -8,6 +8,7 @@ model will be, and their bytes are counted. All other matrices have the same byt
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from minillm.plan.parameters import parameter_count
 from minillm.plan.weight_sizes import PARTS, WeightSizes
 from minillm.quantization.formats import Format
 from minillm.quantization.methods import LoadingMethod, QuantizedMethod, install, unpack
+from minillm.quantization.mixed import members
 from minillm.quantization.panels import PanelQuantizedMethod, pack_quantized
 
 ROWS = PANEL  # of a part, of an example
@@ -117,8 +119,9 @@ class Examples:
                 example.weight.data.normal_()
                 install(example, rounding(example.values()), self.layout.dtype)
         if self.layout.packed:
-            pack_quantized([each for each in found if is_quantized(each)])
-            for each in found:
+            held = [member for each in found for member in members(each)]
+            pack_quantized([each for each in held if is_quantized(each)])
+            for each in held:
                 unpack(each)  # what C does not read
 
     def sizes(self, name: str) -> WeightSizes:
@@ -135,7 +138,8 @@ class Examples:
 
     def _products(self) -> str | None:
         """ "int8" if products of the layers' matrices round their activations to 8 bits."""
-        layers = [self.by_key[self.keys[id(each)]][0] for each in matrices(self.model.layers)]
+        examples = [self.by_key[self.keys[id(each)]][0] for each in matrices(self.model.layers)]
+        layers = [member for each in examples for member in members(each)]
         methods = [each.method for each in layers]
         rounds = any(
             isinstance(each, PanelQuantizedMethod) and not each.numbers.float8 for each in methods
@@ -151,8 +155,9 @@ def first_rows(part: WeightSlice) -> WeightSlice:
 
 
 def is_quantized(matrix: Matrix) -> bool:
-    """Whether a loaded matrix is quantised."""
-    return isinstance(matrix.method, QuantizedMethod | PanelQuantizedMethod)
+    """Whether a loaded matrix, or a member of it, is quantised."""
+    kinds = QuantizedMethod | PanelQuantizedMethod
+    return any(isinstance(each.method, kinds) for each in members(matrix))
 
 
 def has_int8_rows(matrix: Matrix) -> bool:
@@ -168,14 +173,23 @@ def has_int8_rows(matrix: Matrix) -> bool:
 
 def bytes_like(matrix: Matrix, example: Matrix) -> float:
     """Bytes of a matrix whose rows are stored as those of the example, with its bias."""
-    rows, held = matrix.out_features, example.out_features
+    bias = sum(each.nbytes for name, each in tensors(matrix) if name != "weight")
+    found, counts = members(example), [matrix.out_features]
+    if len(found) > 1:
+        rows = iter([len(part.rows) for part in matrix.parts])
+        counts = [sum(islice(rows, len(each.parts))) for each in found]
+    return bias + sum(map(bytes_of_rows, counts, found))
+
+
+def bytes_of_rows(rows: int, example: Matrix) -> float:
+    """Bytes of this many rows that are stored as those of the example."""
+    held = example.out_features
     if isinstance(example.method, PanelQuantizedMethod):
         rows, held = (PANEL * math.ceil(each / PANEL) for each in (rows, held))
     parts = dict(tensors(example))
     shared = sum(each.nbytes for name, each in parts.items() if name in SHARED)
     by_row = sum(each.nbytes for name, each in parts.items() if name not in SHARED)
-    bias = sum(each.nbytes for name, each in tensors(matrix) if name != "weight")
-    return shared + by_row * rows / held + bias
+    return shared + by_row * rows / held
 
 
 def tensors(matrix: Matrix) -> Iterator[tuple[str, Tensor]]:

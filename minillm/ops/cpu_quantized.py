@@ -42,6 +42,8 @@ class MatrixParts:
     offset_kind: int = EXACT
     unit: float = 1.0
     float8: bool = False
+    outputs: int = 0
+    next: "MatrixParts | None" = None
 
 
 def inputs_of(matrix: MatrixParts) -> int:

@@ -1,7 +1,7 @@
 """The `LinearMethod`s of quantised matrices: while a checkpoint is read, and afterwards."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from minillm.layers.linear_methods import (
     frozen,
 )
 from minillm.quantization.formats import Format
+from minillm.quantization.mixed import hold_members, member_of, plain_member, runs_of
 from minillm.quantization.quantized import Quantized, stacked
 
 logger = logging.getLogger(__name__)
@@ -89,9 +90,10 @@ def unpack(matrix: Matrix) -> bool:
 class LoadingMethod(LinearMethod):
     """A matrix that is being read from a quantised checkpoint.
 
-    It holds the tensors of the file as they are. `finish` turns them into a `Quantized`, or into
-    a dense weight, and replaces this method. It is dense if the parts have different formats or one
-    of them has no resident form, or if `dense` asks for it.
+    It holds the tensors of the file as they are. `finish` turns them into a `Quantized`, into
+    members of several formats, or into a dense weight, and replaces this method. It is dense if no
+    part has a resident form, if experts of a stack have different formats, or if `dense` asks for
+    it.
     """
 
     def __init__(self, format: Format, dense: bool = False):
@@ -125,15 +127,31 @@ class LoadingMethod(LinearMethod):
         if whole is not None and not self.dense and whole.codes.numel():
             install(matrix, whole, self.dtype, self.format.threshold)
             return
+        if quantized and not self.dense and is_divisible(matrix):
+            self._mix(matrix, decoded)
+            return
         if not all(map(self.format.is_plain, matrix.parts)) and not self.dense:
             names = ", ".join(part.name for part in matrix.parts)
-            why = "its parts have different formats" if quantized else "its groups are cut"
+            why = "its experts have different formats" if quantized else "its groups are cut"
             logger.info("%s: dense in memory, because %s.", names, why)
         dense = [
             each.dense(self.dtype) if isinstance(each, Quantized) else each for each in decoded
         ]
         matrix.method = PlainLinearMethod()
         matrix.weight = frozen(torch.cat(dense).to(self.dtype).view(matrix.shape))
+
+    def _mix(self, matrix: Matrix, decoded: Sequence[Quantized | Tensor]) -> None:
+        """Hold each run of parts with one format in a member of its own."""
+        made, start = list[Matrix](), 0
+        for count, found in runs_of(decoded):
+            parts = matrix.parts[start : start + count]
+            if isinstance(found, Quantized):
+                made.append(member_of(parts))
+                install(made[-1], found, self.dtype, self.format.threshold)
+            else:
+                made.append(plain_member(parts, found.to(self.dtype)))
+            start += count
+        hold_members(matrix, made)
 
     def _decode(self, part: WeightSlice) -> Quantized | Tensor:
         names = {suffix: f"{part.name}.{suffix}" for suffix in self.format.tensors(part)}
@@ -142,6 +160,12 @@ class LoadingMethod(LinearMethod):
     def num_bytes(self, matrix: Matrix) -> int:
         """Memory of the tensors of the file."""
         return sum(each.nbytes for each in self.found.values())
+
+
+def is_divisible(matrix: Matrix) -> bool:
+    """Whether the parts of a matrix may be held in several formats: not in a stack, and not if this
+    rank has no rows of one."""
+    return len(matrix.parts) > 1 and matrix.copies is None and all(p.rows for p in matrix.parts)
 
 
 def load_same(place: CheckpointTensor, found: Tensor) -> None:

@@ -20,6 +20,7 @@
 #define _mm512_add_epi32 simde_mm512_add_epi32
 #define _mm512_dpbf16_ps simde_mm512_dpbf16_ps
 #define _mm512_dpbusd_epi32 simde_mm512_dpbusd_epi32
+#define _mm512_fmadd_ps simde_mm512_fmadd_ps
 #define _mm512_loadu_si512 simde_mm512_loadu_si512
 #define _mm512_madd_epi16 simde_mm512_madd_epi16
 #define _mm512_maddubs_epi16 simde_mm512_maddubs_epi16

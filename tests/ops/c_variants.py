@@ -7,7 +7,7 @@ read.
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -96,13 +96,18 @@ def skip_without_simde() -> None:
         pytest.skip("SIMDe is not installed; CONTRIBUTING.md names its Debian package")
 
 
+def patiently() -> AbstractContextManager[object]:
+    """Let a compiler run for 15 minutes: each instruction is a function, or many tests compile."""
+    return patch.object(c_library, "BUILD_SECONDS", 900)
+
+
 @cache
 def emulated(path: str, element: c_library.Element) -> c_library.Library:
     """The library for one of EMULATED_PATHS. It is an error if it cannot be built."""
     skip_without_simde()
     # GCC would contract some sums of products of these long vectors and not others.
     flags = *EMULATED_PATHS[path], *DIVIDED, "-O1", "-ffp-contract=off"
-    with patch.object(c_library, "BUILD_SECONDS", 900):  # each instruction is a function
+    with patiently():
         return c_library.load(c_library.find_or_build(element, flags, folder()))
 
 

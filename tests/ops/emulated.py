@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from minillm.ops import c_library, cpu_structures
-from tests.ops.c_variants import DIVIDED
+from tests.ops.c_variants import DIVIDED, patiently
 
 COMPILER, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 OWN_SOURCES = [Path(__file__).with_name(name) for name in ("emulator.c", "jobs.c")]
@@ -70,9 +70,10 @@ def build(
         c_library.start([*command, *options, "-c", str(each), "-o", made])
         for each, made in zip(files, objects, strict=True)
     ]
-    c_library.finish(compiling)
     made = path / "emulator"
-    c_library.finish([c_library.start([*command, "-static", *objects, "-o", str(made), "-lm"])])
+    with patiently():
+        c_library.finish(compiling)
+        c_library.finish([c_library.start([*command, "-static", *objects, "-o", str(made), "-lm"])])
     return made
 
 

@@ -29,6 +29,7 @@ from minillm.models.quantize import ROUNDINGS, quantize_weights
 from minillm.models.quantize_layers import quantized_model
 from minillm.quantization.making import Made
 from minillm.quantization.methods import QuantizedMethod, install
+from minillm.quantization.mixed import MixedMethod, members
 from minillm.quantization.recipe import METHODS, Recipe
 from minillm.quantization.rounding import round_symmetric
 
@@ -228,7 +229,7 @@ def facts(opened: Opened) -> dict[str, Any]:
     """How the weights are stored: bits, group, zero points, type of scales, and what stays in 16
     bits."""
     model, candidate = opened.model, opened.candidate
-    matrices = layer_matrices(model)
+    matrices = [member for each in layer_matrices(model) for member in members(each)]
     parts = [m.method.quantized(m) for m in matrices if isinstance(m.method, QuantizedMethod)]
     bits = sorted({each.bits for each in parts})
     if candidate.recipe is not None:
@@ -260,7 +261,9 @@ def sixteen_bit(model: Decoder, quantized: list[Matrix]) -> list[str]:
     found = ["norms"]
     known = {id(each) for each in quantized}
     for matrix in model.modules():
-        if not isinstance(matrix, Matrix) or isinstance(matrix.method, QuantizedMethod):
+        if not isinstance(matrix, Matrix):
+            continue
+        if isinstance(matrix.method, QuantizedMethod | MixedMethod):
             continue
         if matrix is model.lm_head:
             found.append("output matrix")

@@ -498,12 +498,17 @@ void panel_product(const element *x, const element *panels, const element *bias,
     run(p, x, in, 0, 0);
 }
 
+static product product_with(const piece_of_product *w) {
+    return (product){0, w->panels, w->bias, w->y, 0, w->n, w->in, w->out, w->gated, 1, 0,
+                     w->y_stride, with_tiles(), 0};
+}
+
 /* Panels `begin` to `end` - 1 of a product, by the calling thread. */
 void panel_piece(const piece_of_product *w, int64_t begin, int64_t end) {
-    product p = {0, w->panels, w->bias, w->y, 0, w->n, w->in, w->out, w->gated, 1, 0, w->y_stride,
-                 with_tiles(), 0};
-    if (begin < end) run(p, w->x, w->x_stride, begin, end);
+    if (begin < end) run(product_with(w), w->x, w->x_stride, begin, end);
 }
+
+void panel_job(const piece_of_product *w) { run(product_with(w), w->x, w->x_stride, 0, 0); }
 
 /* x [n, in], panels -> float32 y [n, out], not rounded: sums over 1, 2, 4 or 8 equal parts of the
  * inner dimension, each a multiple of 32, added as a balanced tree. */

@@ -5,7 +5,7 @@
 enum { EXACT = 0, ZEROS = 1, MINIMA = 2 }; /* kinds of offsets */
 
 /* Python fills it in, with the same order of fields (`minillm/ops/cpu_quantized.py`). */
-typedef struct {
+typedef struct matrix {
     const void *panels;    /* elements, or codes */
     const void *scales;    /* [panels, groups, 32]; NULL: `panels` are elements */
     const void *offsets;   /* NULL, zero points int8, or minima like scales */
@@ -16,10 +16,12 @@ typedef struct {
     int64_t offset_kind;   /* EXACT, ZEROS or MINIMA */
     float unit;            /* of these numbers; otherwise 1 */
     int64_t float8;        /* codes of 8 bits are e4m3 numbers (float8.c) */
+    int64_t outputs;       /* of this matrix, if it has a `next` */
+    const struct matrix *next; /* of the outputs after these, in another format; NULL: none */
 } matrix;
 
-/* y = x W^T + b, or with `gated` silu(gate) * up, as `panel_product` for both kinds. Returns 1 if
- * memory is exhausted. */
+/* y = x W^T + b, or with `gated` silu(gate) * up, as `panel_product` for both kinds. A matrix with a
+ * `next` is not gated. Returns 1 if memory is exhausted. */
 int64_t product_of(const element *x, const matrix *, const element *bias, element *y, int64_t n,
                    int64_t in, int64_t out, int64_t gated);
 

@@ -15,6 +15,9 @@ typedef struct {
 /* Outputs of panels `begin` to `end` - 1, by the calling thread. */
 void panel_piece(const piece_of_product *, int64_t begin, int64_t end);
 
+/* All outputs, as a job. */
+void panel_job(const piece_of_product *);
+
 /* Nanoseconds of a product on one thread, about. */
 int64_t product_time(const piece_of_product *);
 

@@ -43,7 +43,7 @@ typedef struct {
     const element *rows, *bias; /* x, and the bias or NULL */
     element *y;
     rounded_rows x;
-    int64_t n, in, out, gated, chunk;
+    int64_t n, in, out, gated, apart, chunk; /* rows of y are `apart` */
 } product;
 
 /* Rows of x to be rounded. */
@@ -223,9 +223,9 @@ static inline __attribute__((always_inline)) void add_group(const product *p, co
             if (w->offset_kind == MINIMA) offset = scales_at(w->offsets, w->scale_kind, scale + lanes);
             for (int r = 0; r < rows; r++) {
                 float *to = sums + r * PANEL + lanes;
-                vec found = load_vec(to) + __builtin_convertvector(acc[r][c], vec) * s;
+                vec found = fused_add(load_vec(to), __builtin_convertvector(acc[r][c], vec), s);
                 if (at->is_first && w->offset_kind != EXACT)
-                    found += offset * (float)totals[r * groups];
+                    found = fused_add(found, offset, (vec){0} + (float)totals[r * groups]);
                 store_vec(to, found);
             }
         }
@@ -289,13 +289,13 @@ static void multiply_some(void *context, int64_t begin, int64_t end, int64_t thr
         if (p->gated) read_bias(p->bias ? p->bias + out + first : 0, PANEL, biases[1]);
         for (; row < last; row += ROWS) {
             int64_t rows = last - row < ROWS ? last - row : ROWS;
-            element *y = p->y + row * out + first;
+            element *y = p->y + row * p->apart + first;
             sum_panel(p, panel, row, rows, sums[0]);
             if (p->gated) {
                 sum_panel(p, panel + num_panels, row, rows, sums[1]);
-                write_gated(sums[0], sums[1], biases[0], biases[1], y, rows, out);
+                write_gated(sums[0], sums[1], biases[0], biases[1], y, rows, p->apart);
             } else {
-                write_rows(sums[0], biases[0], y, rows, columns, out);
+                write_rows(sums[0], biases[0], y, rows, columns, p->apart);
             }
         }
     }
@@ -322,8 +322,8 @@ void matrix_piece(const piece_of_matrix *piece, int64_t begin, int64_t end) {
         panel_piece(&plain, begin, end);
         return;
     }
-    product p = {&piece->w, plain.x,   plain.bias,  plain.y, piece->rounded, plain.n,
-                 plain.in,  plain.out, plain.gated, plain.n};
+    product p = {&piece->w, plain.x,   plain.bias,  plain.y,        piece->rounded, plain.n,
+                 plain.in,  plain.out, plain.gated, plain.y_stride, plain.n};
     multiply_some(&p, begin, end, 0); /* one chunk: tasks are panels */
 }
 
@@ -353,13 +353,15 @@ static char *scratch(size_t size) {
     return memory;
 }
 
-int64_t quantized_product(const element *x, const matrix *w, const element *bias, element *y,
-                          int64_t n, int64_t in, int64_t out, int64_t gated) {
+/* A product with one quantised matrix, whose rows of x lie one after the other. */
+static int64_t quantized_job(const matrix *w, const piece_of_product *plain) {
+    int64_t n = plain->n, in = plain->in, out = plain->out, gated = plain->gated;
     if (n <= 0) return 0;
     char *memory = scratch((size_t)rounded_bytes(n, in));
     if (!memory) return 1;
-    product p = {w, x, bias, y, rounded_at(memory, n, in, w->group), n, in, out, gated, n};
-    round_for(w, x, n, in, p.x);
+    rounded_rows rows = rounded_at(memory, n, in, w->group);
+    product p = {w, plain->x, plain->bias, plain->y, rows, n, in, out, gated, plain->y_stride, n};
+    round_for(w, plain->x, n, in, p.x);
     if (n > FEW) p.chunk = (1 << 19) / in / ROWS * ROWS;
     if (p.chunk < ROWS) p.chunk = n < ROWS ? n : ROWS;
     int64_t num_panels = (out + PANEL - 1) / PANEL, chunks = (n + p.chunk - 1) / p.chunk;
@@ -367,9 +369,21 @@ int64_t quantized_product(const element *x, const matrix *w, const element *bias
     return 0;
 }
 
+int64_t quantized_product(const element *x, const matrix *w, const element *bias, element *y,
+                          int64_t n, int64_t in, int64_t out, int64_t gated) {
+    piece_of_product plain = {x, 0, bias, y, n, in, out, gated, in, out};
+    return quantized_job(w, &plain);
+}
+
 int64_t product_of(const element *x, const matrix *w, const element *bias, element *y, int64_t n,
                    int64_t in, int64_t out, int64_t gated) {
-    if (w->scales) return quantized_product(x, w, bias, y, n, in, out, gated);
-    panel_product(x, w->panels, bias, y, n, in, out, gated);
+    for (int64_t first = 0; w; w = w->next) {
+        int64_t columns = w->next ? w->outputs : out - first;
+        const element *own = bias ? bias + first : 0;
+        piece_of_product plain = {x, w->panels, own, y + first, n, in, columns, gated, in, out};
+        if (!w->scales) panel_job(&plain);
+        else if (quantized_job(w, &plain)) return 1;
+        first += columns;
+    }
     return 0;
 }

@@ -26,6 +26,9 @@
 #define BLOCK 6 /* 24 of 32 registers are sums: 4 additions take 4 cycles each at the same time */
 #define VECTORS 4
 #else
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
 #define LANES 8
 #define BLOCK 6
 #define VECTORS 2
@@ -94,6 +97,20 @@ static inline vec multiply_add(vec sum, vec a, vec b) {
     return (vec)dot_pairs((float32x4_t)sum, (uint32x4_t)a, (uint32x4_t)b);
 #elif PAIR == 2
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    return sum + a * b;
+#endif
+}
+
+/* sum + a b, rounded once. The compiler may round a b first in one place and not in another, which
+ * would make the bits of a row depend on the number of rows. */
+static inline vec fused_add(vec sum, vec a, vec b) {
+#if defined(WIDE)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__) && LANES == 8
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(NEON)
+    return (vec)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
 #else
     return sum + a * b;
 #endif

@@ -21,6 +21,12 @@ ARCHITECTURES = {
 EXPERTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
+SCALES = {  # where the float16 scales of a K block are, and about the range of the weights
+    Type.Q2_K: ((80, 82), 0.3), Type.Q3_K: ((108,), 0.3), Type.Q4_K: ((0, 2), 0.5),
+    Type.Q5_K: ((0, 2), 1.0), Type.Q6_K: ((208,), 3.0),
+}  # fmt: skip
+
+
 def no_vocabulary(writer: gguf.GGUFWriter) -> None:
     """A file without a tokenizer."""
     writer.add_tokenizer_model("none")
@@ -30,10 +36,11 @@ def export(
     folder: Path,
     config: dict[str, Any],
     path: Path,
-    kind: Type = Type.F32,
+    kind: Type | Callable[[str], Type] = Type.F32,
     vocabulary: Callable[[gguf.GGUFWriter], None] = no_vocabulary,
 ) -> Path:
-    """Write `folder` as a GGUF file with matrices of type `kind`, where their width allows it."""
+    """Write `folder` as a GGUF file with matrices of type `kind`, where their width allows it. A
+    function gives the type of a tensor by its name in the file; K types get random blocks."""
     arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, arch)
     vocabulary(writer)
@@ -43,11 +50,14 @@ def export(
         full = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert full is not None, name
         array = tensor.float().numpy()
-        block = gguf.GGML_QUANT_SIZES[kind][0]
+        own = kind if isinstance(kind, Type) else kind(full)
+        block = gguf.GGML_QUANT_SIZES[own][0]
         if tensor.ndim < 2 or array.shape[-1] % block or "gate.weight" in name:
             writer.add_tensor(full, array)
+        elif own in SCALES:
+            writer.add_tensor(full, small_blocks(own, array.shape), raw_dtype=own)
         else:
-            writer.add_tensor(full, gguf.quants.quantize(array, kind), raw_dtype=kind)
+            writer.add_tensor(full, gguf.quants.quantize(array, own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -146,6 +156,17 @@ def renamed(folder: Path, config: dict[str, Any], arch: str) -> dict[str, torch.
     for name, stack in stacks.items():
         found[name] = torch.stack([stack[i] for i in range(len(stack))])
     return found
+
+
+def small_blocks(kind: Type, shape: tuple[int, ...]) -> np.ndarray:
+    """Random K blocks for a matrix of this shape, with weights below about 0.5."""
+    weights, size = gguf.GGML_QUANT_SIZES[kind]
+    found = random_blocks(size, shape[0], shape[1] // weights)
+    places, unit = SCALES[kind]
+    for at in places:
+        scales = np.full(found.shape[:2], unit * 1e-3, np.float16)
+        found[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return found.reshape(shape[0], -1)
 
 
 def random_blocks(bytes_per_block: int, rows: int, blocks: int, seed: int = 0) -> np.ndarray:

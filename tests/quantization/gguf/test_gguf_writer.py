@@ -1,8 +1,6 @@
 """`minillm quantize MODEL --type TYPE`: blocks as the `gguf` package makes them, and models that
-this engine, the `gguf` package and llama.cpp read."""
+this engine and the `gguf` package read; `test_gguf_llama_cpp.py` has llama.cpp."""
 
-import os
-import subprocess
 from dataclasses import replace
 
 import gguf
@@ -33,7 +31,6 @@ CASES = {
     "linear": ROPES["linear"].tiny("qwen3"),
     "yarn": ROPES["yarn"].tiny("llama"),
 }  # fmt: skip
-LLAMA_CPP = os.environ.get("MINILLM_LLAMA_CPP")  # a Python that has llama_cpp
 
 
 def values(rows=64):
@@ -193,28 +190,3 @@ def test_models_that_a_file_cannot_describe_are_refused(tiny, tmp_path):
         with pytest.raises(UnsupportedFeatureError, match=reason):
             write_model(replace(source, config=config), out, "Q8_0")
     assert not out.exists()
-
-
-SCRIPT = """
-import sys, numpy
-from llama_cpp import Llama
-path, out, *ids = sys.argv[1:]
-model = Llama(path, n_ctx=128, n_threads=1, logits_all=True, verbose=False, type_k=0, type_v=0,
-              kv_overrides={"tokenizer.ggml.pre": "llama-bpe"})  # "minillm" is unknown to it
-model.eval([int(each) for each in ids])
-numpy.save(out, model.scores[:len(ids)])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(LLAMA_CPP is None, reason="MINILLM_LLAMA_CPP names no Python with llama_cpp")
-@pytest.mark.parametrize(("kind", "tolerance"), [("BF16", 0.01), ("Q8_0", 0.03), ("Q4_0", 0.03)])
-def test_llama_cpp_gives_the_same_logits(kind, tolerance, tiny, tmp_path):
-    """llama.cpp rounds activations to bfloat16 or 8 bits, this reference does not."""
-    path, out = tiny / f"{kind}.gguf", tmp_path / "logits.npy"
-    ids = Tokenizer.from_folder(path).encode("def fib(n):\n    if n < 2:\n        return n\n")
-    subprocess.run([LLAMA_CPP, "-c", SCRIPT, path, out, *map(str, ids)], check=True)
-    found = torch.from_numpy(np.load(out)).float()
-    expected = whole(load_model(open_model(path), torch.float32), torch.tensor(ids))
-    assert torch.equal(found.argmax(1), expected.argmax(1))
-    assert (found - expected).abs().max() <= tolerance * expected.abs().max()

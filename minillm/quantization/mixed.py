@@ -1,0 +1,84 @@
+"""A matrix whose parts have formats of their own.
+
+For example q and k in Q4_K and v in Q6_K, as in Q4_K_M, or q, k and v with different act orders.
+
+Neighbouring parts of one format are one member, a matrix inside the matrix. Each member has its own
+product, and the outputs lie side by side.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minillm.layers.linear import Linear
+from minillm.layers.linear_methods import LinearMethod, Matrix, WeightSlice, frozen
+from minillm.quantization.quantized import Quantized, stacked
+
+
+class MixedMethod(LinearMethod):
+    """The products of the members of a matrix, one after the other."""
+
+    def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[N, in], [out] -> [N, out]"""
+        parts = members(matrix)
+        sizes = [each.out_features for each in parts]
+        biases = [None] * len(parts) if bias is None else bias.split(sizes)
+        return torch.cat([
+            each.method.apply(each, x, own) for each, own in zip(parts, biases, strict=True)
+        ], dim=1)  # fmt: skip
+
+    def values(self, matrix: Matrix) -> Tensor:
+        """The dense matrix, made for this call."""
+        return torch.cat([each.values() for each in members(matrix)])
+
+    def num_bytes(self, matrix: Matrix) -> int:
+        """Memory of all members, and of the matrix's bias."""
+        return sum(each.num_bytes for each in members(matrix)) + super().num_bytes(matrix)
+
+
+def members(matrix: Matrix) -> list[Matrix]:
+    """The members of a mixed matrix in the order of their outputs; the matrix itself if it is not
+    mixed."""
+    if not isinstance(matrix.method, MixedMethod):
+        return [matrix]
+    found = matrix.get_submodule("members").children()
+    return [each for each in found if isinstance(each, Matrix)]
+
+
+def runs_of(decoded: Sequence[Quantized | Tensor]) -> list[tuple[int, Quantized | Tensor]]:
+    """Neighbouring parts of one format joined: (number of parts, their rows) of each run."""
+    runs: list[tuple[int, Quantized | Tensor]] = []
+    for part in decoded:
+        count, last = runs[-1] if runs else (0, None)
+        joined: Quantized | Tensor | None = None
+        if isinstance(part, Quantized) and isinstance(last, Quantized):
+            joined = stacked((last, part))
+        elif isinstance(part, Tensor) and isinstance(last, Tensor):
+            joined = torch.cat((last, part))
+        if joined is None:
+            runs.append((1, part))
+        else:
+            runs[-1] = count + 1, joined
+    return runs
+
+
+def member_of(parts: Sequence[WeightSlice]) -> Linear:
+    """A member without a bias, which the whole matrix has."""
+    member = Linear("", 0, {})
+    member.parts = tuple(parts)
+    return member
+
+
+def plain_member(parts: Sequence[WeightSlice], values: Tensor) -> Linear:
+    """A member that is not quantised."""
+    member = member_of(parts)
+    member.weight = frozen(values)
+    return member
+
+
+def hold_members(matrix: Matrix, found: Sequence[Matrix]) -> None:
+    """Make a matrix a mixed one with these members."""
+    matrix.weight = None  # type: ignore[assignment]
+    matrix.add_module("members", nn.ModuleList(found))
+    matrix.method = MixedMethod()
