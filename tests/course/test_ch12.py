@@ -120,8 +120,9 @@ def test_without_c_there_is_none_and_then_it_is_as_before(forgetting, monkeypatc
 
 def test_rungs_make_fewer_calls_and_write_the_same():
     names, totals, texts = [], [], []
-    for name, llm in ch12.rungs("tiny", dtype="float32"):
-        names.append(name)
+    for way in ch12.rungs("tiny", dtype="float32"):
+        llm = way.chosen()
+        names.append(way.name)
         totals.append(calls_of(DecodeStep.of(llm)).total())
         texts.append(ch12.written(llm, [3, 4, 5], 6))
     assert names[:2] == [ch12.PLAIN, ch12.PACKED]
@@ -135,11 +136,18 @@ def test_rungs_make_fewer_calls_and_write_the_same():
 @pytest.mark.skipif(NO_C, reason="no C functions here")
 def test_the_last_rung_is_one_call(monkeypatch):
     monkeypatch.setenv(cpu.PANELS, "1")
-    found = list(ch12.rungs("tiny"))
-    assert found[-1][0] == ch12.WHOLE
-    counts = calls_of(DecodeStep.of(found[-1][1]))
+    *_, fused, whole = ch12.rungs("tiny")
+    assert (fused.name, whole.name) == (ch12.FUSED, ch12.WHOLE)
+    counts = calls_of(DecodeStep.of(whole.chosen()))
     assert counts["C run_layers"] == 1
     assert counts["C decode_attention"] == 0
+    assert calls_of(DecodeStep.of(fused.chosen()))["C run_layers"] == 0
+
+
+def test_packed_weights_change_the_products_and_nothing_else():
+    plain, packed, *_ = (calls_of(DecodeStep.of(way.chosen())) for way in ch12.rungs("tiny"))
+    assert plain - packed == {"torch linear": 29}
+    assert packed - plain == {"torch _linear_pointwise": 29}
 
 
 def test_the_price_of_a_call():
@@ -149,10 +157,20 @@ def test_the_price_of_a_call():
 
 def test_climb_measures_a_step_and_counts_it(tiny, monkeypatch):
     monkeypatch.setenv("MINILLM_QUICK", "1")
-    rung = ch12.climb(ch12.PLAIN, tiny)
+    (rung,) = ch12.climb([ch12.Way(ch12.PLAIN, tiny, None)])
     assert rung.calls == calls_of(DecodeStep.of(tiny)).total()
     assert rung.seconds > 0
     assert rung.products > 0
+
+
+def test_rungs_are_measured_in_turn(tiny, monkeypatch):
+    ways = [ch12.Way(name, tiny, None) for name in "ab"]
+    order, times = [], iter([5.0, 3.0, 7.0, 4.0, 6.0, 2.0, 8.0, 1.0])
+    monkeypatch.setattr(ch12.Way, "chosen", lambda way: order.append(way.name) or way.llm)
+    monkeypatch.setattr(ch12, "quietly", lambda *_: next(times))
+    found = ch12.climb(ways, rounds=2)
+    assert "".join(order) == "ab" + "abab" + "ab"
+    assert [(one.seconds, one.products) for one in found] == [(5.0, 2.0), (7.0, 1.0)]
 
 
 def test_answers_stop_where_they_are_told(tiny):

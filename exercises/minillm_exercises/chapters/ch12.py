@@ -1,6 +1,7 @@
 """Chapter 12: a decode step, what it calls, and the rungs from plain torch to one call."""
 
 import io
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +9,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from minillm import LLM, SamplingParams
 from minillm.lab import ceilings
 from minillm.layers.kv_cache import KVCache
-from minillm.models.decoder import Decoder
+from minillm.models.decoder import Decoder, LayersMethod
 from minillm.models.forward_pass import Chunk
+from minillm.models.packing import pack_weights
 from minillm.ops import c_library, cpu
 from minillm.ops.batch import Batch
 from minillm.plan import machine
 from minillm.plan.hardware import Hardware
 from minillm_exercises.chapters.ch01 import product_pass as product_pass
-from minillm_exercises.chapters.ch12_recordings import into
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.timing import measure
@@ -130,10 +131,8 @@ class _Record(TorchDispatchMode):
     ) -> object:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        again = into(func, args, out) or func
-        self.calls.append(
-            (f"torch {func.overloadpacket.__name__}", partial(again, *args, **kwargs))
-        )
+        name = func.overloadpacket.__name__
+        self.calls.append((f"torch {name}", partial(func, *args, **kwargs)))
         return out
 
 
@@ -145,12 +144,15 @@ def quietly(run: Callable[[], object], repeats: int, budget: float) -> float:
 
 @torch.inference_mode()
 def alone(step: Callable[[], object]) -> Counter[str]:
-    """Seconds of `step`'s torch operations by name, each called again and again by itself."""
+    """Seconds of `step`'s torch operations by name, each called again and again by itself: the
+    fastest call counts."""
     with _Record() as record:
         step()
     seconds: Counter[str] = Counter()
     for name, call in record.calls:
-        seconds[name] += quietly(call, 15, 0.001)  # type: ignore[assignment]
+        with redirect_stdout(io.StringIO()):
+            times = measure(call, repeats=100, warmup=20, budget=0.005).times
+        seconds[name] += min(times)  # type: ignore[assignment]
     return seconds
 
 
@@ -178,27 +180,38 @@ def _forget_libraries() -> None:
     cpu.functions.cache_clear()
 
 
-def rungs(model: str, **options: Any) -> Iterator[tuple[str, LLM]]:
+class Way(NamedTuple):
+    """A rung's engine. The last two rungs share one, and differ in `all_layers`."""
+
+    name: str
+    llm: LLM
+    all_layers: LayersMethod | None
+
+    def chosen(self) -> LLM:
+        """The engine, which runs its steps in this way until another way is chosen."""
+        self.llm.engine.forward_pass.model.all_layers = self.all_layers
+        return self.llm
+
+
+def rungs(model: str, **options: Any) -> list[Way]:
     """The engine from plain torch to one call for all layers, as far as this machine goes.
 
-    All have the dtype of the first, so all read the same bytes. Use each rung before the next one
-    is made: its setting holds only until then.
+    All have the dtype of the first, so all read the same bytes. The second differs from the first
+    only in the order of its weights in memory, which oneDNN chooses.
     """
     options = {"device": "cpu", "max_model_len": 512} | options
     plain = LLM(model, enforce_eager=True, **options)
     options["dtype"] = plain.engine.dtype
-    yield PLAIN, plain
+    packed = LLM(model, enforce_eager=True, **options)
     with without_c():
-        yield PACKED, LLM(model, **options)
+        pack_weights(packed.engine.forward_pass.model)
+    found = [Way(PLAIN, plain, None), Way(PACKED, packed, None)]
+    if cpu.functions(plain.engine.forward_pass.dtype) is None:
+        return found
     llm = LLM(model, **options)
-    decoder = llm.engine.forward_pass.model
-    if cpu.functions(decoder.dtype) is None:
-        return
-    layers, decoder.all_layers = decoder.all_layers, None
-    yield FUSED, llm
-    decoder.all_layers = layers
-    if layers is not None:
-        yield WHOLE, llm
+    layers = llm.engine.forward_pass.model.all_layers
+    found.append(Way(FUSED, llm, None))
+    return found if layers is None else [*found, Way(WHOLE, llm, layers)]
 
 
 @dataclass(frozen=True)
@@ -216,12 +229,33 @@ class Rung:
         return max(self.seconds - self.products, 0.0) / self.calls
 
 
-def climb(name: str, llm: LLM) -> Rung:
-    """Measure one rung: medians, the least disturbed of four."""
-    step = DecodeStep.of(llm)
-    products = product_pass(step.model, 1)
-    seconds, alone = (min(quietly(run, 40, 0.15) for _ in range(4)) for run in (step, products))
-    return Rung(name, seconds, alone, calls_of(step).total())
+def climb(ways: Sequence[Way], rounds: int = 6) -> list[Rung]:
+    """Measure all ways in turn, again and again, so that what disturbs the machine for a while
+    disturbs all alike. Each round has the medians of some steps; the fastest round counts."""
+    steps = [DecodeStep.of(way.chosen()) for way in ways]
+    parts = [product_pass(step.model, 1) for step in steps]
+    best = [[math.inf, math.inf] for _ in ways]
+    for _ in range(rounds):
+        for way, step, products, least in zip(ways, steps, parts, best, strict=True):
+            way.chosen()
+            for place, run in enumerate((step, products)):
+                least[place] = min(least[place], quietly(run, 15, 0.1))
+    totals = [calls_of(DecodeStep.of(way.chosen())).total() for way in ways]
+    return [
+        Rung(way.name, seconds, products, count)
+        for way, (seconds, products), count in zip(ways, best, totals, strict=True)
+    ]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside the block torch, and with it the engine, uses one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def fits_cache(num_bytes: float) -> bool:
