@@ -68,7 +68,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> str:
 @pytest.mark.parametrize("layout", LISTS)
 def test_a_listed_module_that_is_quantised_is_logged(checkpoint_of, tmp_path, caplog, layout):  # noqa: F811
     write(checkpoint_of(tiny("llama")), layout, "plain", tmp_path)
-    for listed in (["lm_head"], ["lm_head", "q"], ["norm", "re:.*k_proj.bias"]):
+    for listed in (["lm_head"], ["lm_head", "q"], ["norm", "re:.*k_proj.bias", "re:q_proj"]):
         opened(tmp_path, LAYOUTS[layout].settings | {LISTS[layout]: listed})
         assert not logged(caplog)
     for listed in ([Q], ["q_proj"], ["self_attn.q_proj"], ["re:.*q_proj$"]):
