@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from math import ceil
 
 import torch
@@ -18,7 +19,7 @@ from minillm.models.deterministic import PASS_ROWS
 from minillm.models.forward_pass import ForwardPass
 from minillm.models.loader import DTYPES, load_model
 from minillm.models.packing import copied_weight_bytes
-from minillm.models.quantize import quantize_weights
+from minillm.models.quantize import quantize_weights, quantize_while_reading
 from minillm.models.weight_sizes import Layout, planned_sizes
 from minillm.ops import cpu
 from minillm.parallel.split import largest_part
@@ -295,7 +296,8 @@ def open_executor(
 
         return open_ranks(args, source, plan, device, draft), None
     dtype, limit = DTYPES[plan.settings.dtype], plan.settings.max_model_len
-    model = load_model(source, dtype, device, limit, args.load_format, args.seed)
+    prepare = partial(quantize_while_reading, how=args.quantization) if args.quantization else None
+    model = load_model(source, dtype, device, limit, args.load_format, args.seed, shard=prepare)
     if args.quantization:
         quantize_weights(model, args.quantization)
     return build_executor(args, model, plan, limit, draft), ForwardPass(model)

@@ -49,9 +49,10 @@ def load_model(
 ) -> Decoder:
     """Build the model of `source` with weights from its files, or random ones (format "dummy").
 
-    For a rank's shard, `config` has the shapes of the shard, and `shard` selects its part. Peak
-    memory is the weights plus one tensor. Raises CheckpointError, naming the tensor, if a file is
-    damaged or a tensor is missing, unknown or of the wrong shape.
+    For a rank's shard, `config` has the shapes of the shard, and `shard` selects its part; it may
+    also replace methods of matrices. Peak memory is the weights plus one tensor. Raises
+    CheckpointError, naming the tensor, if a file is damaged or a tensor is missing, unknown or of
+    the wrong shape.
     """
     if load_format == "dummy":
         model = Decoder(source.config, dtype, device, max_model_len, method_of)

@@ -16,7 +16,7 @@ from minillm.models.decoder import Decoder
 from minillm.models.deterministic import TILES, TiledDecoder, find_tiles
 from minillm.models.fixed_sums import why_tiles
 from minillm.models.loader import DTYPES, load_model
-from minillm.models.quantize import quantize_weights
+from minillm.models.quantize import quantize_weights, quantize_while_reading
 from minillm.parallel.balance import balance_experts
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.experts import LockstepRunner, dispatch_experts
@@ -110,6 +110,8 @@ def load_rank(
         if place.stage.count > 1:
             cut_model(model, place.stage, whole, dtype)
         slice_matrices(model, whole, place.split, experts)
+        if args.quantization and args.load_format != "dummy":
+            quantize_while_reading(model, args.quantization)
 
     if args.load_format != "dummy":
         format = args.load_format

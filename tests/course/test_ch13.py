@@ -7,8 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from minillm.gguf.types import TYPES
 from minillm.models.presets import preset
 from minillm.plan.cost import step_cost, weight_bytes
+from minillm.quantization.gguf.blocks import DECODERS
+from minillm.quantization.making import quantize_parts
+from minillm.quantization.recipe import Recipe
+from minillm.quantization.writers.bitsandbytes import BitsAndBytesWriter
 from minillm_exercises.chapters import ch13, ch13_pictures
 from minillm_exercises.chapters.ch13 import Format
 from minillm_exercises.chapters.quality import Quality, Subject
@@ -111,6 +116,49 @@ def test_claim_j10():
     config = preset("llama-3.1-8b")
     assert ch13.file_bytes(config, 4 + 20 / 128) / 1e9 == pytest.approx(5.73, abs=0.005)
     assert ch13.file_bytes(config, 8) / 1e9 == pytest.approx(9.08, abs=0.005)
+
+
+@pytest.mark.parametrize(("double", "bits"), [(False, 4.5), (True, 4.127)])
+def test_claims_j2_and_j3(double, bits):
+    """The bytes that are written of a matrix, without the tables that all weights share."""
+    recipe = Recipe("nf4", double=double)
+    (made,) = quantize_parts(WEIGHT, [("m", 64)], recipe, 64, None, torch.float32)
+    stored = BitsAndBytesWriter(recipe, 64).tensors(made)
+    sizes = [t.nbytes for name, t in stored.items() if name.endswith(("weight", "absmax"))]
+    assert 8 * sum(sizes) / WEIGHT.numel() == pytest.approx(bits, abs=0.001)
+    assert {"m.weight", "m.weight.absmax"} <= stored.keys()
+    big, eight = preset("llama-3.1-70b"), preset("llama-3.1-8b")
+    assert (ch13.file_bytes(big, 4.5) - ch13.file_bytes(big, 4.127)) / 1e9 == pytest.approx(
+        3.19, abs=0.005
+    )
+    saved = 1 - ch13.file_bytes(eight, bits) / ch13.file_bytes(eight, 16)
+    assert round(100 * saved) == {4.5: 62, 4.127: 64}[bits]
+
+
+def test_claim_j4():
+    config = preset("llama-3.1-8b")
+    saved = 1 - ch13.file_bytes(config, 8) / ch13.file_bytes(config, 16)
+    assert round(100 * saved) == 43
+    recipe = Recipe("int8")
+    (made,) = quantize_parts(WEIGHT, [("m", 64)], recipe, 512, None, torch.float32)
+    stored = BitsAndBytesWriter(recipe, 512).tensors(made)
+    sizes = {name: each.nbytes for name, each in stored.items()}
+    assert sizes.pop("m.weight_format") == 1
+    assert sizes == {"m.weight": WEIGHT.numel(), "m.SCB": 4 * len(WEIGHT)}  # half, and row scales
+
+
+def test_claim_j5():
+    """The sizes are those of the public package, and every type is decoded on a CPU."""
+    sizes = pytest.importorskip("gguf").GGML_QUANT_SIZES
+    for number, each in TYPES.items():
+        assert sizes[number] == (each.weights, each.bytes), each.name
+        if each.is_plain:
+            continue
+        found = DECODERS[each.name](torch.zeros(2, 3, each.bytes, dtype=torch.uint8)).dense()
+        assert found.shape == (2, 3 * each.weights)
+        assert found.device.type == "cpu"
+    low, high = ch13.gguf_bits()
+    assert (low, high) == (2.625, 8.5)
 
 
 # Products ------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from minillm.quantization.gptq import GPTQOptions, gptq
+from minillm.quantization.rounding import Grid
 from minillm_exercises.chapters import ch14, ch14_pictures
 from minillm_exercises.chapters.quality import Subject
 
@@ -67,6 +69,27 @@ def test_int8_inputs_have_a_step_for_a_tensor_or_a_token():
     assert by_token[1].tolist() == pytest.approx([1.27, 0.0])
     scaled = ch14.int8_inputs(x, torch.tensor([127.0, 0.4]), by_token=False)
     assert scaled[0].tolist() == pytest.approx([127.0, 0.4])
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_claim_j6(act_order):
+    """Codes of GPTQ are made and multiplied on a CPU; wrong codes are seen."""
+    weight, x = torch.randn(64, 128, generator=GENERATOR), torch.randn(300, 128)
+    seen = ch14.statistics({"a": x})["a"]
+    codes = gptq(weight, seen.hessian, Grid(4), 32, GPTQOptions(act_order=act_order))
+    assert {each.device.type for each in codes.parts().values()} == {"cpu"}
+    assert 0 < ch14.product_error(codes, x) < 0.02
+    exact = weight @ x.T
+    assert 0.01 < (codes.dense() @ x.T - exact).norm() / exact.norm() < 0.15
+
+
+def test_claim_j9():
+    """A tensor has no fields; what a tokenizer of transformers returns has both."""
+    encoding = pytest.importorskip("transformers").BatchEncoding
+    ids = torch.ones(1, 4, dtype=torch.long)
+    assert ch14.num_fields(ids) == ch14.num_fields([ids]) == 0
+    assert ch14.num_fields({"input_ids": ids}) == 1
+    assert ch14.num_fields(encoding({"input_ids": ids, "attention_mask": ids})) == 2
 
 
 def test_correlation_and_large_channels():
