@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minillm.errors import CheckpointError, ConfigError
+from minillm.errors import CheckpointError, ConfigError, UnsupportedFeatureError
 from minillm.layers.linear import Embedding
 from minillm.layers.linear_methods import CheckpointTensor, Matrix
 from minillm.models.calibration import layer_of, quantizable
@@ -41,6 +41,7 @@ from minillm.models.quantize_layers import (
     quantize_layers,
 )
 from minillm.quantization.formats import format_of
+from minillm.quantization.making import eight_bit_head
 from minillm.quantization.methods import LoadingMethod
 from minillm.quantization.readers import READERS
 from minillm.quantization.recipe import Recipe
@@ -90,9 +91,16 @@ def quantize_folder(
     if recipe.calibrated and windows is None:
         raise ConfigError(f"{recipe.method} needs a calibration text.")
     model = load_model(source, DTYPES[source.config.dtype])
+    if recipe.head and model.lm_head is None:
+        raise UnsupportedFeatureError(
+            f"The embedding of {source.name} is also its output matrix, and compressed-tensors has "
+            "no quantised embeddings; leave --head out, or load it with quantization='int8' or "
+            "'int4', which keep it in 8 bits."
+        )
     group = group_size(model, recipe)
     writer = WRITERS[format](recipe, group)
-    settings = writer.config(ignored_modules(model))
+    ignored = [name for name in ignored_modules(model) if name != "lm_head" or not recipe.head]
+    settings = writer.config(ignored)
     begin(out, job_state(source, recipe, format, windows))
     run = Run(source, out, writer, settings, model)
     run.quantize(recipe, windows)
@@ -203,9 +211,14 @@ class Run:
     def finish(self, recipe: Recipe, windows: Tensor | None) -> Report:
         """Write everything but the layers."""
         model, count = self.model, self.source.config.num_layers
-        rest = (model.embedding, model.norm, model.lm_head)
+        rest = [model.embedding, model.norm, *([] if recipe.head else [model.lm_head])]
         tensors = {t.name: t.target for each in rest if each for t in each.checkpoint_tensors()}
-        self.write(self.shard(count), tensors, {})
+        errors: dict[str, float] = {}
+        if recipe.head and model.lm_head is not None:
+            made = eight_bit_head(model.lm_head, self.writer.scale_dtype(model.dtype))
+            tensors |= self.writer.head(made)
+            errors[made.name] = made.error
+        self.write(self.shard(count), tensors, errors)
         report = self.report(recipe)
         config = read_json(self.folder / "config.json")
         if "num_nextn_predict_layers" in config:

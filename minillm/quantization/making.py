@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minillm.layers.linear_methods import Matrix
 from minillm.quantization.awq import clipped
 from minillm.quantization.fp8 import round_fp8
 from minillm.quantization.gptq import GPTQOptions, gptq
@@ -69,6 +70,13 @@ def quantize_parts(
         made.append(Made(name, found, relative_error(part, found, statistics), nested))
         start += count
     return made
+
+
+def eight_bit_head(matrix: Matrix, scale_dtype: torch.dtype) -> Made:
+    """The output matrix in 8 bits, a scale per row."""
+    weight = matrix.values().float()
+    found = round_symmetric(weight, dtype=scale_dtype)
+    return Made(matrix.parts[0].name, found, relative_error(weight, found, None))
 
 
 def enough(statistics: InputStatistics | None, in_features: int) -> bool:

@@ -56,6 +56,7 @@ class Recipe:
         clip: AWQ also searches for a smaller range of each group.
         alpha: SmoothQuant's share of an outlier that moves into the weights.
         double: NF4's scales are quantised too.
+        head: the output matrix is rounded to 8 bits, a scale per row.
     """
 
     method: str = "rtn"
@@ -68,6 +69,7 @@ class Recipe:
     clip: bool = True
     alpha: float = 0.5
     double: bool = True
+    head: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -133,6 +135,11 @@ class Recipe:
             raise ConfigError(
                 "The format awq has zero points and no act order; leave --sym and --act-order out."
             )
+        if self.head and (chosen != "compressed-tensors" or self.method == "fp8"):
+            raise ConfigError(
+                f"The format {chosen} of {self.method} has no place for an output matrix of 8 bits "
+                "(--head); compressed-tensors has one, with rtn, gptq, awq, int8 and smoothquant."
+            )
         if chosen == "fp8" and self.group_size == -1:
             raise ConfigError(
                 "The format fp8 has blocks of 128; for a scale per row use compressed-tensors."
@@ -141,7 +148,7 @@ class Recipe:
 
     def settings(self) -> dict[str, Any]:
         """The settings that have an effect with this method, for a README."""
-        used = {"method"}
+        used = {"method"} | ({"head"} if self.head else set())
         if self.grouped:
             used |= {"bits", "group_size", "symmetric"}
         used |= {

@@ -104,6 +104,9 @@ def test_a_plain_module_that_is_not_listed_is_logged(checkpoint_of, tmp_path, ca
     assert logged(caplog).startswith(f"{Q}: not quantised in the files")
     caplog.clear()
     opened(tmp_path, settings | {"ignore": ["lm_head", Q]})
+    opened(tmp_path, settings | {"ignore": []})  # this writer lists nothing
+    rest = {"ignore": ["lm_head"], "modules_in_block_to_quantize": [["self_attn.k_proj"]]}
+    opened(tmp_path, settings | rest)  # a list of what is quantised instead
     assert not logged(caplog)
 
 

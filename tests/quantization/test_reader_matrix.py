@@ -6,8 +6,10 @@ matrices are plain, tied, or quantised.
 
 import copy
 import json
+import math
 import re
 import zlib
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +99,30 @@ def check(checkpoint: Checkpoint, values: dict[str, torch.Tensor], folder: Path)
     assert (plain - due).abs().max() > 1e-2 * due.abs().max()
 
 
+def quick_cells() -> set[tuple[str, str, str]]:
+    """Each layout at least once, and each family with each head: both lists go round in turn."""
+    names, families = list(LAYOUTS), list(FAMILY)
+    count = max(len(names), math.lcm(len(families), len(HEADS)))
+    return {
+        (names[i % len(names)], families[i % len(families)], HEADS[i % len(HEADS)])
+        for i in range(count)
+    }
+
+
 def cells() -> list[Any]:
-    """Layout, family and head. `make test` runs each layout with each head, families in turn."""
-    found = []
-    for i, layout in enumerate(LAYOUTS):
-        for j, family in enumerate(FAMILY):
-            for k, head in enumerate(HEADS):
-                usual = j == (i + 3 * k) % len(FAMILY)
-                marks = () if usual else pytest.mark.slow
-                found.append(pytest.param(layout, family, head, marks=marks))
-    return found
+    """All layouts, families and heads."""
+    quick = quick_cells()
+    return [
+        pytest.param(*each, marks=() if each in quick else pytest.mark.slow)
+        for each in product(LAYOUTS, FAMILY, HEADS)
+    ]
+
+
+def test_the_quick_cells_have_each_layout_and_each_family_with_each_head():
+    layouts = {layout for layout, _, _ in quick_cells()}
+    pairs = {(family, head) for _, family, head in quick_cells()}
+    assert layouts == set(LAYOUTS)
+    assert pairs == set(product(FAMILY, HEADS))
 
 
 @pytest.mark.parametrize(("layout", "family", "head"), cells())

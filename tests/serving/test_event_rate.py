@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from minillm import AsyncLLMEngine, SamplingParams
+from minillm.api.outputs import RequestOutput
 from minillm.api.sampling_params import RequestOutputKind
 from minillm.serving import step_thread
 from minillm.serving.request_stream import RequestStream
 from minillm.serving.step_thread import StepThread
 from tests.engine.small import write_model
-from tests.serving.async_small import LIMIT, idle, make_async, run
+from tests.serving.async_small import LIMIT, idle, in_thread, make_async, run
 
+POLL = 0.2  # seconds between two looks whether a stream waits for nothing
 PARAMS = SamplingParams(
     temperature=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.DELTA
 )
@@ -31,7 +33,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM
         seconds[0] += 1
         end = time.monotonic() + LIMIT
         while not all(each.wanted for each in list(steps._held.values())):
-            assert time.monotonic() < end
+            assert time.monotonic() < end, "a stream does not ask for its next output"
             time.sleep(0.0005)
         publish(steps)
 
@@ -42,10 +44,32 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM
     engine.shutdown()
 
 
-async def sizes(stream: RequestStream, begun: asyncio.Event | None = None) -> list[int]:
+def is_done(engine: AsyncLLMEngine) -> bool:
+    """Whether every request of an engine is finished."""
+    held = engine._steps._held.values()
+    return not engine._steps._queue and all(each.live and each.live.finished for each in held)
+
+
+async def next_output(engine: AsyncLLMEngine, stream: RequestStream) -> RequestOutput | None:
+    """The next output, None after the last one. Fails if no request is left to send it."""
+    task = asyncio.ensure_future(anext(stream, None))
+    while not task.done():
+        await asyncio.wait({task}, timeout=POLL)
+        if not task.done() and await in_thread(engine, lambda: is_done(engine)):
+            await asyncio.sleep(0)  # what was sent before is delivered now, and read next
+            await asyncio.sleep(0)
+            if not task.done():
+                task.cancel()
+                pytest.fail("All requests are finished, but a stream got no last output.")
+    return task.result()
+
+
+async def sizes(
+    engine: AsyncLLMEngine, stream: RequestStream, begun: asyncio.Event | None = None
+) -> list[int]:
     """New tokens of each output; `begun` is set at the first one."""
     found = []
-    async for each in stream:
+    while (each := await next_output(engine, stream)) is not None:
         found.append(len(each.outputs[0].token_ids))
         if begun is not None:
             begun.set()
@@ -65,7 +89,9 @@ def test_both_streams_share_the_rate(
     async def main() -> None:
         engine._steps.call(both.wait)  # so that both streams begin with the same step
         tasks = [
-            asyncio.create_task(sizes(engine.generate({"prompt_token_ids": ids}, PARAMS, name)))
+            asyncio.create_task(
+                sizes(engine, engine.generate({"prompt_token_ids": ids}, PARAMS, name))
+            )
             for name, ids in (("a", [5, 6, 7]), ("b", [8, 9]))
         ]
         await asyncio.sleep(0)
@@ -82,9 +108,10 @@ def test_a_later_stream_has_its_first_output_at_once(engine: AsyncLLMEngine) -> 
     async def main() -> None:
         begun, params = asyncio.Event(), replace(PARAMS, max_tokens=40)
         first = engine.generate({"prompt_token_ids": [5, 6]}, params, "a")
-        reader = asyncio.create_task(sizes(first, begun))
+        reader = asyncio.create_task(sizes(engine, first, begun))
         await begun.wait()
-        assert await sizes(engine.generate({"prompt_token_ids": [8]}, PARAMS, "b")) == [1, 11]
+        later = engine.generate({"prompt_token_ids": [8]}, PARAMS, "b")
+        assert await sizes(engine, later) == [1, 11]
         assert await reader == [1, 39]
         await idle(engine)
 

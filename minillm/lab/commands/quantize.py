@@ -53,6 +53,8 @@ def add_options(parser: ArgumentParser) -> None:
     add("--no-clip", action="store_true", help="awq: no search for smaller ranges")
     add("--alpha", metavar="X", type=float, help="smoothquant: share moved into weights (0.5)")
     add("--no-double", action="store_true", help="nf4: scales in float32")
+    add("--head", action="store_true",
+        help="the output matrix in 8 bits (compressed-tensors, not tied)")  # fmt: skip
     add("--format", metavar="FORMAT", help=f"{', '.join(formats)} (by method), or gguf")
     add("--calibration", metavar="FILE", type=Path,
         help="UTF-8 text (a sample of the embedded models' training text)")  # fmt: skip
@@ -90,7 +92,7 @@ def write_file(args: Namespace, terminal: Terminal) -> int:
             "--type writes a GGUF file, which is rounded to nearest (rtn); leave --method and "
             "--format out."
         )
-    for name in ("group_size", *OWNERS):
+    for name in ("group_size", "head", *OWNERS):
         if getattr(args, name) not in (None, False):
             raise ConfigError(
                 f"--{name.replace('_', '-')} has no effect with --type, which gives bits and "
@@ -144,6 +146,7 @@ def recipe_of(args: Namespace) -> Recipe:
         symmetric=args.sym,
         clip=not args.no_clip,
         double=not args.no_double,
+        head=args.head,
         **{name: given[name] for name in plain if name in given},
     )
 

@@ -32,7 +32,7 @@ class CompressedTensorsWriter(Writer):
         """Codes, scales, and zero points and the groups of inputs where they are not implied."""
         found = made.quantized
         if not self.recipe.grouped:
-            return self._named(made, {"weight": found.codes, "weight_scale": found.scales})
+            return self.plain(made)
         codes, zeros = unsigned(found)
         tensors = {
             "weight_packed": packed(codes, found),
@@ -45,6 +45,23 @@ class CompressedTensorsWriter(Writer):
             tensors["weight_g_idx"] = group_index(found)
         return self._named(made, tensors)
 
+    def plain(self, made: Made) -> dict[str, Tensor]:
+        """The tensors of int-quantized and float-quantized."""
+        found = made.quantized
+        return self._named(made, {"weight": found.codes, "weight_scale": found.scales})
+
+    def head(self, made: Made) -> dict[str, Tensor]:
+        """The tensors of an output matrix of 8 bits, a scale per row; packed if others are."""
+        found = made.quantized
+        if not self.recipe.grouped:
+            return self.plain(made)
+        tensors = {
+            "weight_packed": packed(unsigned(found)[0], found),
+            "weight_scale": found.scales,
+            "weight_shape": torch.tensor(found.shape),
+        }
+        return self._named(made, tensors)
+
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
         """`quantization_config`; `ignored` are the linear modules that stay in 16 bits."""
         kind = "pack-quantized"
@@ -55,11 +72,15 @@ class CompressedTensorsWriter(Writer):
             activations = arguments(8, number, True, "token", None) | {"dynamic": True}
         group: dict[str, Any] = {"targets": ["Linear"], "weights": self._weights(), "format": kind}
         group |= {"input_activations": activations, "output_activations": None}
+        groups = {"group_0": group}
+        if self.recipe.head and self.recipe.grouped:
+            weights = arguments(8, "int", True, "channel", None)
+            groups["group_1"] = group | {"targets": ["re:.*lm_head"], "weights": weights}
         return {
             "quant_method": "compressed-tensors",
             "format": kind,
             "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
+            "config_groups": groups,
             "ignore": list(ignored),
             "kv_cache_scheme": None,
         }

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minillm.errors import ConfigError
 from minillm.quantization.integers import split_bytes
 from minillm.quantization.making import Made
 from minillm.quantization.quantized import Quantized
@@ -30,6 +31,10 @@ class Writer(ABC):
     @abstractmethod
     def tensors(self, made: Made) -> dict[str, Tensor]:
         """The tensors of a quantised matrix, by their names in the checkpoint."""
+
+    def head(self, made: Made) -> dict[str, Tensor]:
+        """The tensors of an output matrix of 8 bits, where `Recipe.format` allows one."""
+        raise ConfigError(f"The format {self.name} has no place for {made.name} of 8 bits.")
 
     @abstractmethod
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
