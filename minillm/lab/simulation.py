@@ -196,7 +196,8 @@ class Simulation:
 
     def _ids(self, what: str, tokens: Any) -> tuple[int, ...]:
         if isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes):
-            if all(is_whole(token) and 0 <= token < MADE_UP for token in tokens):
+            whole = set(map(type, tokens)) <= {int} or all(map(is_whole, tokens))
+            if whole and min(tokens, default=0) >= 0 and max(tokens, default=0) < MADE_UP:
                 return tuple(tokens)
         elif is_whole(tokens):
             return tuple(next(self._tokens) for _ in range(tokens))

@@ -124,7 +124,7 @@ def test_rounded_numbers_of_a_fact():
 
 def test_the_drawings_caption_what_they_draw(shown):
     flat, rising = {1: 0.01, 4: 0.01}, {1: 0.01, 4: 0.02}
-    ch05.draw_throughput(flat, {"m": rising, "n": flat})
+    ch05.draw_throughput({"m": flat, "n": flat}, {"m": rising, "n": flat})
     costs = {batch: ch05.decode_cost(QWEN, batch, 1) for batch in (1, 2, 4)}
     least = step_time(costs[4], CARD).memory_seconds
     measured = {"engine": {1: least, 4: 3 * least}, "hollow": {1: least / 9}}

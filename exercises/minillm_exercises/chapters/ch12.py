@@ -238,8 +238,8 @@ def climb(ways: Sequence[Way], rounds: int = 6) -> list[Rung]:
     for _ in range(rounds):
         for way, step, products, least in zip(ways, steps, parts, best, strict=True):
             way.chosen()
-            for place, run in enumerate((step, products)):
-                least[place] = min(least[place], quietly(run, 15, 0.1))
+            least[0] = min(least[0], quietly(step, 15, 0.1))
+            least[1] = min(least[1], quietly(products, 15, 0.1))
     totals = [calls_of(DecodeStep.of(way.chosen())).total() for way in ways]
     return [
         Rung(way.name, seconds, products, count)

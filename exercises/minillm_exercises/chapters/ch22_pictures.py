@@ -45,8 +45,13 @@ def span(ax: Any, left: float, right: float, height: float, text: str) -> None:
     ax.text((left + right) / 2, height + 0.08, text, ha="center", va="bottom", fontsize=9)
 
 
-def draw_stop(found: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Draw the latency of each request (ms) at the time it was due (ms), one line per load."""
+def draw_stop(
+    found: Mapping[str, Sequence[tuple[float, float]]],
+    p99: Mapping[str, float],
+    stop: tuple[float, float],
+) -> None:
+    """Draw the latency of each request (ms) at the time it was due (ms), one panel per load, with
+    its p99 and the time in which the server stood still."""
     fig, axes = figure(
         "time at which the request is due (s)", "latency (ms)", cols=len(found), size=(9, 3.4)
     )
@@ -54,8 +59,12 @@ def draw_stop(found: Mapping[str, Sequence[tuple[float, float]]]) -> None:
     for number, (ax, (label, points)) in enumerate(zip(axes, found.items(), strict=True)):
         look = series(number) | {"linestyle": "none", "markersize": 4}
         ax.plot([1e-3 * at for at, _ in points], [value for _, value in points], **look)
+        ax.axvspan(*(1e-3 * at for at in stop), color="0.88", label="the server stands still")
+        ax.axhline(p99[label], color="black", linestyle="--", linewidth=1.2,
+                   label=f"p99, {p99[label]:.0f} ms")  # fmt: skip
         ax.set_title(f"{label}, {len(points)} requests", fontsize=10)
-        ax.set_ylim(0, 1.1 * most)
+        ax.set_ylim(-0.03 * most, 1.1 * most)
+        ax.legend(loc="center left", fontsize=9)
     slow = {label: sum(value > 100 for _, value in points) for label, points in found.items()}
     counts = ", ".join(f"{slow[label]} of {len(found[label])} ({label})" for label in found)
     show(
