@@ -31,7 +31,7 @@ BLOCK, BLOCKS = 16, 20_000  # tokens of a block; blocks of a cache that is never
 SYSTEM = tuple(range(500))  # the beginning of every prompt, as token ids
 MOST = {"own": 6000, "new": 300}  # tokens
 RATES = tuple(sorted({round(4 * 1.12**power) for power in range(31)}))  # requests per second
-ARRIVALS = 12  # seconds
+ARRIVALS = 20  # seconds
 HOUR = 3600
 
 
