@@ -123,8 +123,8 @@ def draw_throughput(possible: Mapping[str, Times], measured: Mapping[str, Times]
     lower = max(possible, key=lambda name: sum(possible[name].values()))  # the slower program
     for name, times in list(possible.items())[: 1 if one else None]:
         label = "bound" if one else f"bound, {name}"
-        side = "below" if name == lower and not one else "above"
-        bound(ax, batches, [b / t for b, t in times.items()], label, side, 0.6)
+        side, at = ("below", 0.0) if name == lower and not one else ("above", 1.0)
+        bound(ax, batches, [b / t for b, t in times.items()], label, side, at)
     for number, (name, times) in enumerate(measured.items()):
         rates = [b / t for b, t in times.items()]
         ax.plot(batches, rates, label=name, **series(number))
