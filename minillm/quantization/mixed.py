@@ -6,7 +6,7 @@ Neighbouring parts of one format are one member, a matrix inside the matrix. Eac
 product, and the outputs lie side by side.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,13 @@ def members(matrix: Matrix) -> list[Matrix]:
         return [matrix]
     found = matrix.get_submodule("members").children()
     return [each for each in found if isinstance(each, Matrix)]
+
+
+def holders(model: nn.Module) -> Iterator[Matrix]:
+    """All matrices that hold weights themselves; of a mixed one its members."""
+    for matrix in model.modules():
+        if isinstance(matrix, Matrix) and not isinstance(matrix.method, MixedMethod):
+            yield matrix
 
 
 def runs_of(decoded: Sequence[Quantized | Tensor]) -> list[tuple[int, Quantized | Tensor]]:

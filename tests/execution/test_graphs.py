@@ -440,8 +440,12 @@ class Waits:
 
 
 def decoding(folder: Path) -> LLM:
-    """In the middle of its work: three sequences that decode, and their graph is recorded."""
-    llm = make(folder)
+    """An engine in the middle of its work."""
+    return begun(make(folder))
+
+
+def begun(llm: LLM) -> LLM:
+    """The engine with three sequences that decode, and their graph is recorded."""
     give_graphs(llm)
     for index in range(3):
         params = params_of(index, max_tokens=40)

@@ -19,12 +19,11 @@ from minillm.quantization.kernels import (
 from minillm.quantization.methods import QuantizedMethod
 from tests.engine.small import assert_idle, limit_steps, make, tokens
 from tests.execution.test_graphs import (
-    PROMPTS,
     SETTINGS,
     Again,
     Waits,
+    begun,
     give_graphs,
-    params_of,
     poison,
     run,
 )
@@ -95,13 +94,7 @@ def test_the_same_tokens_as_without(engine, monkeypatch, family, weights, settin
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_decode_step_waits_for_nothing_before_its_tokens(engine, monkeypatch, weights, planted):
     """And a product that looks at its weights would be found."""
-    llm = engine("llama", weights, True)
-    give_graphs(llm)
-    for index in range(3):
-        params = params_of(index, max_tokens=40)
-        llm.engine.add(llm.engine.make_request(str(index), None, PROMPTS[index], params))
-    for _ in range(4):
-        llm.engine.step()
+    llm = begun(engine("llama", weights, True))
     plan, runner = llm.engine.scheduler.schedule(), llm.engine.runner
     apply = KernelQuantizedMethod.apply
 

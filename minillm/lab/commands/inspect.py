@@ -115,16 +115,14 @@ def kinds_of(model: "Decoder", reference: "dict[str, Tensor] | None" = None) -> 
     from minillm.layers.linear_methods import Matrix
     from minillm.layers.panel_methods import PanelHeadsMethod
     from minillm.models.packing import pack_weights
-    from minillm.quantization.mixed import MixedMethod
+    from minillm.quantization.mixed import holders
     from minillm.quantization.panels import kernel_of
 
     found: dict[tuple[object, ...], Kind] = {}
     members: list[tuple[Kind, Matrix]] = []
-    for matrix in model.modules():
-        if not isinstance(matrix, Matrix) or not matrix.out_features:
+    for matrix in holders(model):
+        if not matrix.out_features:
             continue
-        if isinstance(matrix.method, MixedMethod):
-            continue  # its members follow
         kind = kind_of(matrix)
         kind = found.setdefault((kind.names, kind.layout, kind.bits, kind.group), kind)
         kind.count += 1
@@ -175,12 +173,10 @@ def values_of(matrix: "Matrix") -> "Iterator[tuple[str, Tensor]]":
 
 def parts_of(model: "Decoder") -> "Iterator[tuple[str, Tensor]]":
     """Name and dense values of all checkpoint matrices."""
-    from minillm.layers.linear_methods import Matrix
-    from minillm.quantization.mixed import MixedMethod
+    from minillm.quantization.mixed import holders
 
-    for matrix in model.modules():
-        if isinstance(matrix, Matrix) and not isinstance(matrix.method, MixedMethod):
-            yield from values_of(matrix)
+    for matrix in holders(model):
+        yield from values_of(matrix)
 
 
 def check(name: str, values: "Tensor", reference: "dict[str, Tensor] | None") -> Check:

@@ -29,7 +29,7 @@ from minillm.models.quantize import ROUNDINGS, quantize_weights
 from minillm.models.quantize_layers import quantized_model
 from minillm.quantization.making import Made
 from minillm.quantization.methods import QuantizedMethod, install
-from minillm.quantization.mixed import MixedMethod, members
+from minillm.quantization.mixed import holders, members
 from minillm.quantization.recipe import METHODS, Recipe
 from minillm.quantization.rounding import round_symmetric
 
@@ -260,10 +260,8 @@ def sixteen_bit(model: Decoder, quantized: list[Matrix]) -> list[str]:
         return ["everything"]
     found = ["norms"]
     known = {id(each) for each in quantized}
-    for matrix in model.modules():
-        if not isinstance(matrix, Matrix):
-            continue
-        if isinstance(matrix.method, QuantizedMethod | MixedMethod):
+    for matrix in holders(model):
+        if isinstance(matrix.method, QuantizedMethod):
             continue
         if matrix is model.lm_head:
             found.append("output matrix")

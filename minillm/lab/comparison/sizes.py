@@ -19,7 +19,7 @@ from minillm.layers.linear_methods import Matrix
 from minillm.models.checkpoint import ModelSource, shard_headers, weight_files
 from minillm.models.decoder import Decoder
 from minillm.quantization.methods import QuantizedMethod
-from minillm.quantization.mixed import MixedMethod
+from minillm.quantization.mixed import holders
 
 BLOCKS = re.compile(r"q(\d)_(.)")  # GGUF's types of blocks
 CODES = ("weight", "qweight", "weight_packed")  # all other tensors of a quantised matrix: scales
@@ -90,11 +90,10 @@ def packed_sizes(opened: Opened) -> Sizes:
 
 def kinds(model: Decoder) -> Iterator[tuple[str, Matrix]]:
     """All matrices, with the kind of each; of a mixed one its members."""
-    for matrix in model.modules():
-        if isinstance(matrix, Matrix) and not isinstance(matrix.method, MixedMethod):
-            is_head = matrix is model.lm_head
-            kind = "head" if is_head else "embedding" if matrix is model.embedding else "linears"
-            yield kind, matrix
+    for matrix in holders(model):
+        is_head = matrix is model.lm_head
+        kind = "head" if is_head else "embedding" if matrix is model.embedding else "linears"
+        yield kind, matrix
 
 
 def other_parameters(model: Decoder) -> int:
