@@ -173,6 +173,13 @@ def test_rungs_are_measured_in_turn(tiny, monkeypatch):
     assert [(one.seconds, one.products) for one in found] == [(5.0, 2.0), (7.0, 1.0)]
 
 
+def test_programs_are_timed_in_turn(monkeypatch):
+    order, times = [], iter([4.0, 7.0, 5.0, 6.0])
+    monkeypatch.setattr(ch12, "quietly", lambda run, *_: order.append(run()) or next(times))
+    assert ch12.in_turn({"a": lambda: "a", "b": lambda: "b"}, rounds=2) == {"a": 4.0, "b": 6.0}
+    assert "".join(order) == "abab"
+
+
 def test_answers_stop_where_they_are_told(tiny):
     whole = ch12.answers(tiny)
     assert [len(text) for text in whole] == [10, 15, 20, 25, 30, 35]

@@ -229,6 +229,15 @@ class Rung:
         return max(self.seconds - self.products, 0.0) / self.calls
 
 
+def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int = 6) -> dict[str, float]:
+    """Seconds of each run: medians, measured one after the other and again; the fastest counts."""
+    best = dict.fromkeys(runs, math.inf)
+    for _ in range(rounds):
+        for name, run in runs.items():
+            best[name] = min(best[name], quietly(run, 25, 0.15))
+    return best
+
+
 def climb(ways: Sequence[Way], rounds: int = 6) -> list[Rung]:
     """Measure all ways in turn, again and again, so that what disturbs the machine for a while
     disturbs all alike. Each round has the medians of some steps; the fastest round counts."""
