@@ -25,7 +25,8 @@ from minillm_exercises.workspace import shown_path
 PATIENCE = 120.0  # seconds for a process that imports torch, on a slow disk too
 OLDEST = (3, 11)
 COURSE = ("torch", "numpy", "rich", "matplotlib", "ipykernel", "ipywidgets", "jupyterlab")
-INSTALL = "pip install -c constraints.txt -e '.[course]' (or make test, which does it)"
+INSTALL = "pip install -c constraints.txt -e '.[course]' (or make lab, which does it)"
+PACKAGE = re.compile(r"([\w.-]+)(?:\[([^]]*)\])?")  # a requirement's name and extras
 TRITON_TOLERANCE = 1e-6
 TORCH_FACTS = """
 import json, torch
@@ -109,20 +110,27 @@ def _pins(path: Path) -> dict[str, str]:
     return {name.strip().lower(): pin.strip() for name, equals, pin in pairs if equals}
 
 
-def _required() -> list[str]:
+def _required(extra: str = "course") -> list[str]:
     """What the course needs on this system: by the installed distribution's metadata, and in any
-    case what no chapter runs without."""
+    case what no chapter runs without. `extra` is what INSTALL installs."""
     try:
         lines = importlib.metadata.requires("minillm-course") or []
     except importlib.metadata.PackageNotFoundError:
         lines = []
-    names = list(COURSE)
-    for line in lines:
-        requirement, _, marker = line.partition(";")
-        foreign = "sys_platform == 'linux'" in marker.replace('"', "'") and sys.platform != "linux"
-        if not foreign and not re.search(r"extra == .dev", marker):
-            name = re.split(r"[^A-Za-z0-9._-]", requirement.strip())[0]
-            names.append(name.replace("_", "-").lower())
+    names, wanted = list(COURSE), ["", extra]
+    for own in wanted:  # grows while it is read
+        for line in lines:
+            requirement, _, marker = line.replace('"', "'").partition(";")
+            of = re.search(r"extra == '(\w+)'", marker)
+            system = re.search(r"sys_platform (==|!=) '(\w+)'", marker)
+            here = not system or (system[2] == sys.platform) is (system[1] == "==")
+            name, more = PACKAGE.match(requirement.strip()).groups()  # type: ignore[union-attr]
+            if (of[1] if of else "") != own or not here:
+                continue
+            if name == "minillm-course":
+                wanted += [each.strip() for each in more.split(",") if each.strip() not in wanted]
+            else:
+                names.append(name.replace("_", "-").lower())
     return list(dict.fromkeys(names))
 
 

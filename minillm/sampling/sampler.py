@@ -141,8 +141,8 @@ class Sampler:
                 at = [positions[i] for i in part]
                 edited = self.edits.apply(_take_rows(logits, part), [rows[i] for i in part], at)
                 if index is not None:
-                    each = torch.tensor([counts[i] for i in part])
-                    edited = edited.repeat_interleave(each, dim=0)
+                    each = np.repeat(np.arange(len(part)), [counts[i] for i in part])
+                    edited = edited.index_select(0, *upload(self.device, each))
                 guessed = [drafted[place] for place in where] if drafted else []
                 own, own_best = self._draw(edited, pack.select(samples), guessed, logits.dtype)
                 raw_best = best[samples]  # not finite: the model failed, not the edits

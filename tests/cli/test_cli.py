@@ -790,6 +790,25 @@ def test_the_demonstration_writes_and_says_how_fast(base: Path, cli: Any) -> Non
     assert max(map(len, shown.out.partition("How fast")[2].splitlines())) <= 80
 
 
+@pytest.mark.usefixtures("small_demo")
+@pytest.mark.parametrize("batch", [16, 1])
+def test_the_demonstration_is_never_faster_than_its_bound(
+    batch: int, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bandwidth measurement of a busy machine is below what decoding then reaches."""
+    busy = replace(DATASHEET["laptop-ddr5"], bandwidth=1e3)
+    monkeypatch.setattr(demo, "measure", lambda refresh, device: busy)
+    if batch == 1:  # slow steps of 16 sequences
+        slow = demo.DecodeRun(16, 1.0, 1, 1.0)
+        monkeypatch.setattr(demo, "decode_together", lambda llm: slow)
+    shown = cli().out
+    said = row(shown, "memory bandwidth")
+    assert f"reached at batch {batch}; 1 kB/s measured" in said
+    (percent,) = re.findall(r"(\d+)% of the bound", shown)
+    assert int(percent) == 100 if batch == 1 else 0 < int(percent) < 100
+    assert said.startswith(row(shown, "measured").split(" = ")[1]) == (batch == 1)
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_demonstration_says_if_serving_needs_packages(
     installed: bool, monkeypatch: pytest.MonkeyPatch
@@ -854,10 +873,13 @@ def test_the_bytes_of_the_demonstration_are_those_of_the_model(
 @pytest.mark.usefixtures("small_demo")
 def test_the_batch_of_the_demonstration_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(f"preset:{demo.BIG}", load_format="dummy", dtype="float32") as llm:
-        demo.decode_together(llm)
+        found = demo.decode_together(llm)
         counters, pool = llm.engine.scheduler.counters, llm.engine.scheduler.blocks.pool
     assert counters.max_num_running == demo.TOGETHER
     assert counters.num_decode_tokens >= 16 * 25
+    assert found.bytes_per_token * 16 - found.weight_bytes == pytest.approx(
+        16 * 256 * (16 + demo.WARM_UP + found.num_tokens // 32), rel=0.01
+    )  # keys and values of all sequences, 256 bytes a position
     assert pool.num_free == pool.num_blocks  # nothing is left behind
 
 

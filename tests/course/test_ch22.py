@@ -61,8 +61,25 @@ def test_l3_a_stall_is_in_the_gaps_and_not_in_the_tpot():
 
 def test_l16_a_frame_without_text_is_a_first_token_for_vllm_only():
     reply = Reply(0, 0, 0.0, 0.0, 1.0, 200, None, [0.001, 0.1, 0.2], [0.1, 0.2], output_tokens=2)
-    firsts = {tool: found[ch22.NAMES[tool][0]] for tool, found in ch22.in_dialects(reply).items()}
+    firsts = {tool: first for tool, (first, _) in ch22.by_tool(reply, reply.sent).items()}
     assert firsts == {"vllm": 0.001, "aiperf": 0.1, "guidellm": 0.1}
+
+
+def test_the_tools_count_from_sending_and_our_load_generator_from_when_it_was_due(monkeypatch):
+    """The reply of the chapter: due at 0, sent at 50 ms, a frame without text at 100, then text."""
+    reply = Reply(0, 0, 0.0, 0.05, 1.0, 200, None, [0.1, 0.5, 0.6, 1.0], [0.5, 0.6, 1.0],
+                  output_tokens=4)  # fmt: skip
+    due = ch22.by_tool(reply, reply.intended)
+    for tool, names in ch22.NAMES.items():
+        assert due[tool] == pytest.approx([DIALECTS[tool](reply)[name] for name in names])
+    tables = []
+    monkeypatch.setattr(ch22, "show_table", lambda head, rows: tables.append(rows))
+    ch22.show_tools(reply)
+    assert tables == [[
+        ["vllm", "`ttft` 50", "`tpot` 300", "100", "300"],
+        ["aiperf", "`time_to_first_token` 450", "`inter_token_latency` 167", "500", "167"],
+        ["guidellm", "`time_to_first_token` 450", "`time_per_output_token` 238", "500", "250"],
+    ]]  # fmt: skip
 
 
 def test_l17_the_simple_p99_of_a_hundred_values_is_their_maximum():

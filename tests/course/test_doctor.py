@@ -1,12 +1,16 @@
 """`doctor` on machines that lack something: each problem is said with what to do about it."""
 
+import re
 import subprocess
+import tomllib
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
 
 from minillm_exercises import doctor
 from minillm_exercises.doctor import (
@@ -22,6 +26,7 @@ from minillm_exercises.doctor import (
 )
 from tests.course.small import Terminal, terminal
 
+ROOT = Path(__file__).resolve().parents[2]
 FACTS = (
     '{"version": "2.13.0", "right": %s, "bf16": %s, "threads": 1, "cuda": false, "device": "cpu"}'
 )
@@ -43,6 +48,7 @@ def test_this_machine(at: Terminal) -> None:
     assert found["torch"].level == "ok", found["torch"]
     assert found["python"].level == "ok"
     assert found["jupyter"].level == "ok"
+    assert found["packages"].level != "problem", found["packages"]
     assert found["triton"].level in ("ok", "note"), found["triton"]
     assert found["exercises"].said == "2 of 3 can be done here"
     assert found["e91.1"].said == "not here: needs no_such_package"
@@ -135,11 +141,29 @@ def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no constraints.txt" in found.said
 
 
-def test_what_the_course_needs_is_read_from_the_package() -> None:
-    needed = doctor._required()
-    assert {"torch", "numpy", "rich", "jupyterlab"} <= set(needed)
-    assert "hypothesis" not in needed  # for developers
-    assert not {name for name in needed if not name.replace("-", "").replace("_", "").isalnum()}
+@pytest.mark.parametrize("system", ["linux", "win32", "darwin"])
+def test_the_course_needs_what_its_remedy_installs(system: str, monkeypatch: Any) -> None:
+    """What pip would take from pyproject.toml for the extra that INSTALL names, and no more."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"]]
+    for extra, own in extras.items():
+        lines += [str(with_extra(Requirement(line), extra)) for line in own]
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: lines)
+    monkeypatch.setattr(doctor.sys, "platform", system)
+    [extra] = re.findall(r"\.\[(\w+)\]", doctor.INSTALL)
+    wanted = [Requirement(line) for line in (*project["dependencies"], *extras[extra])]
+    wanted += [Requirement(line) for line in extras["serve"]]  # chapter 22; course names it
+    here = {"sys_platform": system}
+    pip = {r.name.replace("_", "-") for r in wanted if r.marker is None or r.marker.evaluate(here)}
+    assert set(doctor._required()) == pip - {project["name"]}
+
+
+def with_extra(requirement: Requirement, extra: str) -> Requirement:
+    """A line of an extra as setuptools writes it into an installed package."""
+    also = f" and {requirement.marker}" if requirement.marker else ""
+    requirement.marker = Marker(f'extra == "{extra}"{also}')
+    return requirement
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -147,6 +147,16 @@ def test_plans_know_only_what_exists():
     assert parts <= {*guide.load_chapters(), *MANIFEST}
 
 
+def test_the_guide_names_what_is_missing_and_what_is_in_no_plan():
+    guide, text = tables(), text_of(GUIDE)
+    chapters = set(guide.load_chapters())
+    [planned] = re.findall(r"\*\*Planned, not there yet:\*\*(.+?)\.", text, re.DOTALL)
+    assert not chapters & set(re.findall(r"\b\d\d\b", planned))
+    [left] = re.findall(r"### Chapters in no plan\n\n([^.]+)\.", text)
+    used = {part for plan in guide.PLANS.values() for part in plan}
+    assert set(re.findall(r"\d\d", left)) == chapters - used
+
+
 def test_the_hidden_check_of_the_guide_works(tmp_path):
     [block] = re.findall(r"```python\n(.*?)```", text_of(GUIDE), re.DOTALL)
     (tmp_path / "hidden").mkdir()

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.ops import cpu_sampling
@@ -555,6 +556,46 @@ def test_forks_draw_from_the_same_edited_logits():
             one = dataclasses.replace(request, sample_index=index)
             alone += sample(logits[place : place + 1], [one]).token_ids
     assert tokens.tolist() == alone
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses operations of a host tensor and a device tensor, except copies, as a GPU does; and an
+    index on the host, which a GPU may take but waits for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.ndim]
+        mixed = len({tensor.device for tensor in tensors}) > 1
+        assert not mixed or "copy" in func.__name__, f"{func} of tensors on two devices"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("forks", [(), (0, 3, 2, 1, 0, 0, 2, 1, 2)])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_every_edit_stays_on_the_device_of_the_logits(monkeypatch, forks, drafted):
+    """The meta device stands for a GPU: it computes shapes, and no value can be read."""
+
+    def drawn(logits, pack, *_):
+        assert {len(column) for column in pack[:-1]} == {len(logits)}
+        return logits.new_empty(len(logits), dtype=torch.int64), logits.amax(dim=-1).float()
+
+    monkeypatch.setattr("minillm.sampling.sampler.choose", drawn)
+    monkeypatch.setattr(  # nothing can be pinned here
+        "minillm.sampling.sampler.upload",
+        lambda device, *arrays: [torch.from_numpy(each).to(device) for each in arrays],
+    )
+    meta, rows = torch.device("meta"), list(range(len(KINDS)))
+    sampler = Sampler(len(rows), 40, meta)
+    drafts = {index: [3, 5] for index in rows if drafted}
+    with OneDevice():
+        for index in rows:
+            sampler.set_row(index, kept_request(index, [7]))
+        rows = sorted(3 * rows if drafted else rows)
+        positions = [5 + place % 3 if drafted else 5 for place in range(len(rows))]
+        each = [count for count in forks for _ in range(3 if drafted else 1)]
+        logits = torch.empty(len(rows), 40, device=meta)
+        tokens, _ = sampler.choose(logits, rows, positions, each, drafts)
+        sampler.append([2], [5], tokens[:1])
+    assert tokens.shape == (len(rows) + sum(each),)
 
 
 def test_logits_of_edited_rows_are_drawn_from_once():

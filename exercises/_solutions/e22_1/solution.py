@@ -2,8 +2,9 @@
 
 `due` and not `sent`: a load generator that is stuck behind a slow server sends late, and a clock
 that starts with the sending leaves out the very wait that the slow server caused (G. Tene calls it
-coordinated omission). The two times per output token differ by the prompt: vLLM's has only the
-tokens after the first, guidellm's spreads the time to the first token over all of them.
+coordinated omission). The clocks of vLLM's tool, aiperf and guidellm do start with the sending. The
+two times per output token differ by the prompt: vLLM's has only the tokens after the first,
+guidellm's spreads the time to the first token over all of them.
 """
 
 from collections.abc import Sequence

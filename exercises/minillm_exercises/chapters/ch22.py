@@ -16,10 +16,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from minillm.lab.benchmarks.serving.client import Client, Fields
-from minillm.lab.benchmarks.serving.measures import DIALECTS, Values, vllm
+from minillm.lab.benchmarks.serving.measures import vllm
 from minillm.lab.benchmarks.serving.percentiles import percentile
 from minillm.lab.benchmarks.serving.reply import REJECTION, Reply
 from minillm.lab.benchmarks.serving.runner import Load, Progress, offer
@@ -236,15 +236,23 @@ NAMES: Mapping[str, tuple[str, str]] = {
 }
 
 
-def in_dialects(reply: Reply) -> dict[str, Values]:
-    """The measures of one reply as each tool would report them."""
-    return {name: measure(reply) for name, measure in DIALECTS.items()}
+def by_tool(reply: Reply, start: float) -> dict[str, tuple[float, float]]:
+    """The two times of `NAMES` by each tool's definition, in seconds from `start`. The tools start
+    when they send."""
+    frames, texts, tokens = reply.frames, reply.texts, reply.tokens
+    return {
+        "vllm": (frames[0] - start, (frames[-1] - frames[0]) / (tokens - 1)),
+        "aiperf": (texts[0] - start, (texts[-1] - texts[0]) / (tokens - 1)),
+        "guidellm": (texts[0] - start, (texts[-1] - start) / tokens),
+    }
 
 
-def show_dialects(reply: Reply) -> None:
-    """Show which name each tool gives to which time."""
-    rows: list[list[Any]] = []
-    for tool, found in in_dialects(reply).items():
-        cells = [f"`{name}` {1e3 * (found[name] or 0):.0f}" for name in NAMES[tool]]
-        rows.append([tool, *cells])
-    show_table(["tool", "first token (ms)", "per token (ms)"], rows)
+def show_tools(reply: Reply) -> None:
+    """Show what each tool reports under which name, and the same times from when it was due."""
+    due, rows = by_tool(reply, reply.intended), []
+    for tool, times in by_tool(reply, reply.sent).items():
+        named = zip(NAMES[tool], times, strict=True)
+        cells = [f"`{name}` {1e3 * seconds:.0f}" for name, seconds in named]
+        rows.append([tool, *cells, *(f"{1e3 * seconds:.0f}" for seconds in due[tool])])
+    heads = ["first token (ms)", "per token (ms)", "first, from due", "per token, from due"]
+    show_table(["tool", *heads], rows)

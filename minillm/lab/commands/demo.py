@@ -48,11 +48,11 @@ TOGETHER = 16  # size of the batch that is compared with batch 1
 
 @dataclass(frozen=True)
 class DecodeRun:
-    """A decode measurement at batch 1: counted bytes and measured seconds per token."""
+    """A decode measurement: counted bytes and measured seconds per token of all sequences."""
 
     num_tokens: int
     bytes_per_token: float
-    weight_bytes: int
+    weight_bytes: int  # of a step
     seconds_per_token: float
 
     @property
@@ -123,8 +123,8 @@ def decode(llm: "LLM") -> DecodeRun:
     )
 
 
-def decode_together(llm: "LLM") -> float:
-    """Seconds per token with `TOGETHER` sequences in every step."""
+def decode_together(llm: "LLM") -> DecodeRun:
+    """Decode `TOGETHER` sequences in every step; the bytes are those of the middle step."""
     engine = llm.engine
     params = SamplingParams(temperature=0.0, max_tokens=CONTEXT // 2, ignore_eos=True)
     for index in range(TOGETHER):
@@ -138,13 +138,32 @@ def decode_together(llm: "LLM") -> float:
     for index in range(TOGETHER):
         engine.abort(f"together-{index}")
     steps = [later - earlier for earlier, later in pairwise(times[WARM_UP - 1 :])]
-    return statistics.median(steps) / TOGETHER
+    # The step before times[i] reads the KV of the prompt and i - 1 tokens.
+    lengths = [len(ids) + WARM_UP - 1 + len(steps) // 2] * TOGETHER
+    cost = step_cost(engine.source.config, [1] * TOGETHER, lengths, dtype=engine.dtype)
+    return DecodeRun(
+        num_tokens=TOGETHER * len(steps),
+        weight_bytes=cost.weight_bytes,
+        bytes_per_token=cost.total_bytes / TOGETHER,
+        seconds_per_token=statistics.median(steps) / TOGETHER,
+    )
+
+
+def ceiling(hardware: Hardware, decoded: DecodeRun, together: DecodeRun) -> tuple[Hardware, str]:
+    """The hardware with the highest bandwidth that any part of the run reached, and which part it
+    was: a bound that the run itself exceeds is none."""
+    reached = {"1": decoded.bandwidth, str(TOGETHER): together.bandwidth}
+    batch = max(reached, key=reached.__getitem__)
+    if reached[batch] <= hardware.bandwidth:
+        return hardware, "measured just now"
+    which = f"reached at batch {batch}; {amount(hardware.bandwidth, 'B/s')} measured before"
+    return replace(hardware, bandwidth=reached[batch]), which
 
 
 def show_card(
     llm: "LLM",
     decoded: DecodeRun,
-    together: float,
+    together: DecodeRun,
     hardware: Hardware,
     others: float,
     terminal: Terminal,
@@ -152,6 +171,7 @@ def show_card(
     """Show the memory-bandwidth bound of decoding, the measured speed, and their ratio; `others` is
     what other programs used of the processors."""
     engine = llm.engine
+    hardware, which = ceiling(hardware, decoded, together)
     cost = step_cost(engine.source.config, [1], [CONTEXT // 2], dtype=engine.dtype)
     cache = decoded.bytes_per_token - decoded.weight_bytes
     bound = decoded.bytes_per_token / hardware.bandwidth
@@ -163,14 +183,14 @@ def show_card(
         [
             ("reads per token", f"{amount(decoded.weight_bytes, 'B')} of weights and "
              f"{amount(cache, 'B')} of KV cache"),
-            ("memory bandwidth", f"{amount(hardware.bandwidth, 'B/s')}, measured just now "
+            ("memory bandwidth", f"{amount(hardware.bandwidth, 'B/s')}, {which} "
              f"({hardware.name}, {threads(llm)})"),
             ("upper bound", rate(bound)),
             ("operations", operations(llm)),
             ("measured", f"{rate(decoded.seconds_per_token)} = "
              f"{amount(decoded.bandwidth, 'B/s')}"),
-            (f"batch {TOGETHER}", f"{rate(together)}, "
-             f"{digits(decoded.seconds_per_token / together)} times batch 1"),
+            (f"batch {TOGETHER}", f"{rate(together.seconds_per_token)}, "
+             f"{digits(decoded.seconds_per_token / together.seconds_per_token)} times batch 1"),
         ]
     )  # fmt: skip
     fraction = decoded.bandwidth / hardware.bandwidth
@@ -226,8 +246,6 @@ def explanation(cost: StepCost, hardware: Hardware, fraction: float, others: flo
             " The gap to the bound comes from matrix products that read more slowly than the "
             "memory allows, and from the small operations between them."
         )
-    if fraction > 1:
-        text += " Above 100%: the machine was busier during the bandwidth measurement than after."
     return text
 
 

@@ -9,7 +9,8 @@ Their names mean different things, so every figure is reported with its dialect:
 * **guidellm**: frames with text only. Its time_per_output_token = (last - start) / O includes the
   TTFT; its inter_token_latency does not. request_latency ends when the stream has ended.
 
-All of them count from the time when the request was due (`Reply.intended`).
+The tools begin when they send the request, and leave out how late that was. Here all measures begin
+when the request was due (`Reply.intended`), so they are larger by `Reply.lateness`.
 """
 
 from collections.abc import Callable, Mapping
