@@ -200,10 +200,10 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """The maximum context length, extended by RoPE scaling ("dynamic" and "yarn")."""
-        rope, stretched = self.rope, 0
-        if rope.rope_type == "dynamic":
-            stretched = int(self.max_position_embeddings * rope.factor)
-        elif rope.rope_type == "yarn" and rope.original_max_position_embeddings:
-            stretched = int(rope.original_max_position_embeddings * rope.factor)
-        return max(self.max_position_embeddings, stretched)
+        """The maximum context length, extended by RoPE scaling as in vLLM: for llama3 and longrope
+        `max_position_embeddings` is the extended length."""
+        rope, length = self.rope, self.max_position_embeddings
+        if rope.rope_type in ("default", "llama3", "longrope"):
+            return length
+        trained = rope.rope_type == "yarn" and rope.original_max_position_embeddings
+        return max(length, int((trained or length) * rope.factor))

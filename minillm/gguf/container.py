@@ -25,7 +25,7 @@ import numpy as np
 from minillm.errors import CheckpointError, ModelNotFoundError
 from minillm.gguf.types import TYPES, UNSUPPORTED, BlockType
 
-SUFFIX = ".gguf"
+SUFFIX, MAGIC = ".gguf", b"GGUF"
 SCALARS: Mapping[int, str] = MappingProxyType({
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d",
 })  # fmt: skip
@@ -70,8 +70,17 @@ class GGUFFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a model's path is a GGUF file and not a folder."""
-    return path.suffix == SUFFIX and not os.path.isdir(path)  # Path.is_dir may raise OSError
+    """Whether a model's path is a GGUF file: by its suffix, or by its first bytes, for files such
+    as Ollama's that have none."""
+    if path.suffix == SUFFIX:
+        return not os.path.isdir(path)  # Path.is_dir may raise OSError
+    try:
+        if not os.path.isfile(path):  # reading a pipe could wait forever
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
@@ -109,7 +118,7 @@ def parse(data: Any, path: Path) -> GGUFFile:
 
 def header(cursor: "Cursor") -> tuple[int, int]:
     """Numbers of tensors and of fields, after magic and version."""
-    if cursor.data[:4] != b"GGUF":
+    if cursor.data[:4] != MAGIC:
         raise cursor.error("it does not begin with 'GGUF'")
     cursor.at = 4
     version = cursor.number("I")

@@ -13,8 +13,9 @@ from minillm.gguf.container import GGUFFile
 
 SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
 YARN_MSCALE = 0.1  # yarn_log_multiplier is this much of `mscale_all_dim`
-NO_SCALING = (None, "none", "longrope")  # longrope: its factors are a tensor, which is refused
-UNITS: Mapping[str, float] = MappingProxyType({"attention.scale": 0.0, "attention.clamp_kqv": 0.0})
+UNITS: Mapping[str, float] = MappingProxyType(
+    {"attention.scale": 0.0, "attention.clamp_kqv": 0.0, "rope.scaling.attn_factor": 1.0}
+)
 
 
 class Settings:
@@ -169,7 +170,7 @@ def deepseek2(settings: Settings) -> dict[str, Any]:
         raise UnsupportedFeatureError(
             f"{settings.file.path} has expert_gating_func {gate}; this version has 1 and 2."
         )
-    groups = settings.get("expert_group_count", 1)
+    groups = settings.get("expert_group_count", 0) or 1
     fields = shared(settings) | {
         "kv_lora_rank": rank,
         "q_lora_rank": settings.get("attention.q_lora_rank"),
@@ -186,7 +187,7 @@ def deepseek2(settings: Settings) -> dict[str, Any]:
         "first_k_dense_replace": settings.get("leading_dense_block_count", 0),
         "norm_topk_prob": settings.get("expert_weights_norm", False),
         "n_group": groups,
-        "topk_group": settings.get("expert_group_used_count", 1),
+        "topk_group": settings.get("expert_group_used_count", 0) or 1,
     }
     # All heads share one latent, so the file says that there is one KV head.
     fields["num_key_value_heads"] = fields["num_attention_heads"]
@@ -219,24 +220,27 @@ def stored_dtype(file: GGUFFile) -> str:
 
 
 def rope_scaling(settings: Settings) -> dict[str, Any]:
-    """RoPE scaling. The factors of `rope_freqs.weight` (llama3) become those of "longrope", which
-    divides each frequency by a factor from the file."""
-    file, kind = settings.file, settings.get("rope.scaling.type")
-    if "rope_freqs.weight" in file.tensors:
-        factors = list(file.floats("rope_freqs.weight"))
-        longrope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
-        return longrope | {"attention_factor": 1.0, "factor": 1.0}
+    """RoPE scaling; without a type it is linear, without a factor there is none. The factors of
+    `rope_freqs.weight` (llama3) become those of "longrope", which divides each frequency by a
+    factor from the file; a linear factor is the same for all frequencies."""
+    file, kind = settings.file, settings.get("rope.scaling.type", "linear")
     old = settings.get("rope.scale_linear")  # before the type had a field
-    factor = settings.get("rope.scaling.factor", old)
-    if kind == "linear" or (kind is None and factor not in (None, 0.0, 1.0)):
-        return {"rope_type": "linear", "factor": factor}
+    factor = settings.get("rope.scaling.factor", old) or 1.0
+    own = "rope_freqs.weight" in file.tensors
+    unread = any(name.startswith("rope_factors") for name in file.tensors)
+    if kind not in ("none", "linear", "yarn") or unread or (own and kind == "yarn"):
+        raise UnsupportedFeatureError(
+            f"{file.path} has RoPE scaling {kind!r}{' and rope_freqs.weight' * own}; this version "
+            "reads none, linear and yarn, and rope_freqs.weight with the first two."
+        )
     if kind == "yarn":
         return yarn(settings, factor)
-    if kind not in NO_SCALING or any(name.startswith("rope_factors") for name in file.tensors):
-        raise UnsupportedFeatureError(
-            f"{file.path} has RoPE scaling {kind!r}; this version reads none, linear and yarn."
-        )
-    return {}
+    factor = 1.0 if kind == "none" else factor
+    if own:
+        factors = [each * factor for each in file.floats("rope_freqs.weight")]
+        longrope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+        return longrope | {"attention_factor": 1.0, "factor": 1.0}
+    return {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
 
 
 def yarn(settings: Settings, factor: float) -> dict[str, Any]:
@@ -248,12 +252,12 @@ def yarn(settings: Settings, factor: float) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": settings.get("rope.scaling.original_context_length"),
+        "original_max_position_embeddings": settings.get(
+            "rope.scaling.original_context_length", settings.need("context_length")
+        ),
         "beta_fast": settings.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": settings.get("rope.scaling.yarn_beta_slow"),
-        "attention_factor": settings.get(
-            "rope.scaling.yarn_attn_factor", settings.get("rope.scaling.attn_factor")
-        ),
+        "attention_factor": settings.get("rope.scaling.yarn_attn_factor"),
     }
     multiplier = settings.get("rope.scaling.yarn_log_multiplier")
     if multiplier:

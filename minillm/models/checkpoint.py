@@ -25,7 +25,7 @@ from minillm.errors import (
     ModelNotFoundError,
     did_you_mean,
 )
-from minillm.gguf.container import SUFFIX, is_gguf
+from minillm.gguf.container import is_gguf
 from minillm.layers.linear_methods import TensorSlice
 from minillm.models.families import integer, parse_config, section
 from minillm.models.gguf import open_gguf_model
@@ -190,12 +190,12 @@ def local_folder(name: str) -> Path | None:
         raise ModelNotFoundError(
             f"The folder {shown(name)} cannot be looked up: {reason(error)}."
         ) from error
-    if is_folder or (is_file and path.suffix == SUFFIX):
+    if is_folder or (is_file and is_gguf(path)):
         return path
     if is_file:
         raise ModelNotFoundError(
-            f"{name} is a file; give a .gguf file, or the folder that holds config.json and the "
-            "weights."
+            f"{name} is a file that does not begin with 'GGUF'; give a GGUF file, or the folder "
+            "that holds config.json and the weights."
         )
     if HUB_ID.fullmatch(name) and not beside:
         return None

@@ -9,11 +9,11 @@ from typing import Any
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError, UnsupportedFeatureError
 from minillm.gguf.container import GGUFFile, open_gguf
+from minillm.gguf.defaults import end_ids
 from minillm.gguf.names import places
 from minillm.gguf.settings import config_fields
 from minillm.models.families import parse_config
 
-END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
 SAMPLING: Mapping[str, str] = MappingProxyType(  # names in generation_config.json
     {
         "temp": "temperature",
@@ -71,12 +71,12 @@ def flags_of_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:
 
 def generation_fields(file: GGUFFile) -> dict[str, Any]:
     """End tokens and sampling parameters, as in a generation_config.json."""
-    ids = [file.fields.get(f"tokenizer.ggml.{name}") for name in END_TOKENS]
-    if any(i is not None and not isinstance(i, int) for i in ids):
+    ids = end_ids(file.fields)
+    if not all(isinstance(i, int) for i in ids):
         raise CheckpointError(f"{file.path} gives the end-of-sequence ids {ids}; ids are integers.")
     sampling = {
         ours: file.fields[f"general.sampling.{name}"]
         for name, ours in SAMPLING.items()
         if f"general.sampling.{name}" in file.fields
     }
-    return sampling | {"eos_token_id": list(dict.fromkeys(i for i in ids if i is not None))}
+    return sampling | {"eos_token_id": ids}

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from minillm.config import ModelConfig, RopeConfig
 from minillm.errors import UnsupportedFeatureError
+from minillm.gguf.defaults import END_TOKENS
 from minillm.layers.rope import inverse_frequencies
 from minillm.models.checkpoint import ModelSource
-from minillm.models.gguf import END_TOKENS, SAMPLING
+from minillm.models.gguf import SAMPLING
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
@@ -57,7 +58,7 @@ def metadata(source: ModelSource, kind: str) -> dict[str, Any]:
         "general.file_type": FILE_TYPES[kind],
         "general.quantization_version": 2,
         **{f"{arch}.{name}": value for name, value in own.items()},
-        **{f"tokenizer.ggml.{name}": value for name, value in ends.items()},
+        **{f"tokenizer.ggml.{name}_token_id": value for name, value in ends.items()},
         **{f"general.sampling.{k}": v for k, v in sampling.items() if v is not None},
     }
 

@@ -31,8 +31,10 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 OUTPUT, INPUT = "lm_head.weight", "model.embed_tokens.weight"
 PROGRESS_BYTES = 1 << 30  # show a progress bar from this size on
-# RoPE frequencies that old checkpoints contain; they are computed instead.
-COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+# RoPE's buffers, which old checkpoints contain; they are computed instead.
+COMPUTED = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
+)
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -172,7 +174,7 @@ def check_zeros(zeros: Mapping[str, tuple[int, ...]], files: list[Path]) -> None
 
 
 def is_expected_extra(source: ModelSource, name: str) -> bool:
-    """Whether a tensor is known to be unnecessary: stored RoPE frequencies, and DeepSeek's
+    """Whether a tensor is known to be unnecessary: RoPE's buffers, and DeepSeek's
     multi-token prediction layers after the last decoder layer."""
     if COMPUTED.fullmatch(name):
         return True

@@ -16,9 +16,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from minillm.errors import CheckpointError, ModelNotFoundError, UnsupportedFeatureError
 from minillm.gguf.container import open_gguf
+from minillm.gguf.defaults import END_TEXTS, UNUSED, begins, token_id
 from minillm.text.gguf_splits import SPLITS, Splits
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # token_type
 SPACE = "\u2581"  # SentencePiece's space
 MAX_TOKEN = 1024  # characters; finding the merges of a token takes quadratic time
 NAMES: Mapping[str, str] = MappingProxyType(
@@ -37,9 +38,14 @@ class Vocabulary:
         self.path, self.fields = path, fields
         self.model = str(self.get("model", "none"))
         self.tokens: tuple[str, ...] = self.array("tokens", str)
-        self.types: tuple[int, ...] = self.array("token_type", int, (NORMAL,) * len(self.tokens))
-        if len(self.types) != len(self.tokens):
-            raise self.error(f"{len(self.types)} token types for {len(self.tokens)} tokens")
+        types = self.array("token_type", int, (NORMAL,) * len(self.tokens))
+        if len(types) != len(self.tokens):
+            raise self.error(f"{len(types)} token types for {len(self.tokens)} tokens")
+        # Some files say that the end of a turn is ordinary text.
+        self.types: tuple[int, ...] = tuple(
+            CONTROL if token in END_TEXTS and kind != UNUSED else kind
+            for token, kind in zip(self.tokens, types, strict=True)
+        )
         self.ids = {
             token: i
             for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
@@ -68,7 +74,7 @@ class Vocabulary:
 
     def special(self, name: str) -> int | None:
         """The id of a special token, such as "bos"; None if the file has none."""
-        found = self.get(f"{name}_token_id")
+        found = token_id(self.fields, name)
         if found is None:
             return None
         if not isinstance(found, int) or not 0 <= found < len(self.tokens):
@@ -108,7 +114,7 @@ def gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, str, dict[str, str
     vocabulary = Vocabulary(path, fields)
     backend = byte_level(vocabulary) if kind == "gpt2" else sentencepiece(vocabulary)
     add_tokens(backend, vocabulary)
-    backend.post_processor = around(vocabulary, begins=kind == "llama")
+    backend.post_processor = around(vocabulary)
     template = fields.get("tokenizer.chat_template")
     template = template if isinstance(template, str) else None
     return backend, str(path), vocabulary.named(), template
@@ -193,14 +199,14 @@ def add_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
     backend.add_tokens([AddedToken(t, normalized=False) for t in own])
 
 
-def around(vocabulary: Vocabulary, begins: bool) -> Any:
-    """The post-processor that adds bos and eos. `begins`: whether bos is added by default."""
-    bos = vocabulary.special("bos") if vocabulary.get("add_bos_token", begins) else None
+def around(vocabulary: Vocabulary) -> Any:
+    """The post-processor that adds bos and eos."""
+    bos = vocabulary.special("bos") if begins(vocabulary.fields) else None
     eos = vocabulary.special("eos") if vocabulary.get("add_eos_token", False) else None
-    before, after = (
-        [] if token_id is None else [(vocabulary.tokens[token_id], token_id)]
-        for token_id in (bos, eos)
-    )
+    for name, found in (("bos", bos), ("eos", eos)):
+        if found is None and vocabulary.get(f"add_{name}_token"):
+            raise vocabulary.error(f"add_{name}_token, but no {name}_token_id")
+    before, after = ([] if i is None else [(vocabulary.tokens[i], i)] for i in (bos, eos))
     if not before and not after:
         return processors.ByteLevel(trim_offsets=False)
     single = [*(token for token, _ in before), "$A", *(token for token, _ in after)]

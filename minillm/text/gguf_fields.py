@@ -7,7 +7,8 @@ from typing import Any
 from tokenizers import AddedToken
 
 from minillm.errors import ModelNotFoundError, UnsupportedFeatureError
-from minillm.text.gguf import CONTROL, NAMES, NORMAL, UNUSED, USER_DEFINED
+from minillm.gguf.defaults import UNUSED
+from minillm.text.gguf import CONTROL, NAMES, NORMAL, USER_DEFINED
 from minillm.text.gguf_splits import SPLITS, Splits
 from minillm.text.tokenizer import Tokenizer
 

@@ -5,12 +5,15 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minillm.errors import ConfigError, MinillmError, UnsupportedFeatureError
+from minillm.layers.rope import attention_factor, inverse_frequencies
 from minillm.models.decoder import Decoder
 from minillm.models.families import FAMILIES, parse_config
-from tests.models.tiny import CLASSES, ROPES
+from tests.models.tiny import CASES, CLASSES, ROPES, old_style
 
 ODD: list[Any] = [None, True, False, -1, 0, 1, 2**31 - 1, 0.5, float("nan"), "x", "", [], [1], {}]
 
@@ -26,10 +29,11 @@ def config_of(family: str, rope: str = "default") -> dict[str, Any]:
     return tiny.config().to_diff_dict()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_absent_field_means_what_transformers_takes_it_to_mean(family):
-    config_class = getattr(transformers, f"{CLASSES[family]}Config")
-    data = config_of(family)
+@pytest.mark.parametrize("style", [dict, old_style])
+@pytest.mark.parametrize("name", CASES)
+def test_absent_field_means_what_transformers_takes_it_to_mean(name, style):
+    config_class = getattr(transformers, f"{CLASSES[CASES[name].family]}Config")
+    data = style(CASES[name].config().to_diff_dict())
     compared = 0
     for name in data.keys() - UNLIKE_TRANSFORMERS:
         rest = {key: value for key, value in data.items() if key != name}
@@ -44,6 +48,48 @@ def test_absent_field_means_what_transformers_takes_it_to_mean(family):
             assert ours == parse_config(config_class(**rest).to_dict()), name
             compared += 1
     assert compared > 5
+
+
+@pytest.mark.parametrize("style", [dict, old_style])
+@pytest.mark.parametrize("rope", ROPES)
+def test_absent_rope_field_means_what_transformers_takes_it_to_mean(rope, style):
+    data = config_of("llama", rope)
+    for name in data["rope_parameters"].keys() - {"rope_type"}:
+        parameters = {k: v for k, v in data["rope_parameters"].items() if k != name}
+        rest = style(data | {"rope_parameters": {"rope_theta": 10000.0} | parameters})
+        rest = {k: v for k, v in rest.items() if k != name}
+        try:
+            theirs = transformers.LlamaConfig(**rest)
+        except KeyError:  # transformers needs it
+            continue
+        ours, kind = parse_config(rest), theirs.rope_parameters["rope_type"]
+        length = ours.max_position_embeddings
+        found = inverse_frequencies(ours.rope, ours.rotary_dim, length, length)
+        if kind == "default":
+            theta = theirs.rope_parameters["rope_theta"]
+            expected, factor = theta ** (-torch.arange(0, 16, 2) / 16), 1.0
+        else:
+            expected, factor = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu", seq_len=length)
+        assert torch.allclose(found, expected, rtol=1e-5), name
+        assert attention_factor(ours.rope, length) == pytest.approx(factor), name
+
+
+# The length that vLLM derives: `factor` lengthens all types but llama3 and longrope, and yarn from
+# the length before.
+LENGTHS = {"default": 256, "linear": 640, "dynamic, below": 1024, "dynamic, beyond": 256,
+           "llama3": 256, "yarn": 256, "longrope, beyond": 256,
+           "longrope, factor": 256}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", LENGTHS)
+def test_longest_context(rope):
+    assert parse_config(config_of("llama", rope)).longest_context == LENGTHS[rope]
+    vicuna = config_of("llama") | {"max_position_embeddings": 4096, "rope_parameters": None}
+    vicuna["rope_scaling"] = {"type": "linear", "factor": 4.0}
+    assert parse_config(vicuna).longest_context == 16384
+    grown = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    qwen = config_of("qwen2") | {"max_position_embeddings": 32768, "rope_parameters": grown}
+    assert parse_config(qwen).longest_context == 131072
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -148,10 +148,13 @@ def test_tied_output_that_differs(folder, shape):
     refused(folder, CheckpointError, "lm_head.weight")
 
 
-def test_stored_frequencies_are_skipped(folder):
-    name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
-    edit_tensors(folder, lambda t: t.update({name.format(i): torch.ones(8) for i in range(3)}))
-    load(folder)
+def test_stored_buffers_of_rope_are_skipped(folder):
+    places = ("model.", *(f"model.layers.{i}.self_attn." for i in range(3)))
+    ends = ("inv_freq", "cos_cached", "sin_cached")
+    names = [f"{place}rotary_emb.{end}" for place in places for end in ends]
+    expected = whole(load(folder), prompt(7))
+    edit_tensors(folder, lambda t: t.update({name: torch.ones(8) for name in names}))
+    assert torch.equal(whole(load(folder), prompt(7)), expected)
     edit_tensors(folder, lambda t: t.update({"model.layers.0.inv_freq": torch.ones(8)}))
     refused(folder, CheckpointError, "model.layers.0.inv_freq")
 

@@ -132,7 +132,7 @@ def test_a_chat_template_and_end_tokens_are_kept(tmp_path):
     source = replace(source, eos_token_ids=(2, 5), sampling_defaults={"temperature": 0.5})
     write_model(source, tmp_path / "m.gguf", "F16")
     found = open_model(tmp_path / "m.gguf")
-    assert found.eos_token_ids == (2, 5)
+    assert found.eos_token_ids == (2, 5, 0)  # 0: by its text
     assert found.sampling_defaults == {"temperature": 0.5}
     own = Tokenizer.from_folder(tmp_path / "m.gguf")
     assert own.has_chat_template
