@@ -294,6 +294,13 @@ def test_real_panics(name: str) -> None:
     assert not isinstance(got.value.__cause__, Exception), "the library has repaired this one"
 
 
+def test_a_token_that_cannot_be_decoded_does_not_spoil_the_others() -> None:
+    made = tokenizers.Tokenizer(models.BPE({" ": 0, "x": 1}, []))
+    made.decoder = STRIP
+    assert Tokenizer(made).anchor == ([1], "x")
+    assert Tokenizer(made).token_text(1) == "x"
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), InvalidRequestError("own")])
 def test_what_is_not_foreign_passes(error: BaseException) -> None:
     with pytest.raises(type(error)) as got, ForeignCode(CheckpointError, "what"):
