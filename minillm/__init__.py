@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minillm.api.arguments import AsyncEngineArgs, EngineArgs
     from minillm.api.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
+    from minillm.api.prompts import TextPrompt, TokensPrompt
     from minillm.api.sampling_params import RequestOutputKind, SamplingParams
     from minillm.errors import (
         CheckpointError,
@@ -42,6 +43,8 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "ScoreOutput",
+    "TextPrompt",
+    "TokensPrompt",
     "UnknownArgumentError",
     "UnsupportedFeatureError",
 ]
@@ -49,6 +52,7 @@ _HOMES = (
     "api.arguments",
     "api.sampling_params",
     "api.outputs",
+    "api.prompts",
     "errors",
 )
 _WITH_TORCH: Mapping[str, str] = {"LLM": "llm", "AsyncLLMEngine": "serving.async_engine"}

@@ -3,8 +3,19 @@
 A message is one sentence that says what was given, what is allowed, and what to do.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from typing import Literal, NamedTuple
+
+Owner = Literal["request", "model", "server"]
+"""Who has to change something after an error: the client, the model's publisher, the operator."""
+
+
+class Failure(NamedTuple):
+    """Why a completion failed, and whose error it is."""
+
+    message: str
+    owner: Owner
 
 
 class MinillmError(Exception):
@@ -45,6 +56,42 @@ class NodeError(MinillmError, RuntimeError):
 
 class EngineDeadError(MinillmError, RuntimeError):
     """The engine was closed, or stopped by an earlier error."""
+
+
+class ForeignCode:
+    """Context of calls into a library: what they raise becomes a `kind`, "`what`: its reason."
+
+    A panic of a library in Rust is no Exception: it would pass every handler and end a thread.
+    Ctrl-C, SystemExit and the errors of minillm are not changed.
+    """
+
+    __slots__ = ("_kind", "_what", "_why")
+
+    def __init__(
+        self, kind: type[MinillmError], what: str, why: Callable[[BaseException], str] | None = None
+    ) -> None:
+        self._kind, self._what, self._why = kind, what, why or reason
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, KeyboardInterrupt | SystemExit | MinillmError | None):
+            raise self._kind(f"{self._what}: {self._why(error)}.") from error
+
+
+def owner_of(error: BaseException) -> Owner:
+    """Whose error an exception is."""
+    if isinstance(error, EngineDeadError | NodeError):
+        return "server"
+    known = isinstance(error, MinillmError) and not isinstance(error, CheckpointError)
+    return "request" if known else "model"
+
+
+def reason(error: BaseException) -> str:
+    """The message of a library's error in one line, without its number and path."""
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    return " ".join(text.split())[:200].rstrip(".")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -11,7 +11,14 @@ from tqdm import tqdm
 
 from minillm.api.arguments import EngineArgs, without_meaningless
 from minillm.api.outputs import RequestOutput, ScoreOutput
-from minillm.api.prompts import Prompt, list_params, list_priorities, list_prompts, split_prompt
+from minillm.api.prompts import (
+    Prompt,
+    list_params,
+    list_priorities,
+    list_prompts,
+    refuse_left_out,
+    split_prompt,
+)
 from minillm.api.sampling_params import RequestOutputKind, SamplingParams
 from minillm.engine.live_request import LiveRequest
 from minillm.engine.loop import Engine
@@ -63,6 +70,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Generate completions of all prompts in one batch; outputs are in the prompts' order.
 
@@ -72,8 +80,9 @@ class LLM:
         each. `priority` has one number per prompt, the lowest scheduled first, and needs
         scheduling_policy="priority". All requests are checked before the first one runs:
         InvalidRequestError names the invalid one. A later error in one request ends only that
-        request, with ``finish_reason="error"``.
+        request, with ``finish_reason="error"``. `others` are vLLM's arguments, which must be None.
         """
+        refuse_left_out("generate", others)
         listed = list_prompts(prompts)
         priorities = list_priorities(priority, len(listed), self.engine.args.scheduling_policy)
         requests = [

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
+from minillm.errors import Owner
+
 T = TypeVar("T")
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -72,8 +74,8 @@ class CompletionOutput(_LazyTokens):
     `logprobs` hold only what is new since the previous output.
 
     `finish_reason` is None until the completion ends. `stop_reason` is the stop string or stop
-    token id that ended it, None for the end-of-sequence token. `error` is the message if
-    `finish_reason` is "error".
+    token id that ended it, None for the end-of-sequence token. If `finish_reason` is "error",
+    `error` is the message, and `error_owner` says whose it is: "request", "model" or "server".
     """
 
     index: int
@@ -84,6 +86,7 @@ class CompletionOutput(_LazyTokens):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    error_owner: Owner | None = None
 
     @classmethod
     def of(
@@ -95,7 +98,7 @@ class CompletionOutput(_LazyTokens):
         output.index, output.text = index, text
         output._tokens = token_ids, start, end  # type: ignore[misc]
         output.cumulative_logprob = output.logprobs = None
-        output.finish_reason = output.stop_reason = output.error = None
+        output.finish_reason = output.stop_reason = output.error = output.error_owner = None
         return output
 
 

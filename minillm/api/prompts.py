@@ -2,12 +2,54 @@
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NotRequired, TypedDict
 
 from minillm.api.sampling_params import SamplingParams, check_int, shown
-from minillm.errors import InvalidRequestError
+from minillm.errors import InvalidRequestError, UnknownArgumentError, UnsupportedFeatureError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class TextPrompt(TypedDict):
+    """A prompt dict with a text (vLLM's name)."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt dict with token ids (vLLM's name)."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+# Arguments of vLLM and transformers that are not supported, and what to do instead.
+LEFT_OUT: Mapping[str, str] = MappingProxyType(
+    {
+        "lora_request": "adapters are not supported; merge the adapter into the weights",
+        "tokenization_kwargs": "give the token ids as {'prompt_token_ids': [...]}",
+        "prompt_token_ids": "give {'prompt_token_ids': [...]} as the prompt",
+        "trace_headers": "tracing by OpenTelemetry is not supported; leave it out",
+        "data_parallel_rank": "the scheduler chooses the rank; leave it out",
+        "tools": "tool calls are not supported; describe the tools in a message",
+        "documents": "documents are not supported; put their text into a message",
+        "return_tensors": "the result is a list of ids; give it to torch.tensor",
+        "return_dict": "the result is a text or a list of ids; leave it out",
+        "continue_final_message": "it is not supported here; use LLM.chat or the server",
+    }
+)
+
+
+def refuse_left_out(function: str, given: Mapping[str, Any]) -> None:
+    """Refuse other arguments than those of minillm; None and False count as absent."""
+    for name, value in given.items():
+        if name not in LEFT_OUT:
+            raise UnknownArgumentError(f"{function} has no argument {shown(name)}.")
+        if value is not None and value is not False:
+            raise UnsupportedFeatureError(f"{name} of {function}: {LEFT_OUT[name]}.")
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -6,7 +6,7 @@ clients, so every list and string has a maximum length.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import Field, FrozenInstanceError, dataclass, field, fields
+from dataclasses import Field, FrozenInstanceError, dataclass, field, fields, replace
 from enum import IntEnum
 from functools import wraps
 from numbers import Integral, Real
@@ -200,6 +200,10 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most probable token is chosen (temperature 0) instead of sampling."""
         return self.temperature < GREEDY_BELOW
+
+    def clone(self) -> "SamplingParams":
+        """A copy. Parameters are frozen, so `dataclasses.replace` makes a changed one."""
+        return replace(self)
 
     def _set(self, name: str, value: object) -> None:
         """Store the normalised form of an argument; used only by `__post_init__`."""

@@ -6,10 +6,12 @@ running requests; a second one aborts them.
 
 import argparse
 import io
+import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TextIO
@@ -27,6 +29,15 @@ examples:
   minillm serve preset:smollm2-135m --load-format dummy
   minillm serve PATH_TO_A_HF_FOLDER -tp 2 --api-key SECRET --host 0.0.0.0
 """
+
+
+def listed(text: str) -> list[str]:
+    """The names of one argument: a plain name, or vLLM's JSON list."""
+    with suppress(ValueError):
+        names = json.loads(text) if text.lstrip().startswith("[") else [text]
+        if all(isinstance(each, str) for each in names):
+            return list(names)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a name nor a JSON list of names")
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -58,6 +69,12 @@ def add_options(parser: ArgumentParser) -> None:
            help="answer GET /debug/requests/ID and /debug/trace: why a request waited")  # fmt: skip
     option("--disable-log-stats", action="store_true", default=None,
            help="no statistics in the log every ten seconds")  # fmt: skip
+    for name, what in (("origins", "sites whose pages may use this server in a browser (CORS); "
+                        "*: all (pages that this machine serves)"),
+                       ("methods", "methods of such pages (*)"),
+                       ("headers", "headers of such pages (*)")):  # fmt: skip
+        option(f"--allowed-{name}", metavar="NAME", nargs="*", type=listed, help=what)
+    option("--allow-credentials", action="store_true", help="such pages may send cookies")
     add_engine_options(parser)
 
 
@@ -78,6 +95,10 @@ def run(args: Namespace, terminal: Terminal) -> int:
         shutdown_timeout=args.shutdown_timeout,
         request_trace=args.enable_request_trace,
         chat_template=template,
+        allow_credentials=args.allow_credentials,
+        allowed_origins=None if args.allowed_origins is None else (*chain(*args.allowed_origins),),
+        allowed_methods=(*chain(*(args.allowed_methods or [["*"]])),),
+        allowed_headers=(*chain(*(args.allowed_headers or [["*"]])),),
     )
     terminal.err = Lossy(terminal.err)  # type: ignore[assignment]
     with bound_socket(args.host, args.port) as listener:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from minillm.api.outputs import CompletionOutput, FinishReason, Logprob, Logprobs
 from minillm.api.sampling_params import RequestOutputKind, SamplingParams
+from minillm.errors import Failure
 from minillm.sampling.logprobs import TokenLogprob
 from minillm.text.detokenizer import IncrementalDetokenizer
 from minillm.text.stop import StopStrings
@@ -39,7 +40,7 @@ class Completion:
         self._eos = () if params.ignore_eos else tuple(eos_token_ids)
         self._stop_ids = (*self._eos, *params.stop_token_ids)
         self._stop_reason: str | int | None = None
-        self._error: str | None = None
+        self._error: Failure | None = None
         self._cumulative = 0.0  # log-probability
         self._logprobs: list[Logprobs] = []
         self._tokenizer, self._prompt_token_ids = tokenizer, prompt_token_ids
@@ -83,9 +84,9 @@ class Completion:
         primary = bool(self._eos) and token_id == self._eos[0]
         self.finish("stop", None if primary else token_id)
 
-    def fail(self, message: str) -> None:
+    def fail(self, error: Failure) -> None:
         """End with an error; the tokens and text so far are kept."""
-        self._error = message
+        self._error = error
         try:
             self.finish("error")
         except Exception:  # detokenization failed: keep the text so far
@@ -110,7 +111,8 @@ class Completion:
             output.logprobs = self._logprobs[start:]
         if self.finish_reason is not None:
             output.finish_reason, output.stop_reason = self.finish_reason, self._stop_reason
-            output.error = self._error
+            if self._error is not None:
+                output.error, output.error_owner = self._error
         return output
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:

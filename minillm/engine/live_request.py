@@ -4,7 +4,7 @@ from time import perf_counter
 
 from minillm.api.outputs import FinishReason, Logprobs, RequestMetrics, RequestOutput
 from minillm.engine.completion import Completion, with_text
-from minillm.errors import in_one_line
+from minillm.errors import Failure, in_one_line
 from minillm.sampling.logprobs import TokenLogprob
 from minillm.scheduling.request import Request, Sequence
 from minillm.text.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ class LiveRequest:
         try:
             completion.append(token_id, logprobs)
         except Exception as error:  # a detokenization error ends this completion only
-            completion.fail(f"The text of this completion failed: {in_one_line(error)}")
+            completion.fail(no_text("completion", error))
         if completion.finish_reason is not None:
             self._record_end(time)
         return completion.finish_reason
@@ -86,14 +86,14 @@ class LiveRequest:
         self._ended = time
         self.finished = all(each.finish_reason is not None for each in self.completions)
 
-    def end(self, reason: FinishReason, time: float, error: str | None = None) -> None:
+    def end(self, reason: FinishReason, time: float, error: Failure | None = None) -> None:
         """End all unfinished completions."""
         for completion in self.completions:
             if completion.finish_reason is None:
                 self.end_completion(completion.index, reason, time, error)
 
     def end_completion(
-        self, index: int, reason: FinishReason, time: float, error: str | None = None
+        self, index: int, reason: FinishReason, time: float, error: Failure | None = None
     ) -> None:
         """End one completion; its tokens are kept."""
         self.num_updates += 1
@@ -104,7 +104,7 @@ class LiveRequest:
             try:
                 completion.finish(reason)
             except Exception as failure:
-                completion.fail(f"The text of this completion failed: {in_one_line(failure)}")
+                completion.fail(no_text("completion", failure))
         self._record_end(time)
 
     def add_prompt_logprobs(
@@ -116,7 +116,7 @@ class LiveRequest:
         try:
             known += [with_text(each, self._tokenizer) for each in entries[len(known) - start :]]
         except Exception as error:
-            self.end("error", time, f"The text of this prompt failed: {in_one_line(error)}")
+            self.end("error", time, no_text("prompt", error))
         return not self.finished
 
     def output(self, delta: bool = False) -> RequestOutput:
@@ -162,3 +162,8 @@ class LiveRequest:
             num_drafted,
             num_accepted,
         )
+
+
+def no_text(what: str, error: Exception) -> Failure:
+    """The failure of a tokenizer on the model's tokens: its request asked for nothing wrong."""
+    return Failure(f"The text of this {what} failed: {in_one_line(error)}", "model")

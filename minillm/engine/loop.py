@@ -32,6 +32,7 @@ from minillm.engine.setup import (
 )
 from minillm.errors import (
     EngineDeadError,
+    Failure,
     InvalidRequestError,
     UnsupportedFeatureError,
     why_it_stopped,
@@ -279,7 +280,7 @@ class Engine:
             yield
         except Exception as error:
             self._dead = why_it_stopped(error)
-            self._abort_all("error", self._dead)
+            self._abort_all("error", Failure(self._dead, "server"))
             raise EngineDeadError(self._dead) from error
         except BaseException:  # Ctrl-C, at any point of the step
             self._abort_all("abort")
@@ -382,14 +383,13 @@ class Engine:
                 if not row.num_forks:  # accepted tokens after a stop are discarded
                     break
 
-    def _abort_all(self, reason: FinishReason, error: str | None = None) -> None:
+    def _abort_all(self, reason: FinishReason, error: Failure | None = None) -> None:
         """End all requests. A new scheduler with an empty prefix cache replaces the old one, which
         may be in an inconsistent state."""
-        now = perf_counter()
+        now, scheduler = perf_counter(), self.scheduler
         for live in self._live.values():
             live.end(reason, now, error)
         self._live = {}
-        scheduler = self.scheduler
         for step in self._steps:
             self.trace.append(step.record)
         self._steps = []

@@ -6,7 +6,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from minillm.errors import MinillmError, in_one_line
+from minillm.errors import Failure, MinillmError, in_one_line, owner_of
 from minillm.execution.flight import StepResult
 from minillm.execution.state import RowStates, SequenceRow
 from minillm.sampling.logprobs import LogprobTable, PromptLogprobs, TokenLogprob, failure_of
@@ -80,8 +80,9 @@ def store_prompt_logprobs(row: Row, entries: PromptLogprobs, result: StepResult)
         result.prompt_logprobs[row.seq_id] = row.start + 1, found
 
 
-def error_text(error: Exception) -> str:
+def failure(error: Exception) -> Failure:
     """An error as one line: its message if it is a `MinillmError`, otherwise type and message."""
+    text = f"The model failed on this request: {in_one_line(error)}"
     if isinstance(error, MinillmError):
-        return " ".join(str(error).split())
-    return f"The model failed on this request: {in_one_line(error)}"
+        text = " ".join(str(error).split())
+    return Failure(text, owner_of(error))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
-from minillm.execution.collect import error_text, give_tokens, store_prompt_logprobs
+from minillm.execution.collect import failure, give_tokens, store_prompt_logprobs
 from minillm.execution.executor import Capacity, Executor
 from minillm.execution.flight import Flight, StepResult
 from minillm.execution.graphs import Capture, DecodeGraphs
@@ -244,7 +244,7 @@ class Runner:
             if not self.isolates:
                 raise
             if len(rows) == 1:
-                result.fail(rows[0], error_text(error))
+                result.fail(rows[0], failure(error))
                 return []
         return [done for row in rows for done in self._attempt([row], run, result)]
 
@@ -379,7 +379,7 @@ class Runner:
                     row_by_row=self.row_by_row,
                 )
             except Exception as error:
-                flight.result.fail(row, error_text(error))
+                flight.result.fail(row, failure(error))
             else:
                 flight.reads.append(partial(store_prompt_logprobs, row, entries, flight.result))
 

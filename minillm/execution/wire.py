@@ -12,6 +12,7 @@ from typing import Any
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.cache.manager import BlockCopy
+from minillm.errors import Failure
 from minillm.execution.flight import StepResult
 from minillm.sampling.logprobs import TokenLogprob
 from minillm.scheduling.plan import NewSequence, Row, StepPlan
@@ -120,7 +121,7 @@ def result_from_bytes(data: bytes) -> StepResult:
         dict(token_ids),
         {seq_id: [each and _entry(each) for each in some] for seq_id, some in logprobs},
         {seq_id: (start, [_entry(each) for each in some]) for seq_id, (start, some) in prompts},
-        {seq_id: {index: why for index, why in each} for seq_id, each in errors},
+        {seq_id: {index: Failure(*why) for index, why in each} for seq_id, each in errors},
         set(suspect),
         dict(drafted),
         *graph,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minillm.errors import Failure
 from minillm.ops import cpu_sampling
 from minillm.ops.transfers import read_later
 
@@ -20,25 +21,28 @@ class TokenLogprob(NamedTuple):
     rank: int
 
 
-def failures(best: Tensor) -> dict[int, str]:
-    """Row -> error message, for rows whose largest logit is not finite."""
+def failures(best: Tensor) -> dict[int, Failure]:
+    """Row -> failure, for rows whose largest logit is not finite."""
     listed = best.tolist()
     if all(map(math.isfinite, listed)):
         return {}
     return {row: why for row, value in enumerate(listed) if (why := failure_of(value)) is not None}
 
 
-NOT_FINITE = "The model's logits contain NaN or infinity; the weights or the dtype are wrong."
+NOT_FINITE = Failure(
+    "The model's logits contain NaN or infinity; the weights or the dtype are wrong.", "model"
+)
 
 
-def failure_of(best: float) -> str | None:
-    """The error message of a row with this largest logit; None if it is finite."""
+def failure_of(best: float) -> Failure | None:
+    """The failure of a row with this largest logit; None if it is finite."""
     if math.isfinite(best):
         return None
     if best == -math.inf:
-        return (
+        return Failure(
             "No token is left to choose from: allowed_token_ids, bad_words and min_tokens "
-            "exclude all of them."
+            "exclude all of them.",
+            "request",
         )
     return NOT_FINITE
 
@@ -70,12 +74,12 @@ class PromptLogprobs:
 
     parts: list[tuple[LogprobTable, Callable[[], list[Tensor]]]]
 
-    def read(self) -> tuple[list[dict[int, TokenLogprob]], str | None]:
-        """Wait for the copies. Returns one entry per token, or an error message."""
+    def read(self) -> tuple[list[dict[int, TokenLogprob]], Failure | None]:
+        """Wait for the copies. Returns one entry per token, or a failure."""
         result: list[dict[int, TokenLogprob]] = []
         for described, best in self.parts:
-            for message in failures(best()[0]).values():
-                return [], message
+            if failures(best()[0]):
+                return [], NOT_FINITE  # also -inf: no edit has excluded a token
             result += described.read()
         return result, None
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from minillm.api.sampling_params import SamplingParams
+from minillm.errors import Failure
 from minillm.ops.sampling import Pack, choose
 from minillm.ops.transfers import upload
 from minillm.sampling.edits import Edits, SamplingRow
@@ -263,7 +264,7 @@ class SampledBatch:
 
     token_ids: list[int]  # [K]; `NO_TOKEN` for a failed row
     logprobs: list[dict[int, TokenLogprob] | None]  # [K]; with logprobs=k: sampled token, top k
-    failed: dict[int, str]  # row -> error message
+    failed: dict[int, Failure]  # by row
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool = False) -> SampledBatch:

@@ -1,11 +1,32 @@
 """Errors of the HTTP API: the status and the body of each."""
 
+import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from minillm.errors import EngineDeadError, InvalidRequestError, MinillmError
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from minillm.errors import (
+    EngineDeadError,
+    MinillmError,
+    Owner,
+    owner_of,
+)
+from minillm.serving.event_stream import ClientGone
 from minillm.serving.protocol import ChatRequest, CompletionRequest
 
+logger = logging.getLogger(__name__)
+
+# Clients and proxies send a request again after a 5xx, and a 500 alerts who runs the server.
+STATUS: Mapping[Owner, tuple[int, str]] = {
+    "request": (400, "BadRequestError"),
+    "model": (500, "InternalServerError"),
+    "server": (503, "ServiceUnavailableError"),
+}
 FIELDS = frozenset({*CompletionRequest.model_fields, *ChatRequest.model_fields})
 TOO_LONG = "maximum context length"  # as in the engine's message, for which clients look
 
@@ -29,6 +50,18 @@ class ApiError(Exception):
         return {"error": described}
 
 
+def owned(message: str, owner: Owner) -> ApiError:
+    """An error with the status of its owner."""
+    too_long = owner == "request" and TOO_LONG in message
+    return ApiError(
+        STATUS[owner][0],
+        message,
+        STATUS[owner][1],
+        param="prompt" if too_long else parameter(message),
+        code="context_length_exceeded" if too_long else None,
+    )
+
+
 def overloaded(message: str, seconds: int) -> ApiError:
     """The server refuses a request that may succeed after `seconds`."""
     return ApiError(
@@ -37,20 +70,14 @@ def overloaded(message: str, seconds: int) -> ApiError:
 
 
 def api_error(error: BaseException) -> ApiError:
-    """The reply to an exception. A client's mistake is a 400, because clients repeat a request
-    after a 500. The text of an unexpected error stays in the log, because it may name files."""
+    """The reply to an exception. The text of an unexpected error stays in the log, because it may
+    name files."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):
-        return ApiError(503, f"The engine has stopped. {error}", "ServiceUnavailableError")
+        return owned(f"The engine has stopped. {error}", "server")
     if isinstance(error, MinillmError):
-        too_long = TOO_LONG in str(error) and isinstance(error, InvalidRequestError)
-        return ApiError(
-            400,
-            str(error),
-            param="prompt" if too_long else parameter(str(error)),
-            code="context_length_exceeded" if too_long else None,
-        )
+        return owned(str(error), owner_of(error))
     return ApiError(
         500,
         f"The server failed ({type(error).__name__}); its log has the details.",
@@ -59,6 +86,31 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def parameter(message: str) -> str | None:
-    """The field that a message begins with, if any: "temperature is -1; it must be ..."."""
-    word = message.partition(" ")[0].rstrip(":")
+    """The field that a message begins with, if any: "stop[0] is null: ..."."""
+    word = re.split(r"\W", message, maxsplit=1)[0]
     return word if word in FIELDS else None
+
+
+def error_reply(error: BaseException, headers: Mapping[str, str]) -> Response:
+    """The reply to an exception."""
+    made = api_error(error)
+    if made.status == 500:
+        logger.error("A request failed: %s", error, exc_info=error)
+    return JSONResponse(made.body, made.status, headers={**headers, **made.headers})
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """FastAPI's handler of all exceptions."""
+    if isinstance(error, ClientGone | ClientDisconnect):
+        return Response(status_code=499)  # nginx's number; the client does not see it
+    if isinstance(error, HTTPException):  # no such route, or no such method
+        kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
+        text = f"{request.method} {request.url.path[:80]}: {error.detail}."
+        error = ApiError(error.status_code, text, kind, headers=error.headers or {})
+    return error_reply(error, sent_id(request))
+
+
+def sent_id(request: Request) -> dict[str, str]:
+    """The header by which a client or a proxy finds the reply to its request."""
+    given = request.headers.get("x-request-id")
+    return {} if given is None else {"x-request-id": given}

@@ -1,23 +1,24 @@
 """The HTTP API: OpenAI's routes and vLLM's additions, over an `AsyncLLMEngine`."""
 
 import asyncio
-import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from minillm.errors import InvalidRequestError, MinillmError
 from minillm.serving import playground_page
-from minillm.serving.api_errors import ApiError, api_error
+from minillm.serving.api_errors import ApiError, on_error, sent_id
 from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.event_stream import ClientGone, EventStream, unless_gone
 from minillm.serving.gate import Gate
@@ -41,8 +42,6 @@ from minillm.serving.request_trace import RequestTrace
 from minillm.serving.settings import VERSION, Settings
 from minillm.text.tokenizer import LONG_TEXT, Tokenizer
 
-logger = logging.getLogger(__name__)
-
 LARGE_BODY = 2**16  # bytes; parsing fewer takes less than a millisecond
 IGNORED_HEADER = "x-minillm-ignored"
 UNPRINTABLE = re.compile(r"[^!-+\--~]")  # characters that a header's value may not have, and commas
@@ -63,6 +62,7 @@ class Server:
         self.gate = Gate(running + self.settings.max_waiting)
         self.metrics = Metrics(self.engine, self.gate, self.settings.names[0])
         self.request_trace = RequestTrace(self.engine, self.settings.request_trace)
+        self.numbers = count()  # of requests
         self.defaults = self.engine.sampling_defaults
         self.tokenizer = self.engine.tokenizer
         if self.tokenizer is not None and self.settings.chat_template is not None:
@@ -128,7 +128,7 @@ class Server:
         count: int,
         making: Callable[[Tokenizer | None], Awaitable[Job]],
     ) -> Response:
-        headers = headers_of(header, body)
+        headers = headers_of(header, body) | sent_id(request)
         self.gate.enter(count)  # before its prompts are rendered and tokenised
         try:
             job = await making(self.tokenizer)
@@ -157,10 +157,9 @@ class Server:
 
     def _start(self, header: Header, job: Job, priority: int) -> Generation:
         several = len(job.prompts) > 1
+        key = f"{header.id}~{next(self.numbers)}"  # a client's id may be in use
         streams = [
-            self.engine.generate(
-                prompt, job.params, f"{header.id}-{i}" if several else header.id, priority
-            )
+            self.engine.generate(prompt, job.params, f"{key}-{i}" if several else key, priority)
             for i, prompt in enumerate(job.prompts)
         ]
         return Generation(header, job, streams, self.tokenizer)
@@ -299,9 +298,9 @@ def once(function: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def headers_of(header: Header, body: ApiRequest) -> dict[str, str]:
-    """Headers of a reply: the id of the request, and the names of ignored fields."""
-    made = {"x-request-id": printable(header.id)}
+def headers_of(header: Header, body: GenerationRequest) -> dict[str, str]:
+    """Headers of a reply: the client's id of the request, else its own, and ignored fields."""
+    made = {"x-request-id": printable(body.request_id or header.id)}
     return made | ignored_header(body)
 
 
@@ -319,26 +318,6 @@ def printable(text: str) -> str:
 def json_reply(content: Mapping[str, Any], body: ApiRequest) -> Response:
     """A reply with the header of ignored fields."""
     return JSONResponse(content, headers=ignored_header(body))
-
-
-def error_reply(error: BaseException) -> Response:
-    """The reply to an exception."""
-    made = api_error(error)
-    if made.status == 500:
-        logger.error("A request failed: %s", error, exc_info=error)
-    return JSONResponse(made.body, made.status, headers=dict(made.headers))
-
-
-async def on_error(request: Request, error: Exception) -> Response:
-    """FastAPI's handler of all exceptions."""
-    if isinstance(error, ClientGone | ClientDisconnect):
-        return Response(status_code=499)  # nginx's number; the client does not see it
-    if isinstance(error, HTTPException):  # no such route, or no such method
-        kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
-        text = f"{request.method} {request.url.path[:80]}: {error.detail}."
-        made = ApiError(error.status_code, text, kind, headers=error.headers or {})
-        return error_reply(made)
-    return error_reply(error)
 
 
 def schema(kind: type[ApiRequest]) -> dict[str, Any]:
@@ -394,5 +373,6 @@ def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:
     app.get("/", response_model=None, include_in_schema=False)(playground)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
     app.add_middleware(Guard, api_keys=settings.api_keys)
-    app.add_middleware(ResponseCounter, counts=server.metrics.responses)  # outermost
+    app.add_middleware(ResponseCounter, counts=server.metrics.responses)
+    app.add_middleware(CORSMiddleware, **settings.cors())  # outermost: a preflight has no key
     return app

@@ -12,7 +12,14 @@ from typing import Any
 
 from minillm.api.arguments import AsyncEngineArgs
 from minillm.api.outputs import PrefixReport
-from minillm.api.prompts import Prompt, one_params, one_priority, one_prompt, split_prompt
+from minillm.api.prompts import (
+    Prompt,
+    one_params,
+    one_priority,
+    one_prompt,
+    refuse_left_out,
+    split_prompt,
+)
 from minillm.api.sampling_params import SamplingParams, shown
 from minillm.engine.loop import Engine
 from minillm.errors import ConfigError, EngineDeadError, InvalidRequestError
@@ -65,6 +72,7 @@ class AsyncLLMEngine:
         sampling_params: SamplingParams | None,
         request_id: str,
         priority: int = 0,
+        **others: Any,
     ) -> RequestStream:
         """Generate from one prompt. The stream yields cumulative outputs; with `output_kind`
         ``DELTA`` only the new part of each, with ``FINAL_ONLY`` only the last output.
@@ -78,6 +86,7 @@ class AsyncLLMEngine:
         iteration raises EngineDeadError if the engine has stopped. Leaving the loop aborts the
         request.
         """
+        refuse_left_out("generate", others)
         begin = partial(self._begin, prompt, sampling_params, request_id, priority)
         return RequestStream(begin, self._steps)
 
@@ -147,9 +156,17 @@ class AsyncLLMEngine:
         """Records of the latest steps, as `LLM.trace`; may be read while steps run."""
         return self._engine.trace
 
+    def unfinished(self) -> list[tuple[float, str]]:
+        """Arrival and id of the unfinished requests, in the engine or outside."""
+        return [(each.arrival, each.request_id) for each in self._steps.tickets()]
+
+    def _ticket(self, request_id: str) -> Ticket | None:
+        found = (each for each in self._steps.tickets() if each.request_id == request_id)
+        return next(found, None)
+
     def prefix_report(self, request_id: str) -> PrefixReport | None:
         """Prefix cache hits and misses of an unfinished request, once it was admitted."""
-        ticket = self._steps.ticket(request_id)
+        ticket = self._ticket(request_id)
         if ticket is None or ticket.live is None:
             return None
         report = ticket.live.sequences[0].report
@@ -157,7 +174,7 @@ class AsyncLLMEngine:
 
     def waiting_outside(self, request_id: str) -> tuple[float, str] | None:
         """Seconds since the arrival of a request of which no step has known, and why it waits."""
-        ticket = self._steps.ticket(request_id)
+        ticket = self._ticket(request_id)
         if ticket is None:
             return None
         why = "no step was planned since it arrived"
@@ -274,12 +291,13 @@ def tokenise(steps: StepThread, ticket: Ticket, make: Callable[[], Request]) -> 
     """Create the request of a queued ticket. Runs in a tokeniser thread."""
     if ticket.ended:
         return
+    result: Request | Exception = EngineDeadError("The thread that tokenised this prompt ended.")
     try:
-        request = replace(make(), arrival=ticket.arrival)
+        result = replace(make(), arrival=ticket.arrival)
     except Exception as error:
-        steps.ready(ticket, error)
-    else:
-        steps.ready(ticket, request)
+        result = error
+    finally:  # whatever ended this task: the consumer waits for it, and the queue behind it
+        steps.ready(ticket, result)
 
 
 def stop(steps: StepThread, tokenisers: ThreadPoolExecutor) -> None:

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 from minillm.api.outputs import CompletionOutput, RequestOutput
-from minillm.serving.api_errors import ApiError, api_error
+from minillm.serving.api_errors import ApiError, api_error, overloaded, owned
 from minillm.serving.choice_events import ChoiceEvents
 from minillm.serving.event_stream import DONE, frame
 from minillm.serving.params import Job
@@ -193,6 +194,11 @@ class Generation:
                 continue
             self.usage.completion_tokens += len(new.token_ids)
             self.when_tokens(place, len(new.token_ids))
+            if new.finish_reason in ("error", "abort"):  # no reasons of OpenAI; `check` raises
+                choices[place] = None
+                if not new.text:
+                    continue
+                new = replace(new, finish_reason=None)
             if choice is None:
                 choice = choices[place] = ChoiceEvents(self.header, place, running)
                 echo = self._echo(output).text if self.job.echo else None
@@ -209,14 +215,9 @@ class Generation:
 def check(completion: CompletionOutput) -> None:
     """Raise ApiError if a completion ended with an error, or was aborted by the server."""
     if completion.finish_reason == "error":
-        raise ApiError(500, completion.error or "The request failed.", "InternalServerError")
+        raise owned(completion.error or "The request failed.", completion.error_owner or "model")
     if completion.finish_reason == "abort":
-        raise ApiError(
-            503,
-            "The server is shutting down and aborted the request.",
-            "ServiceUnavailableError",
-            headers={"Retry-After": "1"},
-        )
+        raise overloaded("The server is shutting down and aborted the request.", 1)
 
 
 async def merged(

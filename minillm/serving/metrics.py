@@ -281,8 +281,7 @@ class RequestObserver:
         metrics, times = self._metrics, output.metrics
         reasons = [each.finish_reason or "abort" for each in output.outputs]
         metrics.ends.update(reasons)
-        errors = [each.error for each in output.outputs if each.error is not None]
-        metrics.num_corrupted += sum(NOT_FINITE in each for each in errors)
+        metrics.num_corrupted += sum(each.error == NOT_FINITE.message for each in output.outputs)
         first, numbers = index * self._params.n, []
         for place, each in enumerate(output.outputs, first):
             streamed = self._num_tokens.get(place)

@@ -129,7 +129,7 @@ def chat_job(
     limit = request.max_completion_tokens or request.max_tokens
     if 0 in (request.max_completion_tokens, request.max_tokens):
         raise InvalidRequestError("max_tokens is 0; it must be at least 1.")
-    given["max_tokens"] = limit  # None: up to the context length
+    given["max_tokens"] = limit or defaults.get("max_tokens")  # None: up to the context length
     if request.logprobs:
         given["logprobs"] = request.top_logprobs or 0
     chat = conversation(request, tokenizer)

@@ -269,7 +269,7 @@ def parse(kind: type[T], body: bytes) -> T:
     try:
         request = kind.model_validate(data)
     except ValidationError as error:
-        raise InvalidRequestError(explained(error, kind)) from None
+        raise InvalidRequestError(explained(error, kind, data)) from None
     request.refuse_constraints()
     return request
 
@@ -291,22 +291,35 @@ def has_too_many_values(body: bytes) -> bool:
     return False
 
 
-def explained(error: ValidationError, kind: type[BaseModel]) -> str:
-    """The errors of a validation in one sentence per field."""
-    fields: dict[str, str] = {}
+def explained(error: ValidationError, kind: type[BaseModel], data: dict[str, Any]) -> str:
+    """The errors of a body in one sentence per field."""
+    fields: dict[str, tuple[str, str]] = {}
     missing: list[str] = []
     for each in error.errors(include_url=False, include_context=False):
-        name = str(each["loc"][0]) if each["loc"] else ""
+        name, entry = str(each["loc"][0]) if each["loc"] else "", entry_of(data, each["loc"])
         if each["type"] == "missing":
             missing.append(name)
-        elif name not in fields:
-            fields[name] = sentence(name, each["msg"], each["input"])
-    texts = [f"{name} is missing" for name in missing] + list(fields.values())
-    given = error.errors()[0]["input"]
-    if missing and isinstance(given, dict):
-        unknown = [str(name)[:MAX_SHOWN] for name in given if name not in kind.model_fields]
+        # Of a field with several types, the error of the type that was meant is inside the value.
+        elif len(entry) > len(fields.get(name, ("", ""))[0]) or name not in fields:
+            fields[name] = entry, sentence(entry, each["msg"], each["input"])
+    texts = [f"{name} is missing" for name in missing] + [text for _, text in fields.values()]
+    if missing:
+        unknown = [str(name)[:MAX_SHOWN] for name in data if name not in kind.model_fields]
         texts[0] += did_you_mean(missing[0], unknown).replace(" Did you mean", ", did you mean")
     return "; ".join(texts[:MAX_NAMES]).rstrip(".?") + "."
+
+
+def entry_of(data: Any, path: Sequence[int | str]) -> str:
+    """The name of the wrong entry, such as ``logit_bias['5']``. Other parts of pydantic's path name
+    a type."""
+    name = ""
+    for part in path:
+        if (isinstance(data, list) and isinstance(part, int)) or (
+            isinstance(data, dict) and part in data
+        ):
+            data = data[part]  # type: ignore[index]
+            name = f"{name}[{part!r:.{MAX_SHOWN}}]" if name else str(part)
+    return name
 
 
 def sentence(name: str, message: str, given: object) -> str:
@@ -314,5 +327,6 @@ def sentence(name: str, message: str, given: object) -> str:
     if message.startswith("Value error, "):
         return message.removeprefix("Value error, ")
     shown = repr(given)[:MAX_SHOWN] if isinstance(given, str | int | float | bool) else ""
+    shown = "null" if given is None else shown
     what = f"{name} is {shown}" if shown else f"{name} is a {type(given).__name__}"
     return f"{what}: {message[:1].lower()}{message[1:]}"

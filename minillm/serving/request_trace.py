@@ -5,6 +5,7 @@ other requests, and say what the prefix cache holds. They answer only with `--en
 """
 
 import asyncio
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -199,6 +200,13 @@ def why(state: SequenceState, record: StepRecord) -> str:
     return f"behind {head.request_id}, which has {head}"
 
 
+def names_of(request_id: str) -> tuple[str, str, str]:
+    """The names of a request of the server: the engine's id, the id in its reply (with the number
+    of the prompt if there are several), and the client's id."""
+    public = re.sub(r"~\d+(?=(-\d+)?$)", "", request_id)
+    return request_id, public, re.sub(r"^(chat)?cmpl-", "", public)
+
+
 class RequestTrace:
     """The routes, and the prefix reports of finished requests."""
 
@@ -222,6 +230,7 @@ class RequestTrace:
     async def request(self, request_id: str) -> Response:
         """GET /debug/requests/{id}: what happened to a request in each step, and why."""
         self._check()
+        request_id = await asyncio.to_thread(self._latest, request_id)
         found = await asyncio.to_thread(RequestHistory.find, self.engine.trace, request_id)
         report = self.engine.prefix_report(request_id) or self._reports.get(request_id)
         if found is not None:
@@ -238,6 +247,14 @@ class RequestTrace:
             f"{request_id[:80]!r}; replies name it, and prompt 0 of several is ID-0.",
             "NotFoundError",
         )
+
+    def _latest(self, name: str) -> str:
+        """The engine's id of the latest request of this name, which a client may have given."""
+        before, records = self.engine.trace.snapshot()
+        known = [one.added for one in before.sequences.values() if one.added is not None]
+        known += [one for record in records for one in record.added]
+        ids = [(one.arrival, one.request_id) for one in known] + self.engine.unfinished()
+        return max((each for each in ids if name in names_of(each[1])), default=(0.0, name))[1]
 
     async def steps(self, request: Request) -> Response:
         """GET /debug/trace?last=N: the latest steps in the format of trace files."""

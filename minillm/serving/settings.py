@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 
 def installed_version() -> str:
@@ -13,6 +14,7 @@ def installed_version() -> str:
 
 
 VERSION = installed_version()
+THIS_MACHINE = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class Settings:
         max_event_rate: events per second over all streams. Above it an event has several tokens,
             which leaves the processor to the engine.
         chat_template: a template in place of the model's.
+        allowed_origins: sites whose pages may read replies in a browser; "*" is all. None: pages
+            that this machine serves. A server without a key answers every page that its user
+            opens, so "*", vLLM's default, would let each web site use the model.
+        allowed_methods, allowed_headers, allow_credentials: as in vLLM.
     """
 
     names: tuple[str, ...]
@@ -39,3 +45,18 @@ class Settings:
     request_trace: bool = False
     max_event_rate: float = 1000.0
     chat_template: str | None = None
+    allowed_origins: tuple[str, ...] | None = None
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+
+    def cors(self) -> dict[str, Any]:
+        """The arguments of Starlette's middleware for requests of other sites (CORS)."""
+        return {
+            "allow_origins": self.allowed_origins or (),
+            "allow_origin_regex": THIS_MACHINE if self.allowed_origins is None else None,
+            "allow_methods": self.allowed_methods,
+            "allow_headers": self.allowed_headers,
+            "allow_credentials": self.allow_credentials,
+            "expose_headers": ("x-request-id", "x-minillm-ignored", "retry-after"),
+        }

@@ -109,8 +109,7 @@ class StepThread:
     @property
     def num_unfinished(self) -> int:
         """Unfinished requests, in the engine or waiting outside."""
-        tickets = [each for each in self._open.copy() if isinstance(each, Ticket)]
-        return sum(not ticket.ended for ticket in tickets)
+        return sum(not ticket.ended for ticket in self.tickets())
 
     @property
     def num_tokens(self) -> int:
@@ -118,10 +117,9 @@ class StepThread:
         lives = [ticket.live for ticket in list(self._held.values())]
         return self._num_tokens + sum(live.num_tokens for live in lives if live is not None)
 
-    def ticket(self, request_id: str) -> Ticket | None:
-        """The ticket of an unfinished request."""
-        found = [each for each in self._open.copy() if isinstance(each, Ticket)]
-        return next((each for each in found if each.request_id == request_id), None)
+    def tickets(self) -> list[Ticket]:
+        """The tickets of unfinished requests."""
+        return [each for each in self._open.copy() if isinstance(each, Ticket)]
 
     @property
     def is_full(self) -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import tokenizers
 
-from minillm.errors import InvalidRequestError
+from minillm.errors import CheckpointError, ForeignCode, InvalidRequestError
 from minillm.text.chat_template import Message, validate_messages
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class ControlTokens:
         if self._one.search(text):
             return True
         normalizes = normalizer is not None and any(t.normalized for t in self._tokens.values())
-        return normalizes and self._one.search(normalizer.normalize_str(text)) is not None
+        with ForeignCode(InvalidRequestError, "messages has a text that cannot be normalized"):
+            return normalizes and self._one.search(normalizer.normalize_str(text)) is not None
 
     def marked(self, text: str) -> str:
         """The text without special tokens: a mark replaces the first character of each."""
@@ -98,6 +99,10 @@ class ControlTokens:
     def _encoder(self) -> "tuple[Tokenizer, dict[int, int], frozenset[int]]":
         """A tokenizer that takes special tokens for text and knows their aliases; the id of the
         special token for the id of each alias; and ids that text must not have."""
+        with ForeignCode(CheckpointError, "The model's tokenizer cannot be copied"):
+            return self._made()
+
+    def _made(self) -> "tuple[Tokenizer, dict[int, int], frozenset[int]]":
         text = self._backend.to_str()
         copy = tokenizers.Tokenizer.from_str(text)
         copy.encode_special_tokens = True

@@ -12,16 +12,24 @@ and (unless ``legacy``) after special tokens. This module uses the file's, as Se
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from minillm.api.prompts import refuse_left_out
 from minillm.api.sampling_params import shown
-from minillm.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
+from minillm.errors import (
+    CheckpointError,
+    ForeignCode,
+    InvalidRequestError,
+    ModelNotFoundError,
+    reason,
+)
 from minillm.gguf.container import is_gguf
-from minillm.text.chat_prompt import ControlTokens
+from minillm.text.chat_prompt import ControlTokens, chat_prompt
 from minillm.text.chat_template import ChatTemplate, Message
 from minillm.text.gguf import gguf_tokenizer
 
@@ -111,14 +119,12 @@ class Tokenizer:
         """
         folder = Path(path)
         if is_gguf(folder):
-            return cls(*gguf_tokenizer(folder))
+            with ForeignCode(CheckpointError, f"The tokenizer of {folder} cannot be used"):
+                return cls(*gguf_tokenizer(folder))
         file = folder / "tokenizer.json"
-        try:
+        what = f"The tokenizer folder {shown(str(path))} cannot be looked up"
+        with ForeignCode(ModelNotFoundError, what):
             is_folder, is_file = folder.is_dir(), file.is_file()
-        except OSError as error:
-            raise ModelNotFoundError(
-                f"The tokenizer folder {shown(str(path))} cannot be looked up: {_line(error)}."
-            ) from error
         if not is_folder:
             raise ModelNotFoundError(f"There is no tokenizer folder {str(path)!r}.")
         if not is_file:
@@ -126,16 +132,12 @@ class Tokenizer:
                 f"{str(path)!r} has no tokenizer.json, so text cannot be used with this model; "
                 "token ids still work: pass {'prompt_token_ids': [...]} as the prompt."
             )
-        try:
+        with ForeignCode(CheckpointError, f"{file} cannot be read as a tokenizer"):
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception for every bad file
-            raise CheckpointError(
-                f"{file} cannot be read as a tokenizer: {_line(error)}."
-            ) from error
-        config = _read_json(folder / "tokenizer_config.json")
-        named, unnamed = _special_tokens(folder, config)
-        _add_missing_tokens(backend, folder, config, named, unnamed)
-        return cls(backend, str(path), named, _chat_template_source(folder, config))
+            config = _read_json(folder / "tokenizer_config.json")
+            named, unnamed = _special_tokens(folder, config)
+            _add_missing_tokens(backend, folder, config, named, unnamed)
+            return cls(backend, str(path), named, _chat_template_source(folder, config))
 
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -150,31 +152,22 @@ class Tokenizer:
         """The ids of ``text``, by default with the special tokens of the post-processor.
 
         Raises:
-            InvalidRequestError: ``text`` is not a string, or has lone surrogates.
+            InvalidRequestError: ``text`` is not a string, has lone surrogates, or the library
+                failed.
         """
-        if isinstance(text, str) and len(text) > LONG_TEXT:
-            return self._encode_long(text, add_special_tokens)
-        return self._encoding(text, add_special_tokens).ids
+        return self._encoding(text, add_special_tokens, fast=True).ids
 
-    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Encode as a batch of one, which releases the GIL."""
-        try:
-            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except Exception as error:
-            raise InvalidRequestError(
-                f"The text cannot be tokenized: {_why(text, error)}."
-            ) from error
-        return batch[0].ids
-
-    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+    def _encoding(
+        self, text: str, add_special_tokens: bool, fast: bool = False
+    ) -> tokenizers.Encoding:
+        """With offsets unless `fast`."""
         if not isinstance(text, str):
             raise InvalidRequestError(f"A prompt text must be a string, not {type(text).__name__}.")
-        try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # TypeError for surrogates, else a plain Exception
-            raise InvalidRequestError(
-                f"The text cannot be tokenized: {_why(text, error)}."
-            ) from error
+        backend, special = self._backend, add_special_tokens
+        with ForeignCode(InvalidRequestError, "The text cannot be tokenized", partial(_why, text)):
+            if fast and len(text) > LONG_TEXT:  # a batch of one, which releases the GIL
+                return backend.encode_batch_fast([text], add_special_tokens=special)[0]
+            return backend.encode(text, add_special_tokens=special)
 
     def first_token_bytes(self, text: str) -> int:
         """The number of UTF-8 bytes of `text` in its first token.
@@ -209,9 +202,10 @@ class Tokenizer:
         return b"" if added else bytes(BYTE_OF[character] for character in piece)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``; unknown ids have no text."""
+        """The text of ``ids``; unknown ids have no text. InvalidRequestError: it failed."""
         known = [i for i in ids if 0 <= i < self.vocab_size]
-        return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        with ForeignCode(InvalidRequestError, "The tokens cannot be decoded"):
+            return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
 
     def piece(self, token_id: int) -> str:
         """A token as it is in the vocabulary; ``""`` for an unknown id."""
@@ -239,7 +233,9 @@ class Tokenizer:
     def anchor(self) -> tuple[list[int], str]:
         """A token with visible ASCII text, after which other tokens are decoded, and its text."""
         for token_id in range(self.vocab_size):
-            text = "" if token_id in self.special_ids else self.decode([token_id])
+            text = ""
+            with suppress(InvalidRequestError):  # the decoder fails on this token
+                text = "" if token_id in self.special_ids else self.decode([token_id])
             if text.strip() and text.isascii() and token_id not in self.byte_fallback:
                 return [token_id], text
         return [], ""
@@ -263,6 +259,18 @@ class Tokenizer:
         """This tokenizer with another chat template."""
         return Tokenizer(self._backend, self.origin, self.special_tokens, source)
 
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **others: Any,
+    ) -> str | list[int]:
+        """transformers' name for `chat_prompt`: a conversation as ids, or as text."""
+        refuse_left_out("apply_chat_template", others)
+        prompt = chat_prompt(self, messages, add_generation_prompt)
+        return prompt.ids() if tokenize else prompt.text
+
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Render a conversation with the checkpoint's chat template.
 
@@ -278,32 +286,31 @@ class Tokenizer:
         return self._template.render(messages, add_generation_prompt)
 
 
-def _line(error: Exception) -> str:
-    text = (isinstance(error, OSError) and error.strerror) or str(error)  # without errno and path
-    return " ".join(text.split())[:200].rstrip(".")
-
-
-def _why(text: str, error: Exception) -> str:
+def _why(text: str, error: BaseException) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as bad:
         return f"character {bad.start} is a lone surrogate ({text[bad.start]!r}), which is not text"
-    return _line(error)
+    return reason(error)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     """The JSON object in ``file``, or {} if there is no such file."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    text = _read_text(file)
+    if text is None:
         return {}
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {_line(error)}.") from error
-    except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are both ValueError
-        raise CheckpointError(f"{file} is not valid JSON: {_line(error)}.") from error
+    with ForeignCode(CheckpointError, f"{file} is not valid JSON"):
+        value = json.loads(text)
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} must hold a JSON object, not {type(value).__name__}.")
     return value
+
+
+def _read_text(file: Path) -> str | None:
+    """The text of a file, or None if there is no such file."""
+    with ForeignCode(CheckpointError, f"{file} cannot be read"), suppress(FileNotFoundError):
+        return file.read_text(encoding="utf-8")
+    return None
 
 
 def _content(token: object) -> str | None:
@@ -336,15 +343,11 @@ def _table_of_added_tokens(
     """The tokens of ``added_tokens_decoder`` (or of the older file), ordered by id."""
     table = config.get("added_tokens_decoder")
     older = _read_json(folder / "added_tokens.json") if table is None else {}
-    try:
+    with ForeignCode(CheckpointError, f"The added tokens of {str(folder)!r} are damaged"):
         if table is None:
             table = {i: {"content": text, "special": text in special} for text, i in older.items()}
         rows = sorted((int(token_id), dict(row)) for token_id, row in table.items())
         return [tokenizers.AddedToken(row.pop("content"), **row) for _, row in rows]
-    except (TypeError, ValueError, AttributeError, LookupError) as error:
-        raise CheckpointError(
-            f"The added tokens of {str(folder)!r} are damaged: {_line(error)}."
-        ) from error
 
 
 def _add_missing_tokens(
@@ -365,15 +368,8 @@ def _add_missing_tokens(
 
 def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
     """The default template: from its own file, else from the configuration."""
-    file = folder / "chat_template.jinja"
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {_line(error)}.") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not UTF-8 text: {_line(error)}.") from error
+    if (own := _read_text(folder / "chat_template.jinja")) is not None:
+        return own
     found = config.get("chat_template")
     if found is None:
         found = _read_json(folder / "chat_template.json").get("chat_template")

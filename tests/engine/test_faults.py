@@ -16,7 +16,7 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.api.outputs import RequestOutput, ScoreOutput
 from minillm.engine import completion, live_request
-from minillm.errors import EngineDeadError, InvalidRequestError
+from minillm.errors import EngineDeadError, Failure, InvalidRequestError
 from minillm.execution import collect, runner
 from minillm.execution.runner import Runner, SequenceRow
 from minillm.sampling.sampler import Sampler
@@ -339,7 +339,11 @@ def test_one_of_three_samples_fails(folder, expected, monkeypatch, setting, inde
 
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.runner.sampler, "choose", choose)
-        patch.setattr(collect, "failure_of", lambda value: "Planted." if value != value else None)
+        patch.setattr(
+            collect,
+            "failure_of",
+            lambda value: Failure("Planted.", "model") if value != value else None,
+        )
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     for number, output in enumerate(outputs):
         for each in output.outputs:

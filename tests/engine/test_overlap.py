@@ -16,7 +16,7 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.api.outputs import RequestOutput
 from minillm.engine.completion import Completion
-from minillm.errors import EngineDeadError
+from minillm.errors import EngineDeadError, Failure
 from minillm.execution import collect, runner
 from minillm.execution.runner import Runner
 from minillm.execution.state import SequenceRow
@@ -408,7 +408,11 @@ def test_a_sample_that_fails_ends_its_request_only(folder, expected, monkeypatch
         give(taken, lambda: failing(found, wrong), *rest)
 
     monkeypatch.setattr(runner, "give_tokens", wrong_once)
-    monkeypatch.setattr(collect, "failure_of", lambda value: "Planted." if value != value else None)
+    monkeypatch.setattr(
+        collect,
+        "failure_of",
+        lambda value: Failure("Planted.", "model") if value != value else None,
+    )
     outputs = llm.generate(PROMPTS, requests("as they are"), use_tqdm=False)
     for index, (output, right) in enumerate(zip(outputs, expected("as they are"), strict=True)):
         (have,), (want,) = tokens(output), right[0]

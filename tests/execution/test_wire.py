@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from minillm import LLM, SamplingParams
-from minillm.errors import InvalidRequestError
+from minillm.errors import Failure, InvalidRequestError
 from minillm.execution.executor import Capacity, Executor
 from minillm.execution.flight import Flight, StepResult
 from minillm.execution.wire import (
@@ -131,13 +131,15 @@ def test_results_survive():
         {3: [5, 6, 7], 4: [None], 9: [1, None]},
         {3: [entry, None]},
         {4: (2, [entry, entry])},
-        {4: {0: "wrong"}, 9: {1: "also"}},
+        {4: {0: Failure("wrong", "model")}, 9: {1: Failure("also", "request")}},
         {4},
         {3: 2, 9: 0},
         8,
         "several tokens of a sequence",
     )
-    assert result_from_bytes(result_to_bytes(result)) == result
+    read = result_from_bytes(result_to_bytes(result))
+    assert read == result
+    assert read.errors[9][1].owner == "request"
 
 
 def test_a_plan_with_everything_survives():

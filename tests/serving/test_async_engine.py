@@ -491,13 +491,16 @@ def test_a_bad_request_fails_alone(engine, expected, monkeypatch, bad, long):
     run(main())
 
 
-def test_an_error_of_the_tokeniser_fails_one(engine, monkeypatch):
+@pytest.mark.parametrize(
+    ("planted", "kind"), [(MemoryError("x"), MemoryError), (SystemExit("x"), EngineDeadError)]
+)
+def test_an_error_of_the_tokeniser_fails_one(engine, monkeypatch, planted, kind):
     monkeypatch.setattr(async_engine, "is_long", lambda text, ids: True)
     make_request = Engine.make_request
 
     def broken(self: Engine, request_id: str, *rest: Any) -> Any:
         if request_id == "bad":
-            raise MemoryError("planted")
+            raise planted
         return make_request(self, request_id, *rest)
 
     monkeypatch.setattr(Engine, "make_request", broken)
@@ -505,7 +508,7 @@ def test_an_error_of_the_tokeniser_fails_one(engine, monkeypatch):
     async def main() -> None:
         streams = [engine.generate("text", GREEDY, name) for name in ("good", "bad", "fine")]
         good, bad, fine = await asyncio.gather(*map(last, streams), return_exceptions=True)
-        assert isinstance(bad, MemoryError)
+        assert isinstance(bad, kind)
         assert tokens(good) == tokens(fine)
         await idle(engine)
 

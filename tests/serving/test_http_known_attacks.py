@@ -239,22 +239,3 @@ def test_one_salt_does_not_see_anothers_cache(server: Served) -> None:
     assert cached(cache_salt="alice") == 0
     assert cached(cache_salt="alice") > 0
     assert cached(cache_salt="bob") == 0
-
-
-def test_a_request_id_that_is_in_use(server: Served) -> None:
-    """It is refused, and the first request goes on."""
-    from tests.serving.test_http_frames import hold
-
-    release = hold(server)
-    replies: list[Reply] = []
-    body = p(request_id="mine", max_tokens=8)
-    threads = [threading.Thread(target=lambda: replies.append(server.send(C, body)))
-               for _ in range(2)]  # fmt: skip
-    for each in threads:
-        each.start()
-    server.wait_for(lambda: server.parts.gate.num_open == 2)
-    release()
-    for each in threads:
-        each.join()
-    assert sorted(each.status for each in replies) == [200, 400]
-    server.assert_idle()

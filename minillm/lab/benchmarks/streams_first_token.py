@@ -10,6 +10,7 @@ from statistics import median
 from urllib.request import ProxyHandler, build_opener
 
 from minillm.lab.benchmarks.streams_client import events_of, run_streams
+from minillm.serving.request_trace import names_of
 from minillm.trace.file import read_trace
 
 NEW_TOKENS = 8
@@ -28,7 +29,8 @@ def delay(port: int, prompt: Sequence[int]) -> float:
     url = f"http://127.0.0.1:{port}/debug/trace?last={2 * NEW_TOKENS}"
     with build_opener(ProxyHandler({})).open(url, timeout=SECONDS) as reply:
         lines = reply.read().decode().splitlines()
-    computed = read_trace(lines, url).token_times()[request_id][0]
+    times = read_trace(lines, url).token_times()
+    computed = next(times[name][0] for name in times if request_id in names_of(name))
     return 1000 * (got.start + got.first[0] - computed)
 
 
