@@ -27,7 +27,7 @@ from minillm.text.tokenizer import TokenBytes, Tokenizer
 _CONTEXT = 6
 """Tokens kept as context: at least four for an incomplete character, and one before it."""
 
-_REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"
 
 
 class IncrementalDetokenizer:
@@ -85,8 +85,8 @@ class IncrementalDetokenizer:
             return self._push_byte(byte)
         self._utf8.reset()
         text = self._decode()
-        stable = text[:-1] if text.endswith(_REPLACEMENT) else text
-        new = stable[_common_length(self._shown, stable) :]
+        stable = text[:-1] if text.endswith(REPLACEMENT) else text
+        new = stable[common_length(self._shown, stable) :]
         if len(stable) >= len(self._shown):
             self._shown = stable
         if len(self._window) > 2 * _CONTEXT:
@@ -99,9 +99,16 @@ class IncrementalDetokenizer:
             return self._stream.flush()
         return self._flush()
 
+    @property
+    def num_held(self) -> int:
+        """Characters that are held back."""
+        if self._stream is not None:
+            return self._stream.num_held
+        return len(self._decode()) - len(self._shown)
+
     def _flush(self) -> str:
         text = self._decode()
-        new = text[_common_length(self._shown, text) :]
+        new = text[common_length(self._shown, text) :]
         self._shown = text
         return new
 
@@ -162,8 +169,8 @@ class ByteStream:
         table, skipped = self._table, self._skipped
         self._rest += b"".join([table[each] for each in token_ids if each not in skipped])
         text = self._held + self._decode()
-        waits = text.endswith(_REPLACEMENT) and not self._rest
-        self._held = _REPLACEMENT if waits else ""
+        waits = text.endswith(REPLACEMENT) and not self._rest
+        self._held = REPLACEMENT if waits else ""
         return text[:-1] if waits else text
 
     def flush(self) -> str:
@@ -171,17 +178,84 @@ class ByteStream:
         held, self._held = self._held, ""
         return held + self._decode(final=True)
 
+    @property
+    def num_held(self) -> int:
+        """Characters that are held back."""
+        return len(self._held) + bool(self._rest)
+
     def _decode(self, final: bool = False) -> str:
         """Decode and remove the complete characters; invalid bytes become U+FFFD."""
         text, used = codecs.utf_8_decode(self._rest, "replace", final)
         self._rest = self._rest[used:]
         if text and self._drops:
-            own = len(text) - len(text.lstrip(_REPLACEMENT))
+            own = len(text) - len(text.lstrip(REPLACEMENT))
             text, self._drops = text[min(own, self._drops) :], 0
         return text
 
 
-def _common_length(a: str, b: str) -> int:
+class TokenStarts:
+    """Where the tokens of one output begin in its text. A part of a character begins where the
+    character does; a token without text begins where the next text does.
+
+    Args:
+        tokenizer, prompt_token_ids, skip_special_tokens: those of the output's detokenizer.
+        start: characters before the output.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        start: int = 0,
+    ) -> None:
+        self._tokenizer, self._skip, self._end = tokenizer, skip_special_tokens, start
+        self._text = IncrementalDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+
+    def push(self, token_ids: Sequence[int]) -> list[int]:
+        """The index of the first character of each new token."""
+        return [self._push(token_id) for token_id in token_ids]
+
+    def _push(self, token_id: int) -> int:
+        before = self._end
+        self._end += len(self._text.push([token_id]))
+        if not self._tokenizer.has_text(token_id, self._skip):
+            return before
+        if token_id in self._tokenizer.byte_fallback:
+            return max(before, self._end - 1)
+        # Counted from the end, because U+FFFD of bytes that this token left incomplete may come
+        # before it. If it continues a character, its own text alone has as many characters or more.
+        end = self._end + self._text.num_held
+        return max(before, end - len(self._tokenizer.token_text(token_id)))
+
+
+def prompt_starts(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:
+    """Where the tokens of a prompt begin in its text, which lacks the special tokens that the
+    tokenizer has added."""
+    added = 0
+    while token_ids[added:] and token_ids[added] in tokenizer.special_ids:
+        if text.startswith(tokenizer.token_text(token_ids[added])):
+            break
+        added += 1
+    own = token_ids[added:]
+    if tokenizer.decode(own, skip_special_tokens=False) != text:  # a normalizer has changed it
+        for special in (True, False):
+            encoding = tokenizer.encoding(text, special)
+            if encoding.ids == token_ids:
+                return [start for start, _ in encoding.offsets]
+    return [0] * added + TokenStarts(tokenizer, skip_special_tokens=False).push(own)
+
+
+def bytes_of(tokenizer: Tokenizer, token_id: int, text: str) -> bytes:
+    """The UTF-8 bytes of a token with this `token_text`, also if it is a part of a character."""
+    if REPLACEMENT not in text:
+        return text.encode()
+    if tokenizer.token_bytes is not None:
+        return tokenizer.token_bytes[token_id]
+    return tokenizer.byte_piece(token_id) or text.encode()
+
+
+def common_length(a: str, b: str) -> int:
     """Length of the longest common prefix."""
     if b.startswith(a):
         return len(a)

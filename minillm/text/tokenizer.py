@@ -154,7 +154,7 @@ class Tokenizer:
         """
         if isinstance(text, str) and len(text) > LONG_TEXT:
             return self._encode_long(text, add_special_tokens)
-        return self._encoding(text, add_special_tokens).ids
+        return self.encoding(text, add_special_tokens).ids
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
         """Encode as a batch of one, which releases the GIL."""
@@ -166,7 +166,7 @@ class Tokenizer:
             ) from error
         return batch[0].ids
 
-    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+    def encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if not isinstance(text, str):
             raise InvalidRequestError(f"A prompt text must be a string, not {type(text).__name__}.")
         try:
@@ -182,11 +182,11 @@ class Tokenizer:
         It is 0 for a token that the tokenizer adds (bos, a dummy space). It is exact for a part of
         a character, too, unless a normalizer changes that character.
         """
-        encoding = self._encoding(text, add_special_tokens=True)
+        encoding = self.encoding(text, add_special_tokens=True)
         if not encoding.ids:
             return 0
         token_id, end = encoding.ids[0], encoding.offsets[0][1]
-        piece = self._byte_piece(token_id)
+        piece = self.byte_piece(token_id)
         # Offsets count characters and may leave out spaces, so the token's bytes are tried first.
         # They differ from the text's only by a dummy space at the start, or by a normalizer.
         for own in (piece, piece.removeprefix(b" ")):
@@ -198,7 +198,7 @@ class Tokenizer:
         own = piece or self.token_text(token_id).encode()
         return min(covered, len(own if text.startswith(" ") else own.removeprefix(b" ")))
 
-    def _byte_piece(self, token_id: int) -> bytes:
+    def byte_piece(self, token_id: int) -> bytes:
         """The bytes of a token of a byte-level vocabulary or of byte fallback, else empty."""
         if token_id in self.byte_fallback:
             return bytes([self.byte_fallback[token_id]])
