@@ -144,10 +144,15 @@ class Generation:
         tokenizer, skip = self.tokenizer, self.job.params.skip_special_tokens
         if output.prompt is not None or tokenizer is None:
             return output.prompt or ""
-        text = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+        ids = output.prompt_token_ids
+        text = tokenizer.decode(ids, skip_special_tokens=False)
         if completion is not None and completion.text and text.endswith(REPLACEMENT):
             own = [each for each in completion.token_ids if tokenizer.has_text(each, skip)]
-            both = tokenizer.decode([*output.prompt_token_ids, *own], skip_special_tokens=False)
+            both = text
+            for end in range(1, min(len(own), 4) + 1):  # until the character ends
+                both = tokenizer.decode(ids + own[:end], skip_special_tokens=False)
+                if not both.endswith(REPLACEMENT):
+                    break
             text = text[: common_length(text, both)]
         return text
 
