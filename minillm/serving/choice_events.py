@@ -5,7 +5,7 @@ from typing import Any
 from minillm.api.outputs import CompletionOutput
 from minillm.serving.event_stream import frame, to_json
 from minillm.serving.replies import Header, Usage, chat_delta, first_delta, text_choice
-from minillm.text.detokenizer import TokenStarts
+from minillm.text.detokenizer import IncrementalDetokenizer
 
 
 class ChoiceEvents:
@@ -17,12 +17,12 @@ class ChoiceEvents:
         header: the fields that are equal in all events.
         index: number of the choice.
         usage: if given, its current values are in each event.
-        starts: offsets of the tokens, in a completion with log-probabilities.
+        texts: for the offsets of tokens, in a completion with log-probabilities.
         prompt: token ids of the prompt, for the first event.
     """
 
     __slots__ = (
-        "_after", "_before", "_header", "_index", "_is_plain", "_prompt", "_starts", "_usage"
+        "_after", "_before", "_header", "_index", "_is_plain", "_prompt", "_texts", "_usage"
     )  # fmt: skip
 
     def __init__(
@@ -30,12 +30,12 @@ class ChoiceEvents:
         header: Header,
         index: int,
         usage: Usage | None,
-        starts: TokenStarts | None = None,
+        texts: IncrementalDetokenizer | None = None,
         prompt: list[int] | None = None,
     ):
         self._header, self._index, self._usage = header, index, usage
         self._is_plain = usage is None and not header.with_ids
-        self._starts, self._prompt = starts, None
+        self._texts, self._prompt = texts, None
         # A quote inside a string is escaped, so this key with an empty text occurs only once.
         key = b'"content":' if header.chat else b'"text":'
         whole = self._event(CompletionOutput(index, "", []))
@@ -56,7 +56,7 @@ class ChoiceEvents:
     def _event(self, new: CompletionOutput) -> bytes:
         if self._header.chat:
             return self._frame(chat_delta(self._header, self._index, new))
-        starts = () if self._starts is None else self._starts.push(new.token_ids)
+        starts = () if self._texts is None else self._texts.starts(new.token_ids)
         return self._frame(text_choice(self._header, self._index, new, starts))
 
     def _frame(self, choice: dict[str, Any]) -> bytes:

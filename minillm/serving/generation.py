@@ -22,7 +22,12 @@ from minillm.serving.replies import (
     text_choice,
 )
 from minillm.serving.request_stream import RequestStream
-from minillm.text.detokenizer import REPLACEMENT, TokenStarts, common_length, prompt_starts
+from minillm.text.detokenizer import (
+    REPLACEMENT,
+    IncrementalDetokenizer,
+    common_length,
+    prompt_starts,
+)
 from minillm.text.tokenizer import Tokenizer
 
 FIRST_WAIT = 1.0  # seconds
@@ -121,7 +126,8 @@ class Generation:
             if echo is not None:
                 full = self._prompt_text(output)
                 starts = prompt_starts(tokenizer, output.prompt_token_ids, full)
-            starts += self._starts(tokenizer, output, len(text)).push(completion.token_ids)
+            own = self._texts(tokenizer, output).starts(completion.token_ids)
+            starts += [len(text) + each for each in own]
         return text_choice(self.header, index, completion, starts, echo) | self._of_prompt(output)
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
@@ -133,9 +139,9 @@ class Generation:
             shown["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return shown
 
-    def _starts(self, tokenizer: Tokenizer, output: RequestOutput, start: int = 0) -> TokenStarts:
+    def _texts(self, tokenizer: Tokenizer, output: RequestOutput) -> IncrementalDetokenizer:
         skip = self.job.params.skip_special_tokens
-        return TokenStarts(tokenizer, output.prompt_token_ids, skip, start)
+        return IncrementalDetokenizer(tokenizer, output.prompt_token_ids, skip)
 
     def _prompt_text(
         self, output: RequestOutput, completion: CompletionOutput | None = None
@@ -220,12 +226,12 @@ class Generation:
             self.usage.completion_tokens += len(new.token_ids)
             self.when_tokens(place, len(new.token_ids))
             if choice is None:
-                starts = None
+                texts = None
                 scored = self.job.params.logprobs is not None and not self.header.chat
                 if scored and self.tokenizer is not None:
-                    starts = self._starts(self.tokenizer, output)
+                    texts = self._texts(self.tokenizer, output)
                 choice = choices[place] = ChoiceEvents(
-                    self.header, place, running, starts, output.prompt_token_ids
+                    self.header, place, running, texts, output.prompt_token_ids
                 )
                 made.append(choice.opening())
                 if self.job.echo:

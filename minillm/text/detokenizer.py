@@ -47,7 +47,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: leave special tokens out of the text.
     """
 
-    __slots__ = ("_shown", "_skip", "_stream", "_tokenizer", "_utf8", "_window")
+    __slots__ = ("_end", "_shown", "_skip", "_stream", "_tokenizer", "_utf8", "_window")
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._end = 0  # characters that `starts` has added
         self._stream: ByteStream | None = None
         if tokenizer.token_bytes is not None:
             skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
@@ -99,12 +100,25 @@ class IncrementalDetokenizer:
             return self._stream.flush()
         return self._flush()
 
-    @property
-    def num_held(self) -> int:
-        """Characters that are held back."""
-        if self._stream is not None:
-            return self._stream.num_held
-        return len(self._decode()) - len(self._shown)
+    def starts(self, token_ids: Sequence[int]) -> list[int]:
+        """Add generated ids; return where each begins in the text of all ids added in this way.
+
+        A part of a character begins where the character does, and a token without text where the
+        next text does.
+        """
+        return [self._start(token_id) for token_id in token_ids]
+
+    def _start(self, token_id: int) -> int:
+        before = self._end
+        self._end += len(self.push([token_id]))
+        if not self._tokenizer.has_text(token_id, self._skip):
+            return before
+        if token_id in self._tokenizer.byte_fallback:
+            return max(before, self._end - 1)
+        held = len(self._decode()) - len(self._shown) if self._stream is None else self._stream.held
+        # Counted from the end, because U+FFFD of bytes that this token left incomplete may come
+        # before it. If it continues a character, its own text alone has as many characters or more.
+        return max(before, self._end + held - len(self._tokenizer.token_text(token_id)))
 
     def _flush(self) -> str:
         text = self._decode()
@@ -179,7 +193,7 @@ class ByteStream:
         return held + self._decode(final=True)
 
     @property
-    def num_held(self) -> int:
+    def held(self) -> int:
         """Characters that are held back."""
         return len(self._held) + bool(self._rest)
 
@@ -193,47 +207,11 @@ class ByteStream:
         return text
 
 
-class TokenStarts:
-    """Where the tokens of one output begin in its text. A part of a character begins where the
-    character does; a token without text begins where the next text does.
-
-    Args:
-        tokenizer, prompt_token_ids, skip_special_tokens: those of the output's detokenizer.
-        start: characters before the output.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        start: int = 0,
-    ) -> None:
-        self._tokenizer, self._skip, self._end = tokenizer, skip_special_tokens, start
-        self._text = IncrementalDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
-
-    def push(self, token_ids: Sequence[int]) -> list[int]:
-        """The index of the first character of each new token."""
-        return [self._push(token_id) for token_id in token_ids]
-
-    def _push(self, token_id: int) -> int:
-        before = self._end
-        self._end += len(self._text.push([token_id]))
-        if not self._tokenizer.has_text(token_id, self._skip):
-            return before
-        if token_id in self._tokenizer.byte_fallback:
-            return max(before, self._end - 1)
-        # Counted from the end, because U+FFFD of bytes that this token left incomplete may come
-        # before it. If it continues a character, its own text alone has as many characters or more.
-        end = self._end + self._text.num_held
-        return max(before, end - len(self._tokenizer.token_text(token_id)))
-
-
 def prompt_starts(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:
     """Where the tokens of a prompt begin in its text, which lacks the special tokens that the
     tokenizer has added."""
     added = 0
-    while token_ids[added:] and token_ids[added] in tokenizer.special_ids:
+    while added < len(token_ids) and token_ids[added] in tokenizer.special_ids:
         if text.startswith(tokenizer.token_text(token_ids[added])):
             break
         added += 1
@@ -243,7 +221,7 @@ def prompt_starts(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> 
             encoding = tokenizer.encoding(text, special)
             if encoding.ids == token_ids:
                 return [start for start, _ in encoding.offsets]
-    return [0] * added + TokenStarts(tokenizer, skip_special_tokens=False).push(own)
+    return [0] * added + IncrementalDetokenizer(tokenizer, (), False).starts(own)
 
 
 def bytes_of(tokenizer: Tokenizer, token_id: int, text: str) -> bytes:
