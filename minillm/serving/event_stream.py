@@ -17,7 +17,7 @@ DONE = b"data: [DONE]\n\n"
 PING = b": keep-alive\n\n"
 ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 # Line ends to programs that split text by Unicode, as `str.splitlines` does.
-LINE_ENDS = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
+LINE_ENDS: Mapping[int, str] = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
 PING_SECONDS = 15.0  # proxies close a connection on which nothing was sent for a minute
 
 

@@ -167,6 +167,7 @@ class Tokenizer:
         return batch[0].ids
 
     def encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        """`encode` with the characters of each token, as the tokenizers library counts them."""
         if not isinstance(text, str):
             raise InvalidRequestError(f"A prompt text must be a string, not {type(text).__name__}.")
         try:
@@ -228,8 +229,7 @@ class Tokenizer:
         """The text of one token inside a longer text; ``""`` for an unknown id.
 
         Unlike ``decode([token_id])`` this keeps the leading space that decoders drop at the start
-        of a text, so the texts of a prompt's tokens join to the prompt. Part of a character is
-        U+FFFD.
+        of a text, so the texts of a prompt's tokens join to it. Part of a character is U+FFFD.
         """
         anchor, prefix = self.anchor
         text = self.decode([*anchor, token_id], skip_special_tokens=False)

@@ -106,7 +106,7 @@ def request_of(api: Api, draw: random.Random) -> dict[str, Any]:
     }
     if draw.random() < 0.7:
         body["allowed_token_ids"] = sorted({*parts, *draw.sample(range(260), 4)})
-        body["logit_bias"] = {str(each): 4.0 for each in chili}
+        body["logit_bias"] = {str(each): 9.0 for each in chili}
     return body
 
 
