@@ -251,3 +251,17 @@ def test_offsets_of_a_prompt_that_a_normalizer_changes(kind: str, text: str) -> 
     for token_id, start, other in zip(ids, starts, right, strict=True):
         own = tokenizer.token_text(token_id)
         assert start == other or text[start:].startswith(own), (own, start, other)
+
+
+def test_offsets_of_a_prompt_whose_tokenizer_leaves_spaces_out_of_its_own() -> None:
+    """As that of Llama 3 does."""
+    backend = KINDS["byte_level"]()
+    template = processors.TemplateProcessing("<|im_start|> $0", None, [("<|im_start|>", 1)])
+    backend.post_processor = processors.Sequence(
+        [processors.ByteLevel(trim_offsets=True), template]
+    )
+    tokenizer, text = Tokenizer(backend), "the  quick 中 dog"
+    first, *ids = tokenizer.encode(text)
+    starts = prompt_starts(tokenizer, [first, *ids], text)
+    assert starts == [0, *offsets_of([tokenizer.token_bytes[each] for each in ids])]
+    assert starts != [start for start, _ in tokenizer.encoding(text, True).offsets]
