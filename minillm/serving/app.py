@@ -118,6 +118,7 @@ class Server:
             as_ids=bool(body.return_tokens_as_token_ids),
             with_ids=bool(body.return_token_ids),
             num_top=top,
+            tokenizer=self.tokenizer,
         )
 
     async def _generate(

@@ -1,8 +1,11 @@
 """The events of one choice of a stream."""
 
+from typing import Any
+
 from minillm.api.outputs import CompletionOutput
 from minillm.serving.event_stream import frame, to_json
 from minillm.serving.replies import Header, Usage, chat_delta, first_delta, text_choice
+from minillm.text.detokenizer import IncrementalDetokenizer
 
 
 class ChoiceEvents:
@@ -14,39 +17,51 @@ class ChoiceEvents:
         header: the fields that are equal in all events.
         index: number of the choice.
         usage: if given, its current values are in each event.
+        texts: for the offsets of tokens, in a completion with log-probabilities.
+        prompt: token ids of the prompt, for the first event.
     """
 
-    __slots__ = ("_after", "_before", "_header", "_index", "_is_plain", "_offset", "_usage")
+    __slots__ = (
+        "_after", "_before", "_header", "_index", "_is_plain", "_prompt", "_texts", "_usage"
+    )  # fmt: skip
 
-    def __init__(self, header: Header, index: int, usage: Usage | None):
+    def __init__(
+        self,
+        header: Header,
+        index: int,
+        usage: Usage | None,
+        texts: IncrementalDetokenizer | None = None,
+        prompt: list[int] | None = None,
+    ):
         self._header, self._index, self._usage = header, index, usage
         self._is_plain = usage is None and not header.with_ids
-        self._offset = 0  # characters sent
+        self._texts, self._prompt = texts, None
         # A quote inside a string is escaped, so this key with an empty text occurs only once.
         key = b'"content":' if header.chat else b'"text":'
         whole = self._event(CompletionOutput(index, "", []))
         self._before, _, self._after = whole.partition(key + b'""')
         self._before += key
+        self._prompt = prompt if header.with_ids else None
 
-    def opening(self, echo: str | None) -> bytes:
-        """What precedes the first token: the role of a chat's answer, or the prompt in `echo`."""
-        if self._header.chat:
-            return frame(self._header.piece([first_delta(self._index)], self._usage))
-        return b"" if echo is None else self.event(CompletionOutput(self._index, echo, []))
+    def opening(self) -> bytes:
+        """What precedes the first token: the role of a chat's answer."""
+        return self._frame(first_delta(self._index)) if self._header.chat else b""
 
     def event(self, new: CompletionOutput) -> bytes:
         """The event of new tokens, or of the end."""
         if self._is_plain and new.logprobs is None and new.finish_reason is None:
-            made = b"%s%s%s" % (self._before, to_json(new.text), self._after)
-        else:
-            made = self._event(new)
-        self._offset += len(new.text)
-        return made
+            return b"%s%s%s" % (self._before, to_json(new.text), self._after)
+        return self._event(new)
 
     def _event(self, new: CompletionOutput) -> bytes:
-        header = self._header
-        if header.chat:
-            choice = chat_delta(header, self._index, new)
-        else:
-            choice = text_choice(header, self._index, new, self._offset)
-        return frame(header.piece([choice], self._usage))
+        if self._header.chat:
+            return self._frame(chat_delta(self._header, self._index, new))
+        starts = () if self._texts is None else self._texts.starts(new.token_ids)
+        return self._frame(text_choice(self._header, self._index, new, starts))
+
+    def _frame(self, choice: dict[str, Any]) -> bytes:
+        made = self._header.piece([choice], self._usage)
+        if self._prompt is not None:  # at vLLM's places
+            (made if self._header.chat else choice)["prompt_token_ids"] = self._prompt
+            self._prompt = None
+        return frame(made)

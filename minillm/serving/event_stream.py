@@ -16,6 +16,8 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 PING = b": keep-alive\n\n"
 ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+# Line ends to programs that split text by Unicode, as `str.splitlines` does.
+LINE_ENDS: Mapping[int, str] = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
 PING_SECONDS = 15.0  # proxies close a connection on which nothing was sent for a minute
 
 
@@ -24,8 +26,11 @@ class ClientGone(Exception):
 
 
 def to_json(data: object) -> bytes:
-    """Compact JSON in UTF-8."""
-    return ENCODER.encode(data).encode("utf-8", errors="replace")
+    """Compact JSON in UTF-8, on one line."""
+    text = ENCODER.encode(data)
+    if not text.isascii():
+        text = text.translate(LINE_ENDS)
+    return text.encode("utf-8", errors="replace")
 
 
 def frame(data: Mapping[str, Any]) -> bytes:

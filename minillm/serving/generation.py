@@ -6,7 +6,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
-from minillm.api.outputs import CompletionOutput, RequestOutput
+from minillm.api.outputs import CompletionOutput, Logprobs, RequestOutput
 from minillm.serving.api_errors import ApiError, api_error, overloaded, owned
 from minillm.serving.choice_events import ChoiceEvents
 from minillm.serving.event_stream import DONE, frame
@@ -22,6 +22,12 @@ from minillm.serving.replies import (
     text_choice,
 )
 from minillm.serving.request_stream import RequestStream
+from minillm.text.detokenizer import (
+    REPLACEMENT,
+    IncrementalDetokenizer,
+    common_length,
+    prompt_starts,
+)
 from minillm.text.tokenizer import Tokenizer
 
 FIRST_WAIT = 1.0  # seconds
@@ -42,6 +48,7 @@ class Generation:
         self.header, self.job, self.streams, self.tokenizer = header, job, streams, tokenizer
         self.usage = Usage()
         self.outputs: list[RequestOutput | None] = [None] * len(streams)  # the latest of each
+        self._unsent: dict[int, list[int]] = {}  # choices whose echo is held back: their tokens
         self._events: Events | None = None
         self._begun = False  # the status of a stream is sent, or will be
         self.when_closed: Callable[[], None] = lambda: None
@@ -91,7 +98,8 @@ class Generation:
                 self.usage.completion_tokens += len(each.token_ids)
         if self.job.hides_completion:
             self.usage.completion_tokens = 0
-        return self.header.whole(choices, self.usage)
+        whole = self.header.whole(choices, self.usage)
+        return whole | self._of_prompt(outputs[0]) if self.header.chat else whole
 
     async def _last(self, index: int) -> RequestOutput:
         async for output in self.streams[index]:
@@ -105,31 +113,54 @@ class Generation:
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> dict[str, Any]:
         if self.header.chat:
-            choice = chat_choice(self.header, index, completion)
-        else:
-            if self.job.hides_completion:
-                completion = CompletionOutput(
-                    index,
-                    "",
-                    [],
-                    logprobs=None if completion.logprobs is None else [],
-                    finish_reason="length",
-                )
-            echo = self._echo(output) if self.job.echo else None
-            choice = text_choice(self.header, index, completion, 0, echo)
-        if self.header.with_ids:
-            choice["prompt_token_ids"] = output.prompt_token_ids
-        if self.job.shows_prompt and output.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-        return choice
+            return chat_choice(self.header, index, completion)
+        if self.job.hides_completion:
+            kept: list[Logprobs] | None = None if completion.logprobs is None else []
+            completion = CompletionOutput(index, "", [], logprobs=kept, finish_reason="length")
+        echo, text = None, ""
+        if self.job.echo:
+            text = self._prompt_text(output, completion)
+            echo = Echo(text, output.prompt_token_ids, output.prompt_logprobs)
+        starts = []
+        if (tokenizer := self.tokenizer) is not None and completion.logprobs is not None:
+            if echo is not None:
+                full = self._prompt_text(output)
+                starts = prompt_starts(tokenizer, output.prompt_token_ids, full)
+            own = self._texts(tokenizer, output).starts(completion.token_ids)
+            starts += [len(text) + each for each in own]
+        return text_choice(self.header, index, completion, starts, echo) | self._of_prompt(output)
 
-    def _echo(self, output: RequestOutput) -> Echo:
-        ids, tokenizer = output.prompt_token_ids, self.tokenizer
-        text = output.prompt
-        if text is None:
-            text = "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
-        first = "" if tokenizer is None else tokenizer.decode(ids[:1], skip_special_tokens=False)
-        return Echo(text, first, ids, output.prompt_logprobs)
+    def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """What is shown of a prompt: in each choice of a completion, in the body of a chat."""
+        shown: dict[str, Any] = {}
+        if self.header.with_ids:
+            shown["prompt_token_ids"] = output.prompt_token_ids
+        if self.job.shows_prompt and output.prompt_logprobs is not None:
+            shown["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return shown
+
+    def _texts(self, tokenizer: Tokenizer, output: RequestOutput) -> IncrementalDetokenizer:
+        skip = self.job.params.skip_special_tokens
+        return IncrementalDetokenizer(tokenizer, output.prompt_token_ids, skip)
+
+    def _prompt_text(
+        self, output: RequestOutput, completion: CompletionOutput | None = None
+    ) -> str:
+        """The prompt of `echo`, without the start of a character that the completion ends."""
+        tokenizer, skip = self.tokenizer, self.job.params.skip_special_tokens
+        if output.prompt is not None or tokenizer is None:
+            return output.prompt or ""
+        ids = output.prompt_token_ids
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        if completion is not None and completion.text and text.endswith(REPLACEMENT):
+            own = [each for each in completion.token_ids if tokenizer.has_text(each, skip)]
+            both = text
+            for end in range(1, min(len(own), 4) + 1):  # until the character ends
+                both = tokenizer.decode(ids + own[:end], skip_special_tokens=False)
+                if not both.endswith(REPLACEMENT):
+                    break
+            text = text[: common_length(text, both)]
+        return text
 
     # ---- the events of a stream ----------------------------------------------------------
 
@@ -200,14 +231,28 @@ class Generation:
                     continue
                 new = replace(new, finish_reason=None)
             if choice is None:
-                choice = choices[place] = ChoiceEvents(self.header, place, running)
-                echo = self._echo(output).text if self.job.echo else None
-                made.append(choice.opening(echo))
+                texts = None
+                scored = self.job.params.logprobs is not None and not self.header.chat
+                if scored and self.tokenizer is not None:
+                    texts = self._texts(self.tokenizer, output)
+                choice = choices[place] = ChoiceEvents(
+                    self.header, place, running, texts, output.prompt_token_ids
+                )
+                made.append(choice.opening())
+                if self.job.echo:
+                    self._unsent[place] = []
             if new.finish_reason is not None:
                 choices[place] = None
             if self.job.hides_completion:
                 self.usage.completion_tokens = 0
                 new = CompletionOutput(new.index, "", [], finish_reason="length")
+            if (ids := self._unsent.get(place)) is not None:
+                ids += new.token_ids
+                text = self._prompt_text(output, replace(new, token_ids=ids))
+                if new.text or new.finish_reason or not text.endswith(REPLACEMENT):
+                    del self._unsent[place]
+                    if text:
+                        made.append(choice.event(CompletionOutput(new.index, text, [])))
             made.append(choice.event(new))
         return b"".join(made)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from minillm.api.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
 from minillm.serving.settings import VERSION
+from minillm.text.detokenizer import bytes_of
+from minillm.text.tokenizer import Tokenizer
 
 FINGERPRINT = f"minillm-{VERSION}"
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -43,6 +45,7 @@ class Header:
     as_ids: bool = False  # tokens of logprobs as "token_id:5"
     with_ids: bool = False  # return_token_ids
     num_top: int = 0  # chat: top_logprobs
+    tokenizer: Tokenizer | None = None
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         """A reply that is not streamed."""
@@ -67,9 +70,14 @@ class Header:
 
 
 def text_choice(
-    header: Header, index: int, output: CompletionOutput, offset: int, extra: "Echo | None" = None
+    header: Header,
+    index: int,
+    output: CompletionOutput,
+    starts: Sequence[int] = (),
+    extra: "Echo | None" = None,
 ) -> dict[str, Any]:
-    """One choice of a completion; `extra` is the prompt that is repeated before it."""
+    """One choice of a completion; `extra` is the prompt that is repeated before it, and `starts`
+    are the offsets of the tokens in the text, if there are log-probabilities."""
     entries, ids, text = output.logprobs, output.token_ids, output.text
     logprobs = None
     if extra is not None:
@@ -78,8 +86,7 @@ def text_choice(
         if entries is not None and extra.logprobs is not None:
             entries = [*extra.logprobs, *entries]  # type: ignore[list-item]
     if entries is not None:
-        first = extra.first if extra is not None else ""
-        logprobs = text_logprobs(ids, entries, offset, header.as_ids, first)
+        logprobs = text_logprobs(header, ids, entries, starts)
     choice = {
         "index": index,
         "text": text,
@@ -132,7 +139,6 @@ class Echo:
     """The prompt, repeated at the start of the text."""
 
     text: str
-    first: str  # text of its first token, which has no log-probability
     token_ids: Sequence[int] = field(default_factory=list)
     logprobs: Sequence[Logprobs | None] | None = None
 
@@ -142,46 +148,50 @@ def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB) if not math.isnan(logprob) else LEAST_LOGPROB
 
 
-def shown(token_id: int, entry: Logprob, as_id: bool) -> str:
-    """A token as text, or as its id."""
-    return f"token_id:{token_id}" if as_id else entry.decoded_token or ""
+def named(header: Header, token_id: int, entry: Logprob | None = None) -> tuple[str, bytes]:
+    """A token's name, which is its text or its id, and its bytes. Bytes that are not text are named
+    as OpenAI does, such as ``bytes:\\xf0\\x9f``, so that the parts of characters differ."""
+    tokenizer = header.tokenizer
+    if tokenizer is None:
+        return f"token_id:{token_id}", b""
+    text = tokenizer.decode([token_id], False) if entry is None else entry.decoded_token or ""
+    own = bytes_of(tokenizer, token_id, text)
+    if header.as_ids:
+        text = f"token_id:{token_id}"
+    elif own != text.encode():
+        text = f"bytes:{repr(own)[2:-1]}"
+    return text, own
 
 
 def text_logprobs(
+    header: Header,
     token_ids: Sequence[int],
     entries: Sequence[Logprobs | None],
-    offset: int,
-    as_ids: bool,
-    first: str = "",
+    starts: Sequence[int],
 ) -> dict[str, Any]:
-    """The object `logprobs` of a completion. The `first` token of a prompt has null.
+    """The object `logprobs` of a completion. The first token of a prompt has null.
 
-    Two ids may decode to the same text, such as U+FFFD: the larger log-probability is kept, so
-    that a greedy token is the maximum of its entry.
+    Two ids may have the same name: the larger log-probability is kept, so that a greedy token is
+    the maximum of its entry.
     """
     tokens: list[str] = []
     values: list[float | None] = []
     best: list[dict[str, float] | None] = []
-    offsets: list[int] = []
     for token_id, entry in zip(token_ids, entries, strict=True):
-        offsets.append(offset)
         if entry is None:
-            tokens.append(f"token_id:{token_id}" if as_ids else first)
+            tokens.append(named(header, token_id)[0])
             values.append(None)
             best.append(None)
-            offset += len(first)
             continue
-        text = shown(token_id, entry[token_id], as_ids)
         top: dict[str, float] = {}
         for each, found in entry.items():
-            name = shown(each, found, as_ids)
+            name, _ = named(header, each, found)
             top[name] = max(top.get(name, LEAST_LOGPROB), finite(found.logprob))
-        tokens.append(text)
+        tokens.append(named(header, token_id, entry[token_id])[0])
         values.append(finite(entry[token_id].logprob))
         best.append(top)
-        offset += len(entry[token_id].decoded_token or "")
     return {
-        "text_offset": offsets,
+        "text_offset": list(starts) or [0] * len(tokens),
         "token_logprobs": values,
         "tokens": tokens,
         "top_logprobs": best,
@@ -196,20 +206,16 @@ def chat_logprobs(output: CompletionOutput, header: Header) -> dict[str, Any] | 
     for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
         # The engine lists the sampled token first, also if it is not one of the best.
         best = sorted(entry.items(), key=lambda item: item[1].rank)[: header.num_top]
-        top = [described(each, found, header.as_ids) for each, found in best]
-        sampled = described(token_id, entry[token_id], header.as_ids)
+        top = [described(header, each, found) for each, found in best]
+        sampled = described(header, token_id, entry[token_id])
         content.append(sampled | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def described(token_id: int, entry: Logprob, as_id: bool) -> dict[str, Any]:
+def described(header: Header, token_id: int, entry: Logprob) -> dict[str, Any]:
     """One token of a chat completion's log-probabilities."""
-    text = shown(token_id, entry, as_id)
-    return {
-        "token": text,
-        "logprob": finite(entry.logprob),
-        "bytes": list(text.encode("utf-8", errors="replace")),
-    }
+    name, own = named(header, token_id, entry)
+    return {"token": name, "logprob": finite(entry.logprob), "bytes": list(own)}
 
 
 def prompt_logprobs(entries: Iterable[Logprobs | None]) -> list[dict[str, Any] | None]:

@@ -27,7 +27,7 @@ from minillm.text.tokenizer import TokenBytes, Tokenizer
 _CONTEXT = 6
 """Tokens kept as context: at least four for an incomplete character, and one before it."""
 
-_REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"
 
 
 class IncrementalDetokenizer:
@@ -47,7 +47,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: leave special tokens out of the text.
     """
 
-    __slots__ = ("_shown", "_skip", "_stream", "_tokenizer", "_utf8", "_window")
+    __slots__ = ("_end", "_shown", "_skip", "_stream", "_tokenizer", "_utf8", "_window")
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._end = 0  # characters that `starts` has added
         self._stream: ByteStream | None = None
         if tokenizer.token_bytes is not None:
             skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
@@ -85,8 +86,8 @@ class IncrementalDetokenizer:
             return self._push_byte(byte)
         self._utf8.reset()
         text = self._decode()
-        stable = text[:-1] if text.endswith(_REPLACEMENT) else text
-        new = stable[_common_length(self._shown, stable) :]
+        stable = text[:-1] if text.endswith(REPLACEMENT) else text
+        new = stable[common_length(self._shown, stable) :]
         if len(stable) >= len(self._shown):
             self._shown = stable
         if len(self._window) > 2 * _CONTEXT:
@@ -99,9 +100,29 @@ class IncrementalDetokenizer:
             return self._stream.flush()
         return self._flush()
 
+    def starts(self, token_ids: Sequence[int]) -> list[int]:
+        """Add generated ids; return where each begins in the text of all ids added in this way.
+
+        A part of a character begins where the character does, and a token without text where the
+        next text does.
+        """
+        return [self._start(token_id) for token_id in token_ids]
+
+    def _start(self, token_id: int) -> int:
+        before = self._end
+        self._end += len(self.push([token_id]))
+        if not self._tokenizer.has_text(token_id, self._skip):
+            return before
+        if token_id in self._tokenizer.byte_fallback:
+            return max(before, self._end - 1)
+        held = len(self._decode()) - len(self._shown) if self._stream is None else self._stream.held
+        # Counted from the end, because U+FFFD of bytes that this token left incomplete may come
+        # before it. If it continues a character, its own text alone has as many characters or more.
+        return max(before, self._end + held - len(self._tokenizer.token_text(token_id)))
+
     def _flush(self) -> str:
         text = self._decode()
-        new = text[_common_length(self._shown, text) :]
+        new = text[common_length(self._shown, text) :]
         self._shown = text
         return new
 
@@ -162,8 +183,8 @@ class ByteStream:
         table, skipped = self._table, self._skipped
         self._rest += b"".join([table[each] for each in token_ids if each not in skipped])
         text = self._held + self._decode()
-        waits = text.endswith(_REPLACEMENT) and not self._rest
-        self._held = _REPLACEMENT if waits else ""
+        waits = text.endswith(REPLACEMENT) and not self._rest
+        self._held = REPLACEMENT if waits else ""
         return text[:-1] if waits else text
 
     def flush(self) -> str:
@@ -171,17 +192,48 @@ class ByteStream:
         held, self._held = self._held, ""
         return held + self._decode(final=True)
 
+    @property
+    def held(self) -> int:
+        """Characters that are held back."""
+        return len(self._held) + bool(self._rest)
+
     def _decode(self, final: bool = False) -> str:
         """Decode and remove the complete characters; invalid bytes become U+FFFD."""
         text, used = codecs.utf_8_decode(self._rest, "replace", final)
         self._rest = self._rest[used:]
         if text and self._drops:
-            own = len(text) - len(text.lstrip(_REPLACEMENT))
+            own = len(text) - len(text.lstrip(REPLACEMENT))
             text, self._drops = text[min(own, self._drops) :], 0
         return text
 
 
-def _common_length(a: str, b: str) -> int:
+def prompt_starts(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:
+    """Where the tokens of a prompt begin in its text, which lacks the special tokens that the
+    tokenizer has added."""
+    added = 0
+    while added < len(token_ids) and token_ids[added] in tokenizer.special_ids:
+        if text.startswith(tokenizer.token_text(token_ids[added])):
+            break
+        added += 1
+    own = token_ids[added:]
+    if tokenizer.decode(own, skip_special_tokens=False) != text:  # a normalizer has changed it
+        for special in (True, False):
+            encoding = tokenizer.encoding(text, special)
+            if encoding.ids == token_ids:
+                return [start for start, _ in encoding.offsets]
+    return [0] * added + IncrementalDetokenizer(tokenizer, (), False).starts(own)
+
+
+def bytes_of(tokenizer: Tokenizer, token_id: int, text: str) -> bytes:
+    """The UTF-8 bytes of a token with this `token_text`, also if it is a part of a character."""
+    if REPLACEMENT not in text:
+        return text.encode()
+    if tokenizer.token_bytes is not None:
+        return tokenizer.token_bytes[token_id]
+    return tokenizer.byte_piece(token_id) or text.encode()
+
+
+def common_length(a: str, b: str) -> int:
     """Length of the longest common prefix."""
     if b.startswith(a):
         return len(a)

@@ -155,12 +155,13 @@ class Tokenizer:
             InvalidRequestError: ``text`` is not a string, has lone surrogates, or the library
                 failed.
         """
-        return self._encoding(text, add_special_tokens, fast=True).ids
+        return self.encoding(text, add_special_tokens, fast=True).ids
 
-    def _encoding(
+    def encoding(
         self, text: str, add_special_tokens: bool, fast: bool = False
     ) -> tokenizers.Encoding:
-        """With offsets unless `fast`."""
+        """`encode` with the characters of each token, as the library counts them; without these if
+        `fast`."""
         if not isinstance(text, str):
             raise InvalidRequestError(f"A prompt text must be a string, not {type(text).__name__}.")
         backend, special = self._backend, add_special_tokens
@@ -175,11 +176,11 @@ class Tokenizer:
         It is 0 for a token that the tokenizer adds (bos, a dummy space). It is exact for a part of
         a character, too, unless a normalizer changes that character.
         """
-        encoding = self._encoding(text, add_special_tokens=True)
+        encoding = self.encoding(text, add_special_tokens=True)
         if not encoding.ids:
             return 0
         token_id, end = encoding.ids[0], encoding.offsets[0][1]
-        piece = self._byte_piece(token_id)
+        piece = self.byte_piece(token_id)
         # Offsets count characters and may leave out spaces, so the token's bytes are tried first.
         # They differ from the text's only by a dummy space at the start, or by a normalizer.
         for own in (piece, piece.removeprefix(b" ")):
@@ -191,7 +192,7 @@ class Tokenizer:
         own = piece or self.token_text(token_id).encode()
         return min(covered, len(own if text.startswith(" ") else own.removeprefix(b" ")))
 
-    def _byte_piece(self, token_id: int) -> bytes:
+    def byte_piece(self, token_id: int) -> bytes:
         """The bytes of a token of a byte-level vocabulary or of byte fallback, else empty."""
         if token_id in self.byte_fallback:
             return bytes([self.byte_fallback[token_id]])
@@ -222,8 +223,7 @@ class Tokenizer:
         """The text of one token inside a longer text; ``""`` for an unknown id.
 
         Unlike ``decode([token_id])`` this keeps the leading space that decoders drop at the start
-        of a text, so the texts of a prompt's tokens join to the prompt. Part of a character is
-        U+FFFD.
+        of a text, so the texts of a prompt's tokens join to it. Part of a character is U+FFFD.
         """
         anchor, prefix = self.anchor
         text = self.decode([*anchor, token_id], skip_special_tokens=False)

@@ -14,9 +14,9 @@ TEXTS = ("", " a", '"text":""', 'quote " and \\ and \n', "é, \u2028, 漢字, �
 HEADER = Header(id='cmpl-"text":""\\', created=5, model='m"content":""', chat=False)
 
 
-def whole(header: Header, new: CompletionOutput, offset: int, usage: Usage | None) -> bytes:
+def whole(header: Header, new: CompletionOutput, usage: Usage | None) -> bytes:
     """The event, written at once."""
-    choice = chat_delta(header, 3, new) if header.chat else text_choice(header, 3, new, offset)
+    choice = chat_delta(header, 3, new) if header.chat else text_choice(header, 3, new)
     return frame(header.piece([choice], usage))
 
 
@@ -27,16 +27,15 @@ def test_events_equal_those_written_at_once(
     chat: bool, with_ids: bool, usage: Usage | None
 ) -> None:
     header = replace(HEADER, chat=chat, with_ids=with_ids)
-    events, offset = ChoiceEvents(header, 3, usage), 0
+    events = ChoiceEvents(header, 3, usage)
     for number, text in enumerate(TEXTS):
         if usage is not None:
             usage.completion_tokens = number
         new = CompletionOutput(3, text, [number])
         made = events.event(new)
-        assert made == whole(header, new, offset, usage)
+        assert made == whole(header, new, usage)
         choice = json.loads(made.removeprefix(b"data: "))["choices"][0]
         assert (choice["delta"]["content"] if chat else choice["text"]) == text
-        offset += len(text)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -46,11 +45,11 @@ def test_an_event_with_logprobs_or_an_end_has_them(chat: bool) -> None:
     first = CompletionOutput(3, "ab", [1])
     events.event(first)
     scored = CompletionOutput(3, "c", [2], logprobs=[{2: Logprob(-0.5, 1, "c")}])
-    assert events.event(scored) == whole(header, scored, 2, usage)
-    assert b"-0.5" in whole(header, scored, 2, usage)
+    assert events.event(scored) == whole(header, scored, usage)
+    assert b"-0.5" in whole(header, scored, usage)
     last = CompletionOutput(3, "", [4], finish_reason="stop", stop_reason="x")
     made = events.event(last)
-    assert made == whole(header, last, 3, usage)
+    assert made == whole(header, last, usage)
     assert json.loads(made[6:])["choices"][0]["finish_reason"] == "stop"
 
 

@@ -244,7 +244,7 @@ def test_a_long_text_has_the_ids_of_any_text(kind: str, add: bool, tmp_path: Pat
     ours = Tokenizer.from_folder(write_folder(tmp_path, KINDS[kind]()))
     text = " ".join(TEXTS) * (LONG_TEXT // 100)
     assert len(text) > LONG_TEXT
-    assert ours.encode(text, add) == ours._encoding(text, add).ids
+    assert ours.encode(text, add) == ours.encoding(text, add).ids
 
 
 def test_a_lone_surrogate_in_a_long_text_is_refused() -> None:

@@ -114,7 +114,7 @@ class TokenView {
         length = head.rest.length;
       } else if (next) {
         length = 0;
-        const partial = next.rest.includes("\ufffd");
+        const partial = /^bytes:|\ufffd/.test(next.rest);
         while (!partial && !agree(text.slice(length), next.rest)) length++;
       }
       this._give(head.span, text.slice(0, length));
