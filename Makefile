@@ -67,6 +67,9 @@ test-browser: $(DEV_STAMP) ## set up selenium, and test the pages in Chromium, w
 test-clients: $(DEV_STAMP) $(PEERS_DIR)/clients/.installed ## set up other projects' clients (1 GB), and run them against minillm serve
 	$(PY) -m pytest -n 0 -p no:nbval tests/clients
 
+test-external: $(DEV_STAMP) ## download a real chat model and a real tokenizer (110 MB), and compare with transformers
+	MINILLM_EXTERNAL=1 $(PY) -m pytest -n 0 -p no:nbval -rs tests/external
+
 notebooks: $(DEV_STAMP) ## run every chapter and compare its facts
 	$(CHAPTERS)
 
