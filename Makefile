@@ -16,7 +16,7 @@ PEERS ?= vllm openvino
 PEERS_DIR ?= .peers
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab check test test-full test-emulated test-browser test-clients notebooks facts stale bundle peers clean
+.PHONY: help run chat lab check test test-full test-emulated test-browser test-clients test-external notebooks facts stale bundle peers clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -24,6 +24,9 @@ help: ## show this list
 
 run: $(RUN_STAMP) ## set up, generate with the embedded model, show how fast it was
 	@$(PY) -m minillm
+
+chat: $(RUN_STAMP) ## set up, download a small chat model once (93 MB), and chat with it (ARGS="--help" for options)
+	@$(PY) -m minillm chat smollm2 $(ARGS)
 
 lab: $(COURSE_STAMP) ## set up, then open the course in JupyterLab (ARGS="--help" for options)
 	@$(PY) notebooks/lab.py $(ARGS)
@@ -63,6 +66,9 @@ test-browser: $(DEV_STAMP) ## set up selenium, and test the pages in Chromium, w
 
 test-clients: $(DEV_STAMP) $(PEERS_DIR)/clients/.installed ## set up other projects' clients (1 GB), and run them against minillm serve
 	$(PY) -m pytest -n 0 -p no:nbval tests/clients
+
+test-external: $(DEV_STAMP) ## download a real chat model and a real tokenizer (110 MB), and compare with transformers
+	MINILLM_EXTERNAL=1 $(PY) -m pytest -n 0 -p no:nbval -rs tests/external
 
 notebooks: $(DEV_STAMP) ## run every chapter and compare its facts
 	$(CHAPTERS)

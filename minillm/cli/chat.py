@@ -13,8 +13,10 @@ from minillm.cli.generate import summary
 from minillm.cli.interrupt import forget
 from minillm.cli.options import (
     add_engine_options,
+    add_model_options,
     add_sampling_options,
     as_options,
+    chosen_model,
     engine_arguments,
     sampling_params,
 )
@@ -25,13 +27,14 @@ if TYPE_CHECKING:
     from minillm.llm import LLM
     from minillm.models.checkpoint import ModelSource
 
-USAGE = "--model MODEL [options]"
+USAGE = "[MODEL] [options]"
+MODEL = "smollm2"
 EXAMPLES = """\
 examples:
-  minillm chat --model PATH_TO_A_HF_FOLDER
-  minillm chat --model ORG/NAME --system "Be brief." --temperature 0
-  minillm chat --model PATH_TO_A_HF_FOLDER -tp 2
-  printf 'What is 2+2?\\n' | minillm chat --model PATH_TO_A_HF_FOLDER
+  minillm chat                          SmolLM2-135M-Instruct, downloaded once
+  minillm chat PATH_TO_A_HF_FOLDER -tp 2
+  minillm chat ORG/NAME --system "Be brief." --temperature 0
+  printf 'What is 2+2?\\n' | minillm chat smollm2
 """
 WORDS: Mapping[str, str] = {
     "/reset": "start a new conversation",
@@ -42,8 +45,7 @@ WORDS: Mapping[str, str] = {
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    parser.add_argument("--model", metavar="MODEL", required=True,
-                        help="folder or hub id of a model with a chat template")  # fmt: skip
+    add_model_options(parser, "model with a chat template: name, folder or hub id (smollm2)")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     add_sampling_options(parser, temperature=0.7, top_p=0.95, max_tokens=1024)
     add_engine_options(parser)
@@ -51,6 +53,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Chat until the end of the input, and return the exit code."""
+    args.model = chosen_model(args) or MODEL
     arguments, _ = engine_arguments(args), sampling_params(args)
     with terminal.progress("Starting"):
         engine = import_engine()

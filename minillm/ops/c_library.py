@@ -168,10 +168,9 @@ def fingerprint(compiler: Path, options: Sequence[str], sources: Sequence[Path])
 
 
 def cache_folder() -> Path:
-    """The folder of built libraries: ``$XDG_CACHE_HOME/minillm``, or ``~/.cache/minillm``."""
-    base = os.environ.get("XDG_CACHE_HOME")
+    """The folder of built libraries."""
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "minillm"
+        return machine.cache_folder()
     except RuntimeError as error:
         raise NoLibrary("this user has no home folder to keep a library in") from error
 

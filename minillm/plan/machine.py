@@ -18,6 +18,13 @@ UNKNOWN_CACHE = 32 * 2**20  # assumed where it cannot be read
 NO_QUOTA = 2.0**20  # processors
 
 
+def cache_folder() -> Path:
+    """Where minillm keeps files between runs: ``$XDG_CACHE_HOME/minillm``, or ``~/.cache/minillm``.
+    Raises RuntimeError if this user has no home folder."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "minillm"
+
+
 def available_memory_bytes(root: Path = ROOT) -> int:
     """Memory that this process can still allocate: the system's available memory, or what is left
     of the limit of an enclosing container if that is less.

@@ -174,7 +174,7 @@ MISTAKES = [
         "or raise --max-model-len.",
     ),
     (["generate", "--model", "preset:smollm2-135m", "x"], "add --load-format dummy for"),
-    (["chat"], "required: --model"),
+    (["chat", "{base}", "--model", "tiny"], "MODEL and --model name two models"),
     (["chat", "--model", "{base}"], "has no chat template"),
     (["chat", "--model", "preset:smollm2-135m"], "no chat template"),
     (["info", "preset:lama-2-7b"], "Did you mean 'llama-2-7b'?"),

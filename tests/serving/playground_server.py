@@ -35,7 +35,7 @@ class Script:
     queue_header: str | None = None
     key: str | None = None
     models: tuple[str, ...] = ("tiny",)
-    chat: bool = True
+    chat: bool | None = None  # whether the model has a template; None as with other servers
     trace: dict[str, Any] | None = None
     load: dict[str, Any] | None = None
     speed: float | None = None  # tokens per second in /metrics, which None switches off

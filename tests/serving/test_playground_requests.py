@@ -256,3 +256,13 @@ def test_chat_is_off_without_a_template(tab: Any) -> None:
     page.driver.find_element("id", "chat-tab").click()
     assert not page.shown("message")
     assert page.shown("prompt")
+
+
+@pytest.mark.parametrize("chat", [True, False, None])
+def test_a_model_with_a_template_opens_in_chat(tab: Any, chat: bool | None) -> None:
+    page = tab(Script(SENTENCE, chat=chat))
+    assert page.run("return document.getElementById('chat-panel').hidden") == (chat is not True)
+    if chat:
+        page.fill("message", "Hello")
+        page.finish()
+        assert page.script.asked("/v1/chat/completions")

@@ -7,7 +7,6 @@ and filler tokens up to the size of the vocabulary, so that every id has a text.
 """
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from minillm.config import ModelConfig
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.models.families import parse_config
 from minillm.models.presets import FOLDER, preset
+from minillm.plan import machine
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
@@ -34,8 +34,7 @@ COMPLETE = "complete"  # written last: marks a complete folder
 
 def cache_folder() -> Path:
     """The folder of checkpoints, exports and logs: ``~/.cache/minillm/bench``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "minillm" / "bench"
+    return machine.cache_folder() / "bench"
 
 
 def checkpoint_of(name: str, dtype: str = "bfloat16", layers: int | None = None) -> Path:

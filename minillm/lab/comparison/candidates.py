@@ -25,6 +25,7 @@ from minillm.models.calibration import layer_of, quantizable
 from minillm.models.checkpoint import HUB_ID, ModelSource, embedded_models, open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
+from minillm.models.packaged import PACKAGED
 from minillm.models.quantize import ROUNDINGS, quantize_weights
 from minillm.models.quantize_layers import quantized_model
 from minillm.quantization.making import Made
@@ -98,7 +99,7 @@ def parse(text: str) -> Candidate:
         return method_candidate(text, method, words)
     if method == "preset":
         raise ConfigError(f"{text} has no weights; give it as MODEL, and methods after it.")
-    known_model = text in embedded_models() or Path(text).expanduser().exists()
+    known_model = text in (*embedded_models(), *PACKAGED) or Path(text).expanduser().exists()
     if known_model or HUB_ID.fullmatch(text):
         return Candidate(text)
     if text.endswith(".gguf") or "/" in text:

@@ -73,6 +73,7 @@ class App {
   }
 
   async _readModels() {
+    const first = this.models.length === 0;
     try {
       this.models = (await this.api.json("v1/models")).data ?? [];
     } catch (error) {
@@ -83,6 +84,10 @@ class App {
     byId("model").replaceChildren(...this.models.map(({ id }) => element("option", id)));
     if (this.models.some(({ id }) => id === chosen)) byId("model").value = chosen;
     this._checkChat();
+    // A model with a template is for chatting; a prompt that was typed meanwhile stays in sight.
+    const entry = this.models.find(({ id }) => id === byId("model").value);
+    const untouched = byId("prompt").value === byId("prompt").defaultValue;
+    if (first && untouched && entry?.chat === true) this._open("chat");
   }
 
   /** Chat is off for a model without a template. */
