@@ -8,7 +8,7 @@ import io
 import json
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -42,7 +42,7 @@ def listed(text: str) -> list[str]:
         names = json.loads(text) if text.lstrip().startswith("[") else [text]
         if all(isinstance(each, str) for each in names):
             return list(names)
-    raise argparse.ArgumentTypeError(f"{text!r} is neither a name nor a JSON list of names")
+    raise ArgumentTypeError(f"{text!r} is neither a name nor a JSON list of names")
 
 
 def add_options(parser: ArgumentParser) -> None:
