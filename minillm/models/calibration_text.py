@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minillm.errors import ConfigError
-from minillm.models.checkpoint import ASSETS, reason
+from minillm.errors import ConfigError, reason
+from minillm.models.checkpoint import ASSETS
 from minillm.text.tokenizer import Tokenizer
 
 DEFAULT = ASSETS / "calibration.txt.gz"  # training files of the embedded models, no held-out text

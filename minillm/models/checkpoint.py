@@ -24,6 +24,7 @@ from minillm.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     did_you_mean,
+    reason,
 )
 from minillm.gguf.container import is_gguf
 from minillm.layers.linear_methods import TensorSlice
@@ -230,11 +231,6 @@ def download(
             f"The model {hub_id!r} is not in the local hub cache and could not be fetched "
             f"({type(error).__name__}); check the name, go online once, or give a local folder."
         ) from error
-
-
-def reason(error: Exception) -> str:
-    """The message of an error; for an OSError without number and path."""
-    return (isinstance(error, OSError) and error.strerror) or str(error).rstrip(".")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -385,7 +385,7 @@ def test_broken_logits_fail_their_row_only(value, params):
     logits[1, 17] = value
     result = sample(logits, requests)
     assert list(result.failed) == [1]
-    assert "NaN or infinity" in result.failed[1]
+    assert "NaN or infinity" in result.failed[1].message
     assert (result.token_ids[1], result.logprobs[1]) == (NO_TOKEN, None)
     for index in (0, 2):
         assert result.token_ids[index] == healthy.token_ids[index]
@@ -396,7 +396,7 @@ def test_a_row_with_nothing_to_choose_from_fails_alone():
     requests = [row(), row([], [], stop_ids=(4,), allowed_token_ids=[4], min_tokens=1), row()]
     result = sample(random_logits(14, 3, 10), requests)
     assert list(result.failed) == [1]
-    assert "exclude all" in result.failed[1]
+    assert "exclude all" in result.failed[1].message
 
 
 def test_padding_of_minus_infinity_is_no_failure():

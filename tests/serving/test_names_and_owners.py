@@ -53,6 +53,7 @@ AT_ONCE: dict[str, list[Call]] = {
     "a header": [(C, {}, X)] * 3,
     "a header, several routes": [(C, {}, X), (CHAT, {}, X), (C, {"stream": True}, X)],
     "a field": [(C, {"request_id": "x"}, {})] * 3,
+    "a field, several prompts": [(C, {"request_id": "x", "prompt": ["a", "b"]}, {})] * 2,
     "a number after a name": [(C, {"request_id": "x", "prompt": ["a", "b"]}, {}),
                               (C, {"request_id": "x-1"}, {}), (C, {"request_id": "x-0"}, {})],
     "the engine's own suffix": [(C, {"request_id": f"x~{i}"}, {}) for i in (0, 1, 2, 3)] * 2,

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minillm.errors import ConfigError
-from minillm.models.checkpoint import ASSETS, reason
+from minillm.errors import ConfigError, reason
+from minillm.models.checkpoint import ASSETS
 from minillm.text.tokenizer import Tokenizer
 
 HELD_OUT = ASSETS / "held_out.txt.gz"  # standard library files that no embedded model has seen
