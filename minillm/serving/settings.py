@@ -29,6 +29,8 @@ class Settings:
         max_event_rate: events per second over all streams. Above it an event has several tokens,
             which leaves the processor to the engine.
         chat_template: a template in place of the model's.
+        trust_request_chat_template: whether a request may have a template of its own, which runs
+            in a sandbox, but for as long as it likes.
     """
 
     names: tuple[str, ...]
@@ -39,3 +41,4 @@ class Settings:
     request_trace: bool = False
     max_event_rate: float = 1000.0
     chat_template: str | None = None
+    trust_request_chat_template: bool = False
