@@ -107,17 +107,19 @@ def filled(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with text as content."""
-    content = message.get("content", "")
-    text = content if isinstance(content, str) else "\n".join(each["text"] for each in content)
-    return message | {"content": text}
+    """The message with text in place of parts."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    return message | {"content": "\n".join(part["text"] for part in parts)}
 
 
 def parted(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with parts as content."""
-    content = message.get("content", "")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return message | {"content": parts}
+    """The message with a part in place of text."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return message | {"content": [{"type": "text", "text": content}]}
 
 
 def other_kind(message: dict[str, Any]) -> dict[str, Any]:

@@ -245,29 +245,31 @@ def checked_variables(template: ChatTemplate, given: Mapping[str, Any]) -> dict[
     return made
 
 
-def render(template: ChatTemplate, values: Values, tag: str) -> str:
+def render(template: ChatTemplate, values: Values, tag: str, has_final: bool = False) -> str:
     """The template's text; with a tag, up to the end of the last message. As in transformers, the
     tag and a space are appended to the message, and if the template removes the space, white space
     before the tag is removed, too.
 
     Raises:
-        InvalidRequestError: the template raised an error, or does not keep the last message.
+        InvalidRequestError: the template raised an error, or does not keep the tag or (unless
+            `has_final`) the last message.
     """
     if not tag:
         return template.run(values)
     *others, last = values["messages"]
-    content = last.get("content")
+    content = last.get("content", "")
     final = content[-1]["text"] if isinstance(content, list) else content
     tagged: Any = f"{final}{tag} "
     if isinstance(content, list):
         tagged = [*content[:-1], content[-1] | {"text": tagged}]
     text = template.run({**values, "messages": [*others, {**last, "content": tagged}]})
     at = text.rfind(tag)
-    if final is None or at < 0 or final.strip() not in text:
+    if at < 0 or not (has_final or final.strip() in text):
         raise InvalidRequestError(
             "continue_final_message needs a last message with text that the chat template keeps."
         )
-    return text[:at] if text.startswith(f"{tag} ", at) else text[:at].rstrip()
+    kept = text[:at] if text.startswith(f"{tag} ", at) else text[:at].rstrip()
+    return kept.replace(f"{tag} ", "").replace(tag, "")  # a template can show a message twice
 
 
 def with_aliases(
@@ -276,21 +278,21 @@ def with_aliases(
     """The text with aliases in place of the template's special tokens; None if they cannot be told
     from those of messages."""
 
-    def attempt(template: ChatTemplate, values: Values, tag: str) -> str | None:
+    def attempt(template: ChatTemplate, values: Values) -> str | None:
         try:
-            return render(template, values, tag)
+            return render(template, values, tag, has_final=True)
         except InvalidRequestError:
             return None
 
     marked = mapped(values, control.marked)
-    first = attempt(template, marked, tag)
+    first = attempt(template, marked)
     if first is not None and control.unmarked(first) == text:
         return control.unmarked(control.aliased(first))
     changed = template.with_literals(control.aliased)
     # A token that is left over is one that the template makes of pieces.
-    if control.occur_in(attempt(changed, marked, tag) or ""):
+    if control.occur_in(attempt(changed, marked) or ""):
         return None
-    second = attempt(changed, values, tag)
+    second = attempt(changed, values)
     return second if second is not None and control.unaliased(second) == text else None
 
 

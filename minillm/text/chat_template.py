@@ -216,8 +216,8 @@ class ChatTemplate:
         tags = [str(uuid4().int) for _ in listed]  # digits have no upper case
         shown = self._shown(listed, tags, variables)
         if shown is None:  # the template looks into contents, or takes no list, or no absence
-            versions = [listed]
-            versions += [[change(m) for m in listed] for change in (filled, parted, joined)]
+            kinds = listed, [joined(m) for m in listed], [parted(m) for m in listed]
+            versions = [each for kind in kinds for each in (kind, [filled(m) for m in kind])]
             made = [{**variables, "messages": version} for version in versions]
             return next((each for each in made if self.attempt(each) is not None), made[0])
         if not all(shown):
@@ -249,7 +249,7 @@ class ChatTemplate:
         ]  # fmt: skip
         text = self.attempt({**variables, "messages": probes})
         return None if text is None else [
-            "content" not in m or (tag in text and str(parts) not in text)
+            "content" not in m or (tag in text and str(parts).upper() not in text.upper())
             for m, tag, parts in zip(messages, tags, lists, strict=True)
         ]  # fmt: skip
 

@@ -99,6 +99,8 @@ ATTACKS: dict[str, tuple[str, Any]] = {
     # templates
     "PYSEC-2026-2013 chat_template": (CHAT, {"messages": MESSAGES,
         "chat_template": "{% for i in range(10**9) %}{{ i }}{% endfor %}"}),
+    "a template that is not trusted": (CHAT, {
+        "messages": MESSAGES, "chat_template": "{{ messages[0].content }}"}),
     "arguments of apply_chat_template": (CHAT, {
         "messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}),
     "messages as a variable": (CHAT, {
