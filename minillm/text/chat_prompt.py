@@ -64,9 +64,8 @@ class ControlTokens:
         texts = sorted((each.content for each in self._tokens.values()), key=len, reverse=True)
         either = "|".join(map(re.escape, texts)) or "(?!)"  # (?!) matches nothing
         self._one = re.compile(either)
-        self._firsts = frozenset(text[0] for text in texts)
-        self._marks = {ord(first): MARK + i for i, first in enumerate(sorted(self._firsts))}
-        self._unmark = {mark: first for first, mark in self._marks.items()}
+        firsts = sorted({text[0] for text in texts})
+        self._marks = {first: chr(MARK + i) for i, first in enumerate(firsts)}
         self._aliases = {each.content: chr(ALIAS + i) for i, each in
                          enumerate(self._tokens.values())}  # fmt: skip
 
@@ -76,7 +75,7 @@ class ControlTokens:
 
     def may_begin_in(self, text: str) -> bool:
         """Whether a special token could begin in the text and end in another."""
-        return any(not self._firsts.isdisjoint(each) for each in self._forms(text))
+        return any(first in each for each in self._forms(text) for first in self._marks)
 
     def _forms(self, text: str) -> list[str]:
         """The text, and what the tokenizer's normalizer makes of it, if tokens are found in it."""
@@ -87,11 +86,15 @@ class ControlTokens:
 
     def marked(self, text: str) -> str:
         """The text without special tokens: marks replace all characters with which one begins."""
-        return text.translate(self._marks)
+        for first, mark in self._marks.items():
+            text = text.replace(first, mark)
+        return text
 
     def unmarked(self, text: str) -> str:
         """The text with characters in place of marks."""
-        return text.translate(self._unmark)
+        for first, mark in self._marks.items():
+            text = text.replace(mark, first)
+        return text
 
     def aliased(self, text: str) -> str:
         """The text with an alias in place of each special token."""
