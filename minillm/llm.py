@@ -116,21 +116,23 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
-        """Generate the answer to one conversation or several, with the model's chat template."""
+        """Generate the answer to one conversation or several, with the model's chat template.
+        `options` are those of `minillm.text.chat_prompt.chat_prompt`."""
         if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
             raise InvalidRequestError(
                 f"messages is a {type(messages).__name__}; it must be a list of messages such as "
                 "{'role': 'user', 'content': '...'}, or a list of such lists."
             )
         several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations: Any = messages if several else [messages]
-        prompts = [self.chat_prompt(each, add_generation_prompt) for each in conversations]
+        chats: Any = messages if several else [messages]
+        prompts = [self.chat_prompt(chat, add_generation_prompt, **options) for chat in chats]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
+        self, messages: Sequence[Message], add_generation_prompt: bool | None = None, **options: Any
     ) -> dict[str, Any]:
         """The prompt that `chat` uses, as text and token ids."""
         if self.tokenizer is None:
@@ -138,7 +140,7 @@ class LLM:
                 f"{self.engine.source.name} has no tokenizer and no chat template; "
                 "use generate with token ids."
             )
-        prompt = chat_prompt(self.tokenizer, messages, add_generation_prompt)
+        prompt = chat_prompt(self.tokenizer, messages, add_generation_prompt, **options)
         return {"prompt": prompt.text, "prompt_token_ids": prompt.ids()}
 
     def score(self, texts: str | Sequence[str]) -> list[ScoreOutput]:

@@ -252,6 +252,9 @@ def test_chat_renders_the_template(llm):
     out = llm.chat(messages, GREEDY)[0]
     assert out.prompt == "user:hi\n"
     assert [o.prompt for o in llm.chat([messages, messages], GREEDY)] == ["user:hi\n"] * 2
+    own = {"chat_template": "{{ messages[0].content }}{{ x }}", "chat_template_kwargs": {"x": 1}}
+    assert llm.chat(messages, GREEDY, tools=None, **own)[0].prompt == "hi1"
+    assert llm.chat_prompt(messages, continue_final_message=True)["prompt"] == "user:hi"
 
 
 def test_one_engine_serves_others_while_a_stream_is_open(llm):

@@ -38,7 +38,6 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "documents": "documents are not supported; put their text into a message",
         "return_tensors": "the result is a list of ids; give it to torch.tensor",
         "return_dict": "the result is a text or a list of ids; leave it out",
-        "continue_final_message": "it is not supported here; use LLM.chat or the server",
     }
 )
 

@@ -59,6 +59,8 @@ def add_options(parser: ArgumentParser) -> None:
     option("--served-model-name", metavar="NAME", nargs="+",
            help="names of the model in requests and replies (MODEL)")  # fmt: skip
     option("--chat-template", metavar="FILE", type=Path, help="Jinja template of conversations")
+    option("--trust-request-chat-template", action="store_true",
+           help="let requests bring a chat_template, whose time is not limited")  # fmt: skip
     option("--max-waiting", metavar="N", type=int, default=256,
            help="sequences that may wait for a place in the batch; further requests get "
                 "503 (256)")  # fmt: skip
@@ -101,6 +103,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         allowed_origins=None if args.allowed_origins is None else (*chain(*args.allowed_origins),),
         allowed_methods=(*chain(*(args.allowed_methods or [["*"]])),),
         allowed_headers=(*chain(*(args.allowed_headers or [["*"]])),),
+        trust_request_chat_template=args.trust_request_chat_template,
     )
     terminal.err = Lossy(terminal.err)  # type: ignore[assignment]
     with bound_socket(args.host, args.port) as listener:

@@ -102,7 +102,8 @@ class Server:
 
         async def making(tokenizer: Tokenizer | None) -> Job:
             # The model's template may take long; it runs in a sandbox without a time limit.
-            arguments = body, self.defaults, self.limits, tokenizer
+            trusts = self.settings.trust_request_chat_template
+            arguments = body, self.defaults, self.limits, trusts, tokenizer
             return await asyncio.to_thread(chat_job, *arguments)
 
         return await self._generate(request, body, header, body.n or 1, making)
@@ -177,8 +178,7 @@ class Server:
         tokenizer = self._needed_tokenizer()
         special = body.add_special_tokens
         if body.messages is not None:
-            chat = {"messages": body.messages, "add_generation_prompt": body.add_generation_prompt}
-            made = conversation(ChatRequest.model_validate(chat), tokenizer)
+            made = conversation(body, tokenizer, self.settings.trust_request_chat_template)
             ids = made.ids(bool(special))
         else:
             ids = tokenizer.encode(body.prompt or "", special is not False)

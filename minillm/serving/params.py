@@ -13,6 +13,7 @@ from minillm.serving.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    TokenizeRequest,
 )
 from minillm.text.chat_prompt import ChatPrompt, chat_prompt
 from minillm.text.tokenizer import Tokenizer
@@ -114,6 +115,7 @@ def chat_job(
     request: ChatRequest,
     defaults: Mapping[str, Any],
     limits: Limits,
+    trusts_template: bool,
     tokenizer: Tokenizer | None,
 ) -> Job:
     """The job of POST /v1/chat/completions: the conversation as one prompt.
@@ -132,7 +134,7 @@ def chat_job(
     given["max_tokens"] = limit or defaults.get("max_tokens")  # None: up to the context length
     if request.logprobs:
         given["logprobs"] = request.top_logprobs or 0
-    chat = conversation(request, tokenizer)
+    chat = conversation(request, tokenizer, trusts_template)
     limits.check([{"prompt": chat.text}], request.truncate_prompt_tokens)
     ids = chat.ids(bool(request.add_special_tokens))
     prompt = complete({"prompt": chat.text, "prompt_token_ids": ids}, request, tokenizer)
@@ -140,36 +142,31 @@ def chat_job(
     return Job([prompt], params_of(given, defaults, request), shows_prompt=shows)
 
 
-def conversation(request: ChatRequest, tokenizer: Tokenizer) -> ChatPrompt:
-    """The conversation in the model's format."""
-    if not tokenizer.has_chat_template:
+def conversation(
+    request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, trusts_template: bool = False
+) -> ChatPrompt:
+    """The conversation in the model's format, or in the client's if the server trusts it."""
+    if request.chat_template is not None and not trusts_template:
+        raise InvalidRequestError(
+            "chat_template is a program with no limit of time, and this server does not take it "
+            "from requests; leave it out, or start the server with --trust-request-chat-template."
+        )
+    if request.chat_template is None and not tokenizer.has_chat_template:
         raise InvalidRequestError(
             "This model has no chat template (it is a base model); use /v1/completions, or start "
             "the server with --chat-template FILE."
         )
-    if not request.continue_final_message:
-        generates = request.add_generation_prompt is not False
-        return rendered(tokenizer, request, generates)
-    if request.add_generation_prompt:
-        raise InvalidRequestError(
-            "continue_final_message and add_generation_prompt exclude each other; leave one out."
-        )
-    chat = rendered(tokenizer, request, False)
-    last = request.messages[-1].get("content") if request.messages else None
-    final = last.strip() if isinstance(last, str) else ""
-    found = chat.until(final) if final else None  # without the end of the turn
-    if found is None:
-        raise InvalidRequestError(
-            "continue_final_message needs a last message with text that the chat template keeps."
-        )
-    return found
-
-
-def rendered(tokenizer: Tokenizer, request: ChatRequest, generates: bool) -> ChatPrompt:
-    """The conversation; an error does not name the folder of the model."""
+    effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
     try:
-        return chat_prompt(tokenizer, request.messages, generates)
-    except InvalidRequestError as error:
+        return chat_prompt(
+            tokenizer,
+            request.messages or [],
+            request.add_generation_prompt,
+            continue_final_message=bool(request.continue_final_message),
+            chat_template=request.chat_template,
+            chat_template_kwargs=effort | (request.chat_template_kwargs or {}),
+        )
+    except InvalidRequestError as error:  # without the folder of the model
         raise InvalidRequestError(str(error).replace(tokenizer.origin, "this model")) from None
 
 

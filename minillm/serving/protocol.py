@@ -38,6 +38,8 @@ STRUCTURED = "structured output is not built yet; leave it out"
 TOOLS = "tool calls are not built yet; leave it out, and describe the tools in a message"
 BEAMS = "beam search is not supported; use n with a temperature above 0"
 UNSUPPORTED = "it is not supported; leave it out"
+CHATS = "it is for /v1/chat/completions and messages; leave it out"
+VARIABLE = "it is not a field; if the chat template reads it, give it in chat_template_kwargs"
 CONSTRAINTS: Mapping[str, str] = MappingProxyType(
     {
         "structured_outputs": STRUCTURED,
@@ -56,7 +58,14 @@ CONSTRAINTS: Mapping[str, str] = MappingProxyType(
         "early_stopping": BEAMS,
         "logits_processors": UNSUPPORTED,
         "documents": UNSUPPORTED,
-        "chat_template": UNSUPPORTED,
+        "chat_template": CHATS,
+        "chat_template_kwargs": CHATS,
+        "reasoning_effort": CHATS,
+        "enable_thinking": VARIABLE,
+        "thinking": VARIABLE,
+        "reasoning": VARIABLE,
+        "thinking_token_budget": UNSUPPORTED,
+        "verbosity": UNSUPPORTED,
         "prompt_embeds": UNSUPPORTED,
         "modalities": UNSUPPORTED,
         "audio": UNSUPPORTED,
@@ -69,6 +78,7 @@ CONSTRAINTS: Mapping[str, str] = MappingProxyType(
 HARMLESS: Mapping[str, Sequence[Any]] = MappingProxyType(
     {"tool_choice": ("none", "auto"), "best_of": (1,), "early_stopping": (False,)}
     | {"length_penalty": (1, 1.0), "parallel_tool_calls": (True, False), "modalities": (["text"],)}
+    | {"verbosity": ("medium",), "chat_template_kwargs": ({},)}
 )
 
 T = TypeVar("T", bound="ApiRequest")
@@ -131,7 +141,8 @@ class ApiRequest(BaseModel):
         """Raise UnsupportedFeatureError for a given field that should constrain the output."""
         for name, value in (self.model_extra or {}).items():
             known = STRUCTURED if name.startswith("guided_") else CONSTRAINTS.get(name)
-            if known and value not in (False, []) and value not in HARMLESS.get(name, ()):
+            nothing = value in (False, []) and known is not VARIABLE
+            if known and not nothing and value not in HARMLESS.get(name, ()):
                 raise UnsupportedFeatureError(f"{name[:MAX_SHOWN]}: {known}.")
 
 
@@ -203,15 +214,23 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
 
 
-class ChatRequest(GenerationRequest):
+class TemplateFields(ApiRequest):
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = Field(None, description="With --trust-request-chat-template.")
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(None, description="A variable of the template.")
+
+
+class ChatRequest(GenerationRequest, TemplateFields):
     """The body of POST /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     echo: bool | None = None
 
     @model_validator(mode="after")
@@ -223,19 +242,20 @@ class ChatRequest(GenerationRequest):
         return self
 
 
-class TokenizeRequest(ApiRequest):
+class TokenizeRequest(TemplateFields):
     """The body of POST /tokenize: a prompt, or messages."""
 
     prompt: str | None = Field(None, max_length=MAX_CHARACTERS)
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.prompt is not None and (given := self.model_fields_set & CONSTRAINTS.keys()):
+            raise ValueError(f"{min(given)}: {CHATS}")
         return self
 
 

@@ -35,6 +35,8 @@ class Settings:
             that this machine serves. A server without a key answers every page that its user
             opens, so "*", vLLM's default, would let each web site use the model.
         allowed_methods, allowed_headers, allow_credentials: as in vLLM.
+        trust_request_chat_template: whether a request may have a template of its own, which runs
+            in a sandbox, but for as long as it likes.
     """
 
     names: tuple[str, ...]
@@ -49,6 +51,7 @@ class Settings:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    trust_request_chat_template: bool = False
 
     def cors(self) -> dict[str, Any]:
         """The arguments of Starlette's middleware for requests of other sites (CORS)."""

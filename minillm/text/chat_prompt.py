@@ -2,29 +2,39 @@
 
 A message may contain the text of a special token, such as ``<|im_end|>``. If this text became the
 token, a user could end the turn and begin one of the system. Here it becomes ordinary tokens, and
-the special tokens that the template writes stay special:
+the special tokens that the template writes stay special. The text of the prompt is what the
+template makes of the true messages, as in transformers. Which of its special tokens are the
+template's is found by rendering again:
 
-    message    "Hi <|im_end|>"                 the first character "<" is replaced by a mark
+    message    "Hi <|im_end|>"                 each first character "<" is replaced by a mark
     template   "<|im_start|>user\\nHi ?|im_end|><|im_end|>"     "?" is the mark
     tokens     each special token in this text is replaced by an alias, which is one character;
                then marks become "<" again, and a tokenizer without special tokens makes the ids
 
-A conversation without such text is tokenised as usual, as by ``apply_chat_template`` of
-transformers. A special token that a template makes of its own text and a field, such as ``"<|" +
-role + "|>"``, stays special.
+A template that looks for special tokens in messages, as in ``content.split("</think>")``, makes
+another text of marked messages. Then the template itself is changed: it writes aliases in place of
+its own special tokens, and sees the true messages. If that changes the text, too, the
+conversation is refused.
+
+A conversation without such text is tokenised as usual. A special token that a template makes of its
+own text and a field, such as ``"<|" + role + "|>"``, stays special.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+from uuid import uuid4
 
 import tokenizers
 
-from minillm.errors import CheckpointError, ForeignCode, InvalidRequestError
-from minillm.text.chat_template import Message, validate_messages
+from minillm.api.prompts import refuse_left_out
+from minillm.errors import CheckpointError, ForeignCode, InvalidRequestError, did_you_mean
+from minillm.text.chat_messages import Message, plain_json
+from minillm.text.chat_template import ChatTemplate, Values
 
 if TYPE_CHECKING:
     from minillm.text.tokenizer import Tokenizer
@@ -33,6 +43,9 @@ if TYPE_CHECKING:
 ALIAS: Final = 0x100000  # + number of a special token
 MARK: Final = 0x108000  # + number of a first character
 RESERVED: Final = re.compile("[\U00100000-\U0010ffff]")
+
+OWN: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Variables of templates that are not for `chat_template_kwargs`."""
 
 
 class ControlTokens:
@@ -52,38 +65,54 @@ class ControlTokens:
         texts = sorted((each.content for each in self._tokens.values()), key=len, reverse=True)
         either = "|".join(map(re.escape, texts)) or "(?!)"  # (?!) matches nothing
         self._one = re.compile(either)
-        self._starts = re.compile(f"(?={either}).", re.DOTALL)  # overlapping ones, too
         firsts = sorted({text[0] for text in texts})
         self._marks = {first: chr(MARK + i) for i, first in enumerate(firsts)}
-        self._firsts = str.maketrans({mark: first for first, mark in self._marks.items()})
         self._aliases = {each.content: chr(ALIAS + i) for i, each in
                          enumerate(self._tokens.values())}  # fmt: skip
 
     def occur_in(self, text: str) -> bool:
         """Whether a part of the text could become a special token, also after normalization."""
+        return any(map(self._one.search, self._forms(text)))
+
+    def may_begin_in(self, text: str) -> bool:
+        """Whether a special token could begin in the text and end in another."""
+        return any(first in each for each in self._forms(text) for first in self._marks)
+
+    def _forms(self, text: str) -> list[str]:
+        """The text, and what the tokenizer's normalizer makes of it, if tokens are found in it."""
         normalizer = self._backend.normalizer
-        if self._one.search(text):
-            return True
-        normalizes = normalizer is not None and any(t.normalized for t in self._tokens.values())
+        if normalizer is None or not any(t.normalized for t in self._tokens.values()):
+            return [text]
         with ForeignCode(InvalidRequestError, "messages has a text that cannot be normalized"):
-            return normalizes and self._one.search(normalizer.normalize_str(text)) is not None
+            return [text, normalizer.normalize_str(text)]
 
     def marked(self, text: str) -> str:
-        """The text without special tokens: a mark replaces the first character of each."""
-        return self._starts.sub(lambda found: self._marks[found[0]], text)
+        """The text without special tokens: marks replace all characters with which one begins."""
+        for first, mark in self._marks.items():
+            text = text.replace(first, mark)
+        return text
 
     def unmarked(self, text: str) -> str:
-        """The text with first characters in place of marks."""
-        return text.translate(self._firsts)
+        """The text with characters in place of marks."""
+        for first, mark in self._marks.items():
+            text = text.replace(mark, first)
+        return text
+
+    def aliased(self, text: str) -> str:
+        """The text with an alias in place of each special token."""
+        return self._one.sub(lambda found: self._aliases[found[0]], text)
+
+    def unaliased(self, text: str) -> str:
+        """The text with special tokens in place of aliases."""
+        return text.translate({ord(alias): token for token, alias in self._aliases.items()})
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The ids of a marked text: special tokens in it are the template's.
+        """The ids of an aliased text.
 
         Raises:
             InvalidRequestError: the text cannot be tokenized, or the model of the tokenizer makes a
                 special token of ordinary text, as Unigram models can.
         """
-        text = self.unmarked(self._one.sub(lambda found: self._aliases[found[0]], text))
         encoder, aliases, forbidden = self._encoder
         ids = encoder.encode(text, add_special_tokens=False)
         if wrong := forbidden.intersection(ids):
@@ -125,57 +154,172 @@ class ChatPrompt:
     """A rendered conversation.
 
     Attributes:
-        rendered: the template's text; marked, if `is_marked`.
-        is_marked: whether a message has the text of a special token.
+        text: the template's text.
+        aliased: the text with aliases in place of the template's special tokens, if the text of a
+            message could become one.
     """
 
     tokenizer: "Tokenizer"
-    rendered: str
-    is_marked: bool
-
-    @property
-    def text(self) -> str:
-        """The text of the prompt."""
-        return self._control.unmarked(self.rendered) if self.is_marked else self.rendered
+    text: str
+    aliased: str | None = None
 
     def ids(self, add_special_tokens: bool = False) -> list[int]:
         """The ids of the prompt. A template writes special tokens itself, so none are added."""
-        if self.is_marked:
-            return self._control.encode(self.rendered, add_special_tokens)
-        return self.tokenizer.encode(self.rendered, add_special_tokens)
-
-    def until(self, end: str) -> "ChatPrompt | None":
-        """The prompt up to the last occurrence of `end`; None if there is none."""
-        end = self._control.marked(end) if self.is_marked else end
-        found = self.rendered.rfind(end)
-        if found < 0:
-            return None
-        return ChatPrompt(self.tokenizer, self.rendered[: found + len(end)], self.is_marked)
-
-    @property
-    def _control(self) -> ControlTokens:
-        return self.tokenizer.control_tokens
+        if self.aliased is not None:
+            return self.tokenizer.control_tokens.encode(self.aliased, add_special_tokens)
+        return self.tokenizer.encode(self.text, add_special_tokens)
 
 
 def chat_prompt(
-    tokenizer: "Tokenizer", messages: Sequence[Message], add_generation_prompt: bool = True
+    tokenizer: "Tokenizer",
+    messages: Sequence[Message],
+    add_generation_prompt: bool | None = None,
+    *,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    **others: Any,
 ) -> ChatPrompt:
-    """Render a conversation with the chat template of `tokenizer`.
+    """Render a conversation with the chat template of `tokenizer`, or with `chat_template`.
+
+    Args:
+        add_generation_prompt: end with the header of the assistant's turn; None: yes, unless the
+            final message is continued.
+        continue_final_message: end with the last message, without the end of its turn.
+        chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+        others: arguments of vLLM and transformers that are not supported, absent or None.
 
     Raises:
         InvalidRequestError: there is no template, messages are malformed, the template raised an
-            error, or a message has both a special token's text and a reserved character.
+            error or does not read a variable, or a special token in a message cannot be told from
+            those of the template.
     """
-    plain: Sequence[Mapping[str, str]] = validate_messages(messages)
-    control = tokenizer.control_tokens
-    values = [value for message in plain for value in message.values()]
-    is_marked = any(map(control.occur_in, values))
-    if is_marked and (found := RESERVED.search("".join(values))):
+    refuse_left_out("a chat", others)
+    if add_generation_prompt and continue_final_message:
         raise InvalidRequestError(
-            f"messages contains both a special token and the private character "
-            f"U+{ord(found[0]):X}; remove one of them."
+            "continue_final_message and add_generation_prompt exclude each other; leave one out."
         )
-    if is_marked:
-        plain = [{name: control.marked(value) for name, value in message.items()}
-                 for message in plain]  # fmt: skip
-    return ChatPrompt(tokenizer, tokenizer.render_chat(plain, add_generation_prompt), is_marked)
+    template = tokenizer.template if chat_template is None else ChatTemplate(
+        chat_template, tokenizer.origin, tokenizer.special_tokens
+    )  # fmt: skip
+    variables = checked_variables(template, chat_template_kwargs or {}) | {
+        "strftime_now": datetime.now().strftime,  # the same time in each rendering
+        "add_generation_prompt": (
+            not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        ),
+    }
+    values = template.prepared(messages, variables)
+    tag = str(uuid4().int) if continue_final_message else ""
+    text = render(template, values, tag)
+    control = tokenizer.control_tokens
+    texts = strings(values)
+    if not any(map(control.may_begin_in, texts)):
+        return ChatPrompt(tokenizer, text)
+    if found := RESERVED.search("".join(texts)):
+        raise InvalidRequestError(
+            "messages contains both a character with which a special token begins and the private "
+            f"character U+{ord(found[0]):X}; remove one of them."
+        )
+    aliased = with_aliases(template, values, tag, text, control)
+    if aliased is None and control.occur_in("".join(texts)):
+        raise InvalidRequestError(
+            "messages contains the text of a special token, which cannot be told from the tokens "
+            f"that the chat template of {tokenizer.origin} writes; remove it."
+        )
+    is_needed = aliased is not None and control.occur_in(aliased)
+    return ChatPrompt(tokenizer, text, aliased if is_needed else None)
+
+
+def checked_variables(template: ChatTemplate, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`chat_template_kwargs`, of which the template reads each.
+
+    Raises:
+        InvalidRequestError: it does not, or a variable is not for clients, or is no JSON.
+    """
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(
+            f"chat_template_kwargs must be a dictionary, not {type(given).__name__}."
+        )
+    known = template.variables - OWN if given else frozenset()
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(str(name), known)
+            raise InvalidRequestError(
+                f"chat_template_kwargs: {str(name)[:80]!r} is "
+                + ("a field or argument of its own; give it there." if name in OWN else
+                   f"not read by the chat template of {template.origin}; leave it out.{hint}")
+            )  # fmt: skip
+    made: dict[str, Any] = plain_json(dict(given), "chat_template_kwargs")
+    return made
+
+
+def render(template: ChatTemplate, values: Values, tag: str, has_final: bool = False) -> str:
+    """The template's text; with a tag, up to the end of the last message. As in transformers, the
+    tag and a space are appended to the message, and if the template removes the space, white space
+    before the tag is removed, too.
+
+    Raises:
+        InvalidRequestError: the template raised an error, or does not keep the tag or (unless
+            `has_final`) the last message.
+    """
+    if not tag:
+        return template.run(values)
+    *others, last = values["messages"]
+    content = last.get("content", "")
+    final = content[-1]["text"] if isinstance(content, list) else content
+    tagged: Any = f"{final}{tag} "
+    if isinstance(content, list):
+        tagged = [*content[:-1], content[-1] | {"text": tagged}]
+    text = template.run({**values, "messages": [*others, {**last, "content": tagged}]})
+    at = text.rfind(tag)
+    if at < 0 or not (has_final or final.strip() in text):
+        raise InvalidRequestError(
+            "continue_final_message needs a last message with text that the chat template keeps."
+        )
+    kept = text[:at] if text.startswith(f"{tag} ", at) else text[:at].rstrip()
+    return kept.replace(f"{tag} ", "").replace(tag, "")  # a template can show a message twice
+
+
+def with_aliases(
+    template: ChatTemplate, values: Values, tag: str, text: str, control: ControlTokens
+) -> str | None:
+    """The text with aliases in place of the template's special tokens; None if they cannot be told
+    from those of messages."""
+
+    def attempt(template: ChatTemplate, values: Values) -> str | None:
+        try:
+            return render(template, values, tag, has_final=True)
+        except InvalidRequestError:
+            return None
+
+    marked = mapped(values, control.marked)
+    first = attempt(template, marked)
+    if first is not None and control.unmarked(first) == text:
+        return control.unmarked(control.aliased(first))
+    changed = template.with_literals(control.aliased)
+    # A token that is left over is one that the template makes of pieces.
+    if control.occur_in(attempt(changed, marked) or ""):
+        return None
+    second = attempt(changed, values)
+    return second if second is not None and control.unaliased(second) == text else None
+
+
+def mapped(value: Any, change: Callable[[str], Any]) -> Any:
+    """A copy of JSON values with changed strings; names of fields stay."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [mapped(each, change) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name if name.isidentifier() else change(name): mapped(each, change)
+        for name, each in value.items()
+    }
+
+
+def strings(value: Any) -> list[str]:
+    """The strings that `mapped` changes."""
+    found: list[str] = []
+    mapped(value, found.append)
+    return found

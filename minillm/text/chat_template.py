@@ -5,18 +5,25 @@ with access to the messages and the special tokens, but not to Python's internal
 the results of repetition and powers, are limited to ``MAX_RENDERED_CHARS``. That prevents
 accidents; a hostile template can still waste time and memory.
 
+Some templates print contents, others iterate over the parts of contents, and some do either,
+depending on the role. So each conversation is rendered once with a tag in place of each content. A
+content whose tag does not appear, or appears in a printed list, is given in the other kind: text as
+a list of one part, parts joined by newlines. All others are given as the client sent them.
+
 The functions and tags of templates (``raise_exception``, ``strftime_now``, ``tojson``, ``break``,
 ``continue``, ``{% generation %}``) are those of transformers, for which templates are written.
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any, Final
+from uuid import uuid4
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -24,12 +31,22 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from minillm.errors import InvalidRequestError
+from minillm.text.chat_messages import (
+    Message,
+    filled,
+    joined,
+    other_kind,
+    parted,
+    validate_messages,
+)
+
+logger = logging.getLogger(__name__)
 
 MAX_RENDERED_CHARS: Final = 8 * 1024 * 1024
 """Maximum length of the rendered text, and of a list or number (in bits) made by one operator."""
 
-Message = Mapping[str, Any]
-"""One turn: ``{"role": str, "content": str | [{"type": "text", "text": str}, ...]}``."""
+Values = Mapping[str, Any]
+"""The variables of a template, ``messages`` among them."""
 
 
 class _GenerationBlock(Extension):
@@ -137,16 +154,45 @@ class ChatTemplate:
         source: the Jinja text.
         origin: the checkpoint folder, for error messages.
         special_tokens: ``bos_token``, ``eos_token``, ... as variables of the template.
+        literal: what the template writes in place of each of its own texts.
     """
 
-    def __init__(self, source: str, origin: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        origin: str,
+        special_tokens: Mapping[str, str],
+        literal: Callable[[str], str] = str,
+    ) -> None:
         self.source = source
         self.origin = origin
-        self._special_tokens = dict(special_tokens)
+        self._literal = literal
+        self._special_tokens = {name: literal(text) for name, text in special_tokens.items()}
+        self._has_warned = False
+
+    def with_literals(self, literal: Callable[[str], str]) -> "ChatTemplate":
+        """This template with changed texts, except those with which it compares."""
+        return ChatTemplate(self.source, self.origin, self._special_tokens, literal)
+
+    @cached_property
+    def _tree(self) -> nodes.Template:
+        return _environment().parse(self.source)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        return _environment().from_string(self.source)
+        environment, tree = _environment(), self._tree
+        if self._literal is not str:
+            _change_literals(tree, self._literal)
+        code = environment.compile(tree)
+        return jinja2.Template.from_code(environment, code, environment.make_globals(None))
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads and does not define."""
+        try:
+            return frozenset(meta.find_undeclared_variables(self._tree))
+        except Exception as error:
+            raise InvalidRequestError(self._failure(error)) from error
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Return the prompt text of a conversation.
@@ -158,13 +204,69 @@ class ChatTemplate:
         Raises:
             InvalidRequestError: the messages are malformed, or the template raised an error.
         """
-        variables = {
-            "messages": validate_messages(messages),
-            "add_generation_prompt": add_generation_prompt,
-            "tools": None,
-            "documents": None,
-            **self._special_tokens,
-        }
+        return self.run(self.prepared(messages, {"add_generation_prompt": add_generation_prompt}))
+
+    def prepared(self, messages: Sequence[Message], variables: Values) -> dict[str, Any]:
+        """The variables of `run`: `variables`, and the messages as this template takes them.
+
+        Raises:
+            InvalidRequestError: the messages are malformed.
+        """
+        listed = validate_messages(messages)
+        tags = [str(uuid4().int) for _ in listed]  # digits have no upper case
+        shown = self._shown(listed, tags, variables)
+        if shown is None:  # the template looks into contents, or takes no list, or no absence
+            kinds = listed, [joined(m) for m in listed], [parted(m) for m in listed]
+            versions = [each for kind in kinds for each in (kind, [filled(m) for m in kind])]
+            made = [{**variables, "messages": version} for version in versions]
+            return next((each for each in made if self.attempt(each) is not None), made[0])
+        if not all(shown):
+            asked = zip(listed, shown, strict=True)
+            others = [m if is_shown else other_kind(m) for m, is_shown in asked]
+            shown = self._shown(others, tags, variables) or shown
+            both = zip(listed, others, shown, strict=True)
+            listed = [other if is_shown else m for m, other, is_shown in both]
+            self._warn_once(shown)
+        return {**variables, "messages": listed}
+
+    def _warn_once(self, shown: Sequence[bool]) -> None:
+        if not all(shown) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The chat template of %s leaves out the content of messages[%d]: the model does "
+                "not see it.", self.origin, list(shown).index(False),
+            )  # fmt: skip
+
+    def _shown(
+        self, messages: Sequence[dict[str, Any]], tags: Sequence[str], variables: Values
+    ) -> list[bool] | None:
+        """Whether the template shows the content of each message, if it takes tags as contents."""
+        lists = [[{"type": "text", "text": tag}] for tag in tags]
+        probes = [
+            {**m, **({"content": tag if isinstance(m["content"], str) else parts}
+                     if "content" in m else {})}
+            for m, tag, parts in zip(messages, tags, lists, strict=True)
+        ]  # fmt: skip
+        text = self.attempt({**variables, "messages": probes})
+        return None if text is None else [
+            "content" not in m or (tag in text and str(parts).upper() not in text.upper())
+            for m, tag, parts in zip(messages, tags, lists, strict=True)
+        ]  # fmt: skip
+
+    def attempt(self, values: Values) -> str | None:
+        """`run`, or None if it raises an error."""
+        try:
+            return self.run(values)
+        except InvalidRequestError:
+            return None
+
+    def run(self, values: Values) -> str:
+        """Return the template's text for its variables, as transformers does.
+
+        Raises:
+            InvalidRequestError: the template raised an error, or its text is too long.
+        """
+        variables = {"tools": None, "documents": None, **self._special_tokens, **values}
         pieces: list[str] = []
         length = 0
         try:
@@ -189,63 +291,15 @@ class ChatTemplate:
         return f"The chat template of {self.origin} cannot render these messages: {reason}{place}."
 
 
-def validate_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """The messages as plain dictionaries of strings; text parts are joined by newlines.
-
-    Raises:
-        InvalidRequestError: messages is not a list or empty, or a field of a message is not text.
-    """
-    if not isinstance(messages, list | tuple):
-        raise InvalidRequestError(
-            "messages must be a list of {'role': ..., 'content': ...} dictionaries, "
-            f"not {type(messages).__name__}."
-        )
-    if not messages:
-        raise InvalidRequestError("messages is empty; a chat needs at least one message.")
-    return [_plain_message(index, message) for index, message in enumerate(messages)]
-
-
-def _plain_message(index: int, message: object) -> dict[str, str]:
-    if not isinstance(message, Mapping):
-        raise InvalidRequestError(
-            f"messages[{index}] must be a dictionary with 'role' and 'content', "
-            f"not {type(message).__name__}."
-        )
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidRequestError(
-            f"messages[{index}]['role'] must be a string such as 'user', not {role!r:.80}."
-        )
-    plain = {}
-    for key, value in {**message, "content": _plain_content(index, message.get("content"))}.items():
-        if value is None:  # clients send "tool_calls": null; templates test for absence
-            continue
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise InvalidRequestError(
-                f"messages[{index}] has {key!r:.80} of type {type(value).__name__}; besides 'role' "
-                "and 'content' only string fields are supported."
-            )
-        plain[key] = str.__str__(value)
-    return plain
-
-
-def _plain_content(index: int, content: object) -> str:
-    if isinstance(content, str):
-        return str.__str__(content)  # a subclass could carry methods into the sandbox
-    if not isinstance(content, list | tuple) or not content:
-        raise InvalidRequestError(
-            f"messages[{index}]['content'] must be a string or a non-empty list of text parts, "
-            f"not {'an empty list' if content in ([], ()) else type(content).__name__}."
-        )
-    return "\n".join(_part_text(index, part) for part in content)
-
-
-def _part_text(index: int, part: object) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    text = part.get("text") if isinstance(part, Mapping) else None
-    if kind != "text" or not isinstance(text, str):
-        raise InvalidRequestError(
-            f"messages[{index}]['content'] has a part of type {kind!r:.80}; only "
-            "{'type': 'text', 'text': '...'} parts are supported."
-        )
-    return str.__str__(text)
+def _change_literals(node: nodes.Node, change: Callable[[str], str]) -> None:
+    """Change the texts that a template writes, not those that it looks for in others."""
+    if isinstance(node, nodes.TemplateData):
+        node.data = change(node.data)
+    elif isinstance(node, nodes.Const) and isinstance(node.value, str):
+        node.value = change(node.value)
+    elif isinstance(node, nodes.Compare | nodes.Test):
+        return
+    method = isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr)
+    looked_at = ("args", "kwargs") if method or isinstance(node, nodes.Filter) else ()
+    for child in node.iter_child_nodes(exclude=looked_at):
+        _change_literals(child, change)

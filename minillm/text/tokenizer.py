@@ -19,7 +19,6 @@ from typing import Any
 
 import tokenizers
 
-from minillm.api.prompts import refuse_left_out
 from minillm.api.sampling_params import shown
 from minillm.errors import (
     CheckpointError,
@@ -29,8 +28,9 @@ from minillm.errors import (
     reason,
 )
 from minillm.gguf.container import is_gguf
+from minillm.text.chat_messages import Message
 from minillm.text.chat_prompt import ControlTokens, chat_prompt
-from minillm.text.chat_template import ChatTemplate, Message
+from minillm.text.chat_template import ChatTemplate
 from minillm.text.gguf import gguf_tokenizer
 
 
@@ -90,9 +90,8 @@ class Tokenizer:
         self._backend = backend
         self.origin = origin
         self.special_tokens = dict(special_tokens or {})
-        self._template = (
-            None if chat_template is None
-            else ChatTemplate(chat_template, origin, self.special_tokens)
+        self._template = None if chat_template is None else ChatTemplate(
+            chat_template, origin, self.special_tokens
         )  # fmt: skip
         self.vocab_size: int = (
             max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -264,26 +263,26 @@ class Tokenizer:
         messages: Sequence[Message],
         tokenize: bool = True,
         add_generation_prompt: bool = False,
-        **others: Any,
+        **options: Any,
     ) -> str | list[int]:
-        """transformers' name for `chat_prompt`: a conversation as ids, or as text."""
-        refuse_left_out("apply_chat_template", others)
-        prompt = chat_prompt(self, messages, add_generation_prompt)
+        """transformers' name for `chat_prompt`, with its options: a conversation as ids, or as
+        text."""
+        prompt = chat_prompt(self, messages, add_generation_prompt, **options)
         return prompt.ids() if tokenize else prompt.text
 
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """Render a conversation with the checkpoint's chat template.
-
-        Raises:
-            InvalidRequestError: there is no template, messages are malformed, or the template
-                raised an error.
-        """
+    @property
+    def template(self) -> ChatTemplate:
+        """The checkpoint's chat template; InvalidRequestError if there is none."""
         if self._template is None:
             raise InvalidRequestError(
                 f"{self.origin} has no chat template (it is a base model, or the file is missing); "
                 "use generate with a plain prompt instead."
             )
-        return self._template.render(messages, add_generation_prompt)
+        return self._template
+
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """The text of `chat_prompt`."""
+        return chat_prompt(self, messages, add_generation_prompt).text
 
 
 def _why(text: str, error: BaseException) -> str:

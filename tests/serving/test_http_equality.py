@@ -161,3 +161,39 @@ def test_logprobs_are_those_of_generate(server: Served, folder: Path) -> None:
     )
     names = ["\ufffd" if each.startswith("bytes:") else each for each in got["tokens"]]
     assert names == [entry[i].decoded_token for entry, i in zip(entries, ids, strict=True)]
+
+
+def test_what_a_request_tells_the_template(folder: Path) -> None:
+    template = (
+        "{{ messages[-1].content }}|{{ effort_of }}{{ reasoning_effort }}{{ enable_thinking }}"
+    )
+    settings = {"chat_template": template, "trust_request_chat_template": True}
+    messages = [{"role": "user", "content": [{"type": "text", "text": " a<eos>b "}]}]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, " a<eos>b |"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, " a<eos>b |False"),
+        ({"reasoning_effort": "low"}, " a<eos>b |low"),
+        ({"continue_final_message": True}, " a<eos>b "),
+        ({"chat_template": "{{ messages[0].content | trim }}!"}, "a<eos>b!"),
+    ]
+    with served(folder, settings) as server:
+        for fields, right in cases:
+            asked = {"messages": messages, **fields}
+            ids = server.send("/tokenize", asked).data["tokens"]
+            assert server.send("/detokenize", {"tokens": ids}).data["prompt"] == right
+            body = asked | {"max_tokens": 1, "return_token_ids": True}
+            got = server.send("/v1/chat/completions", body)
+            assert got.data["prompt_token_ids"] == ids
+            assert "x-minillm-ignored" not in got.headers
+        for fields, why in (
+            ({"enable_thinking": False}, "give it in chat_template_kwargs"),
+            ({"chat_template": "", "chat_template_kwargs": {"x": 1}}, "'x' is not read"),
+        ):
+            refused = server.send("/v1/chat/completions", {"messages": messages, **fields})
+            assert refused.status == 400
+            assert why in refused.message
+        refused = server.send("/tokenize", {"prompt": "x", "reasoning_effort": "low"})
+        assert (
+            refused.message
+            == "reasoning_effort: it is for /v1/chat/completions and messages; leave it out."
+        )

@@ -99,6 +99,12 @@ ATTACKS: dict[str, tuple[str, Any]] = {
     # templates
     "PYSEC-2026-2013 chat_template": (CHAT, {"messages": MESSAGES,
         "chat_template": "{% for i in range(10**9) %}{{ i }}{% endfor %}"}),
+    "a template that is not trusted": (CHAT, {
+        "messages": MESSAGES, "chat_template": "{{ messages[0].content }}"}),
+    "arguments of apply_chat_template": (CHAT, {
+        "messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}),
+    "messages as a variable": (CHAT, {
+        "messages": MESSAGES, "chat_template_kwargs": {"messages": "y"}}),
     "roles of another type": (CHAT, {"messages": [{"role": ["a"], "content": "x"}]}),
     "no messages": (CHAT, {"messages": []}),
     "messages without content": (CHAT, {"messages": [{}]}),
@@ -193,9 +199,6 @@ def test_an_attack_is_refused_and_hurts_no_one(
 
 
 ALLOWED: dict[str, tuple[str, Any]] = {
-    "request-supplied arguments of the template": (CHAT, {
-        "messages": MESSAGES, "max_tokens": 1,
-        "chat_template_kwargs": {"tokenize": True, "messages": "y"}}),
     "max_tokens above the room": (C, p(max_tokens=2**31 - 1)),
     "a field that the server does not know": (C, p(**{"x-unknown": 1, "a\r\nset-cookie: b": 2})),
     "a request id with line ends": (C, p(request_id="a\r\nx: y")),
