@@ -91,7 +91,7 @@ def test_without_a_file_json_is_the_last_line(
     made_up = [bench.Task("made up", "running", (1, 2), lambda size: 2.0 * size)]
     monkeypatch.setattr(bench, "step_series", lambda sizes: iter(made_up))
     monkeypatch.setattr(bench, "prefix_series", lambda sizes: iter(()))
-    assert bench.main([]) == 0
+    assert bench.main(["--quick"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["series"][0]["microseconds"] == [2.0, 4.0]
     assert result["series"][0]["growth"] == [1.0]

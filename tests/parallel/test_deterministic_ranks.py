@@ -336,6 +336,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug, folder_of, monkeypatch):
     dtype, size, (owner, name, wrong) = PLANTED[bug]

@@ -265,6 +265,7 @@ def by_own_loads(right):
     return better
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("owner", "name", "bug"),
     [

@@ -284,6 +284,7 @@ def histories(patch: pytest.MonkeyPatch) -> None:
             random_history(seed, Counter())
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BREAKS[name](monkeypatch)

@@ -148,6 +148,7 @@ def test_more_queries_than_said_write_nothing_else(longest: int, split: int) -> 
     decode_fewer_than_there_are(longest, split)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("old", "new", "longest"),
     [
@@ -405,6 +406,7 @@ BUGS = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_found(name: str, tmp_path: Path) -> None:
     old, new, seed = BUGS[name]
@@ -428,6 +430,7 @@ INVARIANCE_BUGS = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", INVARIANCE_BUGS)
 def test_a_bug_of_the_batch_invariant_mode_is_found(name: str, tmp_path: Path) -> None:
     kernels = broken_mla(*INVARIANCE_BUGS[name], tmp_path)

@@ -487,6 +487,7 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.mutation
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN, where the bug lets it through
 @pytest.mark.parametrize(
     ("old", "new", "case"), [bug[1:] for bug in BUGS], ids=[bug[0] for bug in BUGS]

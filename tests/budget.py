@@ -1,0 +1,131 @@
+"""CPU seconds of the tests: `make test` fails when a folder or a test needs more than it may.
+
+CPU seconds, with those of child processes, are nearly the same on a busy machine. They are divided
+by how much slower this processor is than the one of the budgets.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# CPU seconds of each folder's tests in `make test`: one and a half times what was measured. Whoever
+# needs more moves a matrix to `slow`, makes a test smaller, or raises the number and says why.
+FOLDERS: dict[str, float] = {}
+LONGEST = 2.0  # seconds of one test; what needs more is marked slow
+TOLERANCE = 1.5  # for a test, whose first call may import or compile something
+REFERENCE = 0.0173  # CPU seconds of `some_work` where the budgets were measured
+
+
+def cpu_seconds() -> float:
+    """User and system seconds of this process and its descendants, living or waited for."""
+    return sum(os.times()[:4]) + sum(map(seconds_of, descendants(os.getpid())))
+
+
+def descendants(process: int) -> Iterator[Path]:
+    """Folders in /proc of the living descendants; none on a system without /proc."""
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        try:
+            found = children.read_text().split()
+        except OSError:  # the thread has ended
+            continue
+        for child in found:
+            yield Path("/proc", child)
+            yield from descendants(int(child))
+
+
+def seconds_of(process: Path) -> float:
+    """Its user and system seconds, and those of its children that it has waited for."""
+    try:
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def some_work() -> float:
+    """CPU seconds that a little Python takes."""
+    start = time.process_time()
+    sum(i * i % 7 for i in range(300_000))
+    return time.process_time() - start
+
+
+def folder_of(nodeid: str) -> str:
+    """The part of tests/ whose budget a test is charged to."""
+    folders = nodeid.split("::")[0].split("/")[1:-1]
+    return folders[-1] if "interpreted" in folders else (folders or ["tests"])[0]
+
+
+def faults(tests: dict[str, float], calls: dict[str, float], slower: float) -> list[str]:
+    """What is over its budget: CPU seconds of whole tests and of their calls, set-up aside, by
+    node, on a processor that is `slower` times as slow as the budgets'."""
+    found, folders = [], Counter[str]()
+    for test, seconds in tests.items():
+        folders[folder_of(test)] += seconds
+    for folder, seconds in folders.items():
+        allowed = FOLDERS.get(folder, 0.0) * slower
+        if seconds > allowed:
+            mine = sorted((s, test) for test, s in tests.items() if folder_of(test) == folder)
+            slowest = "".join(f"\n    {s:5.1f} s  {test}" for s, test in reversed(mine[-5:]))
+            found.append(
+                f"{folder}: {seconds:.0f} CPU seconds, {allowed:.0f} allowed by FOLDERS in "
+                f"tests/budget.py. Mark tests slow or make them smaller. The slowest:{slowest}"
+            )
+    most = LONGEST * TOLERANCE * slower
+    found += [
+        f"{test}: {seconds:.1f} CPU seconds; above {LONGEST:.0f} it must be marked slow"
+        for test, seconds in calls.items()
+        if seconds > most
+    ]
+    return found
+
+
+class Budget:
+    """The plugin: worker processes measure, and the process that started them adds up."""
+
+    def __init__(self) -> None:
+        self.slower = 1.0
+        self.tests, self.calls = Counter[str](), Counter[str]()
+        self.faults: list[str] = []
+        self._last = 0.0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        self._last = cpu_seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, Any, Any]:
+        report = yield
+        now = cpu_seconds()
+        report.user_properties.append(("cpu", max(0.0, now - self._last)))
+        self._last = now
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        seconds = dict(report.user_properties).get("cpu", 0.0)
+        self.tests[report.nodeid] += seconds
+        if report.when == "call":
+            self.calls[report.nodeid] = seconds
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workerinput"):  # it has a part of the tests only
+            return
+        self.slower = max(1.0, min(some_work() for _ in range(9)) / REFERENCE)
+        self.faults = faults(self.tests, self.calls, self.slower)
+        if self.faults and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        folders = Counter[str]()
+        for test, seconds in self.tests.items():
+            folders[folder_of(test)] += seconds
+        spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in folders.most_common())
+        terminalreporter.section("CPU seconds by folder")
+        terminalreporter.line(f"{spent} (allowed: {self.slower:.2f} times tests/budget.py)")
+        for fault in self.faults:
+            terminalreporter.line(f"OVER BUDGET {fault}", red=True)
