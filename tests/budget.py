@@ -17,6 +17,7 @@ import pytest
 # needs more moves a matrix to `slow`, makes a test smaller, or raises the number and says why.
 FOLDERS: dict[str, float] = {}
 LONGEST = 2.0  # seconds of one test; what needs more is marked slow
+LONGER: dict[str, float] = {}  # in files whose tests cannot be divided
 TOLERANCE = 1.5  # for a test, whose first call may import or compile something
 REFERENCE = 0.0173  # CPU seconds of `some_work` where the budgets were measured
 
@@ -61,8 +62,8 @@ def folder_of(nodeid: str) -> str:
 
 
 def faults(tests: dict[str, float], calls: dict[str, float], slower: float) -> list[str]:
-    """What is over its budget: CPU seconds of whole tests and of their calls, set-up aside, by
-    node, on a processor that is `slower` times as slow as the budgets'."""
+    """What is over its budget on a processor that is `slower` times as slow as the budgets': CPU
+    seconds of whole tests, and of their calls without set-up, by name."""
     found, folders = [], Counter[str]()
     for test, seconds in tests.items():
         folders[folder_of(test)] += seconds
@@ -75,12 +76,10 @@ def faults(tests: dict[str, float], calls: dict[str, float], slower: float) -> l
                 f"{folder}: {seconds:.0f} CPU seconds, {allowed:.0f} allowed by FOLDERS in "
                 f"tests/budget.py. Mark tests slow or make them smaller. The slowest:{slowest}"
             )
-    most = LONGEST * TOLERANCE * slower
-    found += [
-        f"{test}: {seconds:.1f} CPU seconds; above {LONGEST:.0f} it must be marked slow"
-        for test, seconds in calls.items()
-        if seconds > most
-    ]
+    for test, seconds in calls.items():
+        most = LONGER.get(test.split("::")[0], LONGEST)
+        if seconds > most * TOLERANCE * slower:
+            found.append(f"{test}: {seconds:.1f} CPU seconds; above {most:g} it must be slow")
     return found
 
 

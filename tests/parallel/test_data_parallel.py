@@ -214,7 +214,7 @@ def steps_of(llm: LLM) -> list[int]:
     return [each.counters.num_steps for each in schedulers_of(llm.engine.scheduler)]
 
 
-@pytest.mark.parametrize("backend", ["threads", "mp"])
+@pytest.mark.parametrize("backend", ["threads", pytest.param("mp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_b10_a_copy_may_be_without_work_for_100_steps(folder, backend, overlaps):
     """vllm #43547, #51984: an idle rank skips the exchanges of a step, and the others wait."""

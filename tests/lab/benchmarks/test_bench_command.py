@@ -159,7 +159,8 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for Python is a shell script")
 @pytest.mark.parametrize(
-    "what", [pytest.param("decode", marks=pytest.mark.slow), "prefill", "offline"]
+    "what",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("decode", "prefill")), "offline"],
 )
 def test_a_comparison_from_end_to_end(
     what: str, peers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
