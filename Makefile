@@ -51,6 +51,7 @@ TESTS = $(PY) -m pytest -n $(WORKERS) --dist worksteal -p no:nbval
 INTERPRETED = TRITON_INTERPRET=1 $(TESTS) tests/kernels/interpreted
 
 test: check ## set up, then lint, types, graders, all tests but the slow ones, and every chapter in a hurry
+	$(PY) -m tests.first_run
 	$(TESTS) -m "not slow and not mutation"
 	$(INTERPRETED) -m "not slow and not mutation"
 	MINILLM_QUICK=1 $(CHAPTERS)

@@ -195,6 +195,7 @@ def test_the_index_of_a_lookup_knows_the_text_and_its_siblings(kind: str) -> Non
     assert almost.num_tokens == (63 if kind == "radix" else 48)
 
 
+@pytest.mark.slow
 def test_the_trace_benchmark_says_what_recording_costs(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     command = [sys.executable, "-m", "minillm.lab.benchmarks.trace", "--quick", "--json", str(path)]

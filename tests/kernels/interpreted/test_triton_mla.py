@@ -27,12 +27,13 @@ BY_SEED[2] = replace(BY_SEED[2], sequences=((1, 37), (2, 5)))
 BY_SEED[14] = replace(BY_SEED[14], sequences=((1, 70), (3, 40)))
 
 
-@pytest.mark.parametrize("form", check.FORMS)
-def test_cases(form: str) -> None:
-    cases = [case for case in check.CASES if case.form == form]
-    assert cases
-    for case in cases:
-        check.verify(case, "cpu")
+@pytest.mark.parametrize("case", check.CASES, ids=lambda case: f"{case.form}-{case.seed}")
+def test_cases(case: check.Case) -> None:
+    check.verify(case, "cpu")
+
+
+def test_every_form_has_a_case() -> None:
+    assert {case.form for case in check.CASES} == set(check.FORMS)
 
 
 @settings(derandomize=True, deadline=None, max_examples=20, database=None)
