@@ -52,8 +52,8 @@ INTERPRETED = TRITON_INTERPRET=1 $(TESTS) tests/kernels/interpreted
 
 test: check ## set up, then lint, types, graders, all tests but the slow ones, and every chapter in a hurry
 	$(PY) -m tests.first_run
-	$(TESTS) -m "not slow and not mutation"
-	$(INTERPRETED) -m "not slow and not mutation"
+	$(TESTS) -m "not slow and not mutation" --budget
+	$(INTERPRETED) -m "not slow and not mutation" --budget
 	MINILLM_QUICK=1 $(CHAPTERS)
 
 test-mutation: $(DEV_STAMP) ## test the tests: each must find the bugs that are planted for it

@@ -97,15 +97,15 @@ def test_every_folder_has_a_budget() -> None:
 
 def test_who_needs_too_much_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "FOLDERS", {"ops": 10.0, "tests": 1.0})
-    monkeypatch.setattr(budget, "LONGER", {"tests/ops/test_b.py": 8.0})
-    within = {"tests/ops/test_a.py::test_a": 2.9, "tests/ops/test_b.py::test_b": 7.0}
+    monkeypatch.setattr(budget, "LONGER", {"tests/ops/test_b.py": 3.5})
+    within = {"tests/ops/test_a.py::test_a": 3.9, "tests/ops/test_b.py::test_b": 6.0}
     within |= {"tests/test_c.py::test_c": 1.0}
     assert budget.faults(within, within, 1.0) == []
     (found,) = budget.faults(within | {"tests/ops/test_d.py::test_d": 0.2}, within, 1.0)
     assert found.startswith("ops: 10 CPU seconds, 10 allowed by FOLDERS in tests/budget.py.")
-    assert found.splitlines()[1].split() == ["7.0", "s", "tests/ops/test_b.py::test_b"]
-    (found,) = budget.faults(within, within | {"tests/ops/test_a.py::test_a": 3.1}, 1.0)
-    assert found.startswith("tests/ops/test_a.py::test_a: 3.1 CPU seconds; above 2 it must be slow")
+    assert found.splitlines()[1].split() == ["6.0", "s", "tests/ops/test_b.py::test_b"]
+    (found,) = budget.faults(within, within | {"tests/ops/test_a.py::test_a": 4.1}, 1.0)
+    assert found.startswith("tests/ops/test_a.py::test_a: 4.1 CPU seconds; above 2 it must be slow")
     twice = {test: 2 * seconds for test, seconds in within.items()}
     assert budget.faults(twice, twice, 2.0) == []
     assert len(budget.faults(twice, twice, 1.0)) == 4  # two folders and two tests

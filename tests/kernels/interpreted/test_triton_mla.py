@@ -36,10 +36,14 @@ def test_every_form_has_a_case() -> None:
     assert {case.form for case in check.CASES} == set(check.FORMS)
 
 
-@settings(derandomize=True, deadline=None, max_examples=20, database=None)
-@given(st.integers(0, 2**32 - 1))
-def test_any_case(seed: int) -> None:
-    check.verify(check.random_case(random.Random(seed)), "cpu")
+@pytest.mark.parametrize("count", [8, pytest.param(20, marks=pytest.mark.slow)])
+def test_any_case(count: int) -> None:
+    @settings(derandomize=True, deadline=None, max_examples=count, database=None)
+    @given(st.integers(0, 2**32 - 1))
+    def verify(seed: int) -> None:
+        check.verify(check.random_case(random.Random(seed)), "cpu")
+
+    verify()
 
 
 MANY_QUERIES = (33, 34)  # seeds of the cases that take ten times as long as the others
