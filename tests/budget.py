@@ -8,7 +8,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,33 +38,40 @@ LONGER = {
     "tests/speculative/test_same_tokens.py": 4,
 }
 TOLERANCE = 2.0  # for a test, whose first call may import something
+LIST, OPEN, TIMES = os.listdir, open, os.times  # as they are before a test replaces them
 REFERENCE = 0.0173  # CPU seconds of `some_work` where the budgets were measured
 
 
 def cpu_seconds() -> float:
     """User and system seconds of this process and its descendants, living or waited for."""
-    return sum(os.times()[:4]) + sum(map(seconds_of, descendants(os.getpid())))
+    return sum(TIMES()[:4]) + sum(map(seconds_of, descendants(os.getpid())))
 
 
-def descendants(process: int) -> Iterator[Path]:
-    """Folders in /proc of the living descendants; none on a system without /proc."""
-    for children in Path(f"/proc/{process}/task").glob("*/children"):
-        try:
-            found = children.read_text().split()
-        except OSError:  # the thread has ended
-            continue
-        for child in found:
-            yield Path("/proc", child)
-            yield from descendants(int(child))
-
-
-def seconds_of(process: Path) -> float:
-    """Its user and system seconds, and those of its children that it has waited for."""
+def descendants(process: int) -> Iterator[int]:
+    """The living ones; none on a system without /proc."""
     try:
-        fields = (process / "stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has ended
-        return 0.0
+        threads = LIST(f"/proc/{process}/task")
+    except OSError:
+        return
+    for thread in threads:
+        for child in map(int, text_of(f"/proc/{process}/task/{thread}/children").split()):
+            yield child
+            yield from descendants(child)
+
+
+def seconds_of(process: int) -> float:
+    """Its user and system seconds, and those of its children that it has waited for."""
+    fields = text_of(f"/proc/{process}/stat").rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def text_of(path: str) -> str:
+    """A file of /proc; empty when its process has ended."""
+    try:
+        with OPEN(path) as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def some_work() -> float:

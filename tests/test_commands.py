@@ -120,8 +120,12 @@ def test_interpreted_kernels_have_a_budget_of_their_own() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-def test_seconds_of_children_count_while_they_live_and_afterwards() -> None:
+def test_seconds_of_children_count_while_they_live_and_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     code = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
+    monkeypatch.setattr("builtins.open", None)  # what other tests replace, too
+    monkeypatch.setattr("pathlib.Path.read_text", None)
     before = budget.cpu_seconds()
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
