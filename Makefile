@@ -3,7 +3,11 @@
 SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
-WORKERS ?= 2
+# One for each processor, if there are 2 GB of free memory for each, at most 8; on a Mac at most 4.
+WORKERS ?= $(shell cat /proc/meminfo 2> /dev/null | awk \
+  -v n="$$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)" \
+  'BEGIN { m = 4 } /^MemAvailable:/ { m = int($$2 / 2e6) } \
+  END { if (n > m) n = m; print (n > 8) ? 8 : (n < 1) ? 1 : n }')
 
 # A stamp is written after a complete installation, so an interrupted one is done again. There
 # are three, because running needs neither JupyterLab nor the development tools.
@@ -16,11 +20,11 @@ PEERS ?= vllm openvino
 PEERS_DIR ?= .peers
 
 .DEFAULT_GOAL := help
-.PHONY: help run chat lab check test test-full test-emulated test-browser test-clients test-external notebooks facts stale bundle peers clean
+.PHONY: help run chat lab check test test-mutation test-slow test-full test-emulated test-browser test-clients test-external notebooks facts facts-without-c stale bundle peers clean
 .NOTPARALLEL:
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 run: $(RUN_STAMP) ## set up, generate with the embedded model, show how fast it was
 	@$(PY) -m minillm
@@ -46,14 +50,30 @@ CHAPTERS = $(PY) -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout 
 # a second of each process.
 TESTS = $(PY) -m pytest -n $(WORKERS) --dist worksteal -p no:nbval
 
-test: check ## set up, then lint, types, graders, all tests but the slow ones, and every chapter
-	$(TESTS) -m "not slow"
-	$(CHAPTERS)
+# Whether kernels are interpreted is decided when Triton is imported: once for a process.
+INTERPRETED = TRITON_INTERPRET=1 $(TESTS) tests/kernels/interpreted
 
-test-full: check ## the same with the slow tests, and the chapters' facts once more without C functions
+test: check ## set up, then lint, types, graders, all tests but the slow ones, and every chapter in a hurry
+	$(PY) -m tests.first_run
+	$(TESTS) -m "not slow and not mutation" --budget
+	$(INTERPRETED) -m "not slow and not mutation" --budget
+	MINILLM_QUICK=1 $(CHAPTERS)
+
+test-mutation: $(DEV_STAMP) ## test the tests: each must find the bugs that are planted for it
+	$(TESTS) -m "mutation and not slow"
+	$(INTERPRETED) -m "mutation and not slow"
+
+PART ?= 1/1
+test-slow: $(DEV_STAMP) ## the slow tests, all or some (PART=2/24)
+	$(TESTS) -m slow --part $(PART)
+	$(INTERPRETED) -m slow --part $(PART)
+
+test-full: check ## everything: slow tests and planted bugs, too, every chapter in full, facts without C functions
 	$(TESTS)
+	$(INTERPRETED)
 	$(CHAPTERS)
-	MINILLM_C_ISA=none MINILLM_QUICK=1 $(CHAPTERS)
+	$(FACTS)
+	$(FACTS_WITHOUT_C)
 
 test-emulated: $(DEV_STAMP) ## run the C functions with the instructions of other processors (SIMDe, qemu: CONTRIBUTING.md)
 	$(PY) -m pytest -n 0 -p no:nbval -rs tests/quantization/test_emulated_products.py tests/ops/test_c_emulated.py \
@@ -70,12 +90,19 @@ test-clients: $(DEV_STAMP) $(PEERS_DIR)/clients/.installed ## set up other proje
 test-external: $(DEV_STAMP) ## download a real chat model and a real tokenizer (110 MB), and compare with transformers
 	MINILLM_EXTERNAL=1 $(PY) -m pytest -n 0 -p no:nbval -rs tests/external
 
-notebooks: $(DEV_STAMP) ## run every chapter and compare its facts
+notebooks: $(DEV_STAMP) ## run every chapter in full and compare its facts
 	$(CHAPTERS)
 
 # oneDNN looks at the processor by itself: where it finds AMX and torch may not, bf16 attention fails.
+FACTS = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MINILLM_QUICK=1 $(CHAPTERS)
+
+FACTS_WITHOUT_C = MINILLM_C_ISA=none MINILLM_QUICK=1 $(CHAPTERS)
+
 facts: $(DEV_STAMP) ## the same in a hurry and without bf16 instructions: no fact may notice
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MINILLM_QUICK=1 $(CHAPTERS)
+	$(FACTS)
+
+facts-without-c: $(DEV_STAMP) ## the same with torch in place of the C functions
+	$(FACTS_WITHOUT_C)
 
 stale: $(DEV_STAMP) ## measure a chapter again after a change of the code it times (CHAPTER=03)
 	@$(PY) notebooks/stale.py $(CHAPTER)

@@ -13,6 +13,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.budget import Budget
+from tests.parts import Part
+
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -27,6 +30,19 @@ os.environ.update(ENVIRONMENT)
 # examples every time in continuous integration, new ones on a developer's machine.
 settings.register_profile("minillm", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("minillm")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("minillm")
+    group.addoption("--budget", action="store_true", help="fail above the seconds of budget.py")
+    group.addoption("--part", metavar="K/N", help="only the K-th of N parts of the tests, K from 1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("budget"):
+        config.pluginmanager.register(Budget())
+    if config.getoption("part"):
+        config.pluginmanager.register(Part(config.getoption("part")))
 
 
 def pytest_collection_finish() -> None:

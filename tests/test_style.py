@@ -8,6 +8,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ class Source:
     text: str
 
     @classmethod
+    @cache
     def parse(cls, path: str, text: str) -> "Source":
         """The source `text` as if it stood in the file `path`."""
         return cls(path, text.count("\n"), ast.parse(text), text)

@@ -77,6 +77,7 @@ def verify(
     ids: Iterable[str] | None = None,
     progress: Callable[[str], None] | None = None,
     repeat: bool = True,
+    thorough: bool = True,
 ) -> list[Problem]:
     """Everything wrong with the exercises called `ids` (all, if None) of `manifest`.
 
@@ -84,6 +85,8 @@ def verify(
         progress: is called with one line about each exercise when it is done.
         repeat: run each known-wrong submission twice, to show that its results do not depend on
             chance.
+        thorough: try mechanical mutants of the solution, and objects that agree with everything
+            of every kind instead of one.
 
     Raises:
         ExerciseError: an id that is not in the manifest, or a manifest that cannot be read.
@@ -92,18 +95,18 @@ def verify(
     exercises = [find(key, manifest) for key in (manifest if ids is None else ids)]
     problems: list[Problem] = []
     for exercise in exercises:
-        found, summary = _verify(exercise, repeat)
+        found, summary = _verify(exercise, repeat, thorough)
         problems += found
         if progress is not None:
             progress(f"{exercise.id}: {summary}, {len(found)} to repair")
     return problems
 
 
-def _verify(exercise: Exercise, repeat: bool) -> tuple[list[Problem], str]:
+def _verify(exercise: Exercise, repeat: bool, thorough: bool) -> tuple[list[Problem], str]:
     messages = list(_texts(exercise))
     try:
         with Grader(exercise) as grader:
-            trial = _Trial(exercise, grader, repeat)
+            trial = _Trial(exercise, grader, repeat, thorough)
             messages += trial.messages()
             summary = trial.summary
     except ExerciseError as error:
@@ -166,8 +169,9 @@ def _imported(tree: ast.Module) -> set[str]:
 class _Trial:
     """Tries one exercise's grader on submissions whose outcome is known."""
 
-    def __init__(self, exercise: Exercise, grader: Grader, repeat: bool) -> None:
-        self._exercise, self._grader, self._repeat = exercise, grader, repeat
+    def __init__(self, exercise: Exercise, grader: Grader, repeat: bool, thorough: bool) -> None:
+        self._exercise, self._grader = exercise, grader
+        self._repeat, self._thorough = repeat, thorough
         self.summary = "no solution"
 
     def messages(self) -> Iterator[str]:
@@ -182,7 +186,8 @@ class _Trial:
         yield from self._correct(self._exercise.answers / "alternate.py")
         if solution.is_file() and not inspect_source(solution.read_bytes(), self._exercise):
             yield from self._known_wrong(solution)
-            yield from self._mechanical(solution)
+            if self._thorough:
+                yield from self._mechanical(solution)
 
     def _starter(self) -> Iterator[str]:
         if not self._exercise.starter.is_file():
@@ -221,9 +226,10 @@ class _Trial:
         if not self._exercise.starter.is_file():
             return
         starter = self._exercise.starter.read_text(encoding="utf-8")
-        torch = "torch" in self._exercise.needs
+        tensor = ("torch.Tensor",) if "torch" in self._exercise.needs else ()
+        bases = (*BASES, *tensor)
         fooled: dict[str, str] = {}
-        for base in (*BASES, "torch.Tensor") if torch else BASES:
+        for base in bases if self._thorough else bases[-1:]:
             source = returning_agreeable(starter, base)
             for name in self._passed(source):
                 fooled.setdefault(name, base)

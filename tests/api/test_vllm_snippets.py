@@ -114,6 +114,7 @@ def long_llama(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.slow
 def test_four_ranks_and_long_texts(long_llama: str) -> None:
     """Claim K13: the arguments that an article gives Llama-3.1-70B on four GPUs."""
     llm = LLM(

@@ -185,6 +185,7 @@ def test_lengths_are_shares_of_the_most():
     assert all(1 <= law(rng, 3) <= 3 for law in ch08.LENGTHS.values() for _ in range(200))
 
 
+@pytest.mark.slow
 def test_a_full_pool_is_faster_than_any_admission():
     for share in ch08.LENGTHS:
         most = ch08.full_pool(share, LLAMA, H100)

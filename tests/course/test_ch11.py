@@ -112,6 +112,7 @@ def test_places_say_which_program_read_which_page():
     assert ch11.close(found.result, b.oracle())
 
 
+@pytest.mark.slow
 def test_an_interpreted_process_counts_the_same(x, tmp_path):
     script = tmp_path / "here.py"
     script.write_text(
@@ -266,6 +267,7 @@ def test_a_kernel_compiles_for_a_gpu_that_is_not_there(x):
     assert found["stack"] == 0
 
 
+@pytest.mark.slow
 @needs_tools
 def test_a_rung_that_is_still_open_compiles():
     """A learner's copy has dots for a body; on a GPU they must not stop the chapter."""

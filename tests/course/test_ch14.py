@@ -20,6 +20,7 @@ def captions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_planted_model_computes_what_it_did():
     """Logits are equal, the inputs of two channels are not, and judging it finds no distance."""
     plain, planted = Subject(), Subject()

@@ -42,6 +42,7 @@ def says(out: str = "", code: int = 0, error: str = "") -> Any:
     return lambda *_, **__: SimpleNamespace(stdout=out, stderr=error, returncode=code)
 
 
+@pytest.mark.slow
 def test_this_machine(at: Terminal) -> None:
     """The real thing: torch and interpreted Triton in processes of their own."""
     found = {finding.about: finding for finding in examine(at.session)}

@@ -167,6 +167,7 @@ def test_what_is_no_cut_is_said(graded: Graded, result: str) -> None:
     assert "cut(" in said(verdict)
 
 
+@pytest.mark.slow
 def test_trying_all_cuts_takes_too_long(graded: Graded) -> None:
     source = (
         written(CUT, CUT_RIGHT)

@@ -71,6 +71,7 @@ def test_one_operation_without_end_is_ended_and_named(
     assert statuses(verdict) == ["error", "not run", "not run"]
 
 
+@pytest.mark.slow
 def test_the_processor_time_of_threads_counts(toys: Toys, graded: Graded) -> None:
     spin = "import threading; threading.Thread(target=any, args=(iter(int, 1),)).start()"
     verdict = graded(with_first(toys["e90.1"], f"{spin}\n    threading.Event().wait()"))

@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from notebook_chapter import NOTEBOOKS
 from toy_notebooks import FACT_TAGS, code, copy_machinery, fact, write
 
@@ -49,6 +50,8 @@ PLANTED = {
     "15_never_raises": [code("x = 1", "raises-exception"), fact("x", 1)],
     "16_never_run": [{**code("print('x: 1')", *FACT_TAGS), "execution_count": None}],
 }
+
+pytestmark = pytest.mark.slow  # each test starts pytest, and that a kernel for each notebook
 
 
 @dataclass(frozen=True)

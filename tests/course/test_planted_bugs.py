@@ -51,6 +51,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("planted", EVERY)
 def test_a_planted_bug_changes_a_fact(planted: Path, tmp_path: Path) -> None:
     (path,) = chapters.chapter_paths(wanted=(planted.stem[:2],))

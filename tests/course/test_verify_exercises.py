@@ -14,6 +14,13 @@ EXERCISES = list(load_manifest())
 
 @pytest.mark.parametrize("exercise_id", EXERCISES)
 def test_the_grader_tells_right_from_wrong(exercise_id: str) -> None:
+    problems = verify(ids=[exercise_id], repeat=False, thorough=False)
+    assert not problems, "\n" + "\n".join(map(str, problems))
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("exercise_id", EXERCISES)
+def test_the_grader_notices_mechanical_mutants(exercise_id: str) -> None:
     problems = verify(ids=[exercise_id], repeat=False)
     assert not problems, "\n" + "\n".join(map(str, problems))
 

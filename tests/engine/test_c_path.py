@@ -346,6 +346,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_planted_bug_shows_in_bf16(what, overlaps, folder_of, exact_of, monkeypatch):

@@ -159,6 +159,7 @@ MEASURE = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_process_grows_by_what_was_planned(dtype):

@@ -445,6 +445,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug, model_of, monkeypatch, tiled):
     family, (owner, name, broken) = PLANTED[bug]

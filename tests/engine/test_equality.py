@@ -352,6 +352,7 @@ PLANTED: dict[str, tuple[Broken, Cell]] = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_changes_tokens(name, overlaps, model_of, reference_of, monkeypatch):

@@ -173,6 +173,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_broken_engine_does_not_pass(monkeypatch, name):
     mode = "swap" if name == "lazy swap" else "recompute"
@@ -197,6 +198,7 @@ def test_a_wrong_token_does_not_pass(monkeypatch):
         OracleSoak(SMALL).run()
 
 
+@pytest.mark.mutation
 def test_a_leak_is_found(monkeypatch):
     works, kept = Scheduler.add, []
 
@@ -220,6 +222,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, keep: list) -> None:
     monkeypatch.setattr(Engine, "add", add)
 
 
+@pytest.mark.mutation
 def test_a_handle_that_somebody_keeps_is_found(monkeypatch):
     kept(monkeypatch, [])
     with pytest.raises(Broken, match="handles are left"):

@@ -91,7 +91,7 @@ def test_without_a_file_json_is_the_last_line(
     made_up = [bench.Task("made up", "running", (1, 2), lambda size: 2.0 * size)]
     monkeypatch.setattr(bench, "step_series", lambda sizes: iter(made_up))
     monkeypatch.setattr(bench, "prefix_series", lambda sizes: iter(()))
-    assert bench.main([]) == 0
+    assert bench.main(["--quick"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["series"][0]["microseconds"] == [2.0, 4.0]
     assert result["series"][0]["growth"] == [1.0]
@@ -195,6 +195,7 @@ def test_the_index_of_a_lookup_knows_the_text_and_its_siblings(kind: str) -> Non
     assert almost.num_tokens == (63 if kind == "radix" else 48)
 
 
+@pytest.mark.slow
 def test_the_trace_benchmark_says_what_recording_costs(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     command = [sys.executable, "-m", "minillm.lab.benchmarks.trace", "--quick", "--json", str(path)]

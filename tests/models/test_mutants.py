@@ -16,6 +16,7 @@ def plain_torch(monkeypatch):
     monkeypatch.setattr(cpu, "functions", lambda dtype: None)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_is_caught(mutant: Mutant, checkpoint_of, monkeypatch):
     checkpoint = checkpoint_of(mutant.case)

@@ -4,8 +4,7 @@ Memory that C gets here has a band around it: numbers that must not change, or N
 read.
 """
 
-import os
-import tempfile
+import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -48,11 +47,12 @@ MARK = 119.0
 
 @cache
 def folder() -> Path:
-    """Where this process, and the other workers of its test run, keep what they built."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if run is None:
-        return Path(tempfile.mkdtemp(prefix="minillm-c-"))
-    return Path(tempfile.gettempdir()) / f"minillm-c-{run}"
+    """Where libraries of the tests stay from run to run: in the user's cache. Their names depend on
+    everything but the headers beside this file, on which the folder's name depends."""
+    digest = hashlib.sha256()
+    for header in sorted(Path(__file__).parent.glob("*.h")):
+        digest.update(header.read_bytes())
+    return c_library.cache_folder() / "tests" / digest.hexdigest()[:16]
 
 
 def bind(built: c_library.Library, dtype: torch.dtype) -> cpu.Functions:

@@ -104,6 +104,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(name: str, tmp_path: Path) -> None:
     found = MISTAKES[name]

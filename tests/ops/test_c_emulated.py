@@ -162,6 +162,7 @@ def products_and_attention(c) -> None:
     test_prefill_attention(c)
 
 
+@pytest.mark.mutation
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(name, tmp_path):

@@ -108,6 +108,7 @@ print(c_library.find_or_build("F32"))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_may_build_at_once_and_a_third_finds_it(sources, runs, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     command = [sys.executable, "-c", PROGRAM.format(sources=str(sources))]
@@ -227,6 +228,7 @@ def test_gcc_comes_before_clang_and_other_compilers(monkeypatch, tmp_path):
     assert c_library.find_compiler() == tmp_path / "mine"
 
 
+@pytest.mark.slow
 def test_the_library_needs_no_other_threads_than_the_system_s(tmp_path):
     """An OpenMP runtime of its own would compete with torch's."""
     found = find_or_build("F32", folder=tmp_path).read_bytes()
@@ -364,7 +366,13 @@ def generate(**environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("what", WITHOUT)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(each, marks=() if each == "no compiler" else pytest.mark.slow)
+        for each in WITHOUT
+    ],
+)
 def test_generation_goes_on_without_it(what):
     environment, why = WITHOUT[what]
     assert generate(**environment) == ["8", why, why]

@@ -366,6 +366,7 @@ def passes_without_a_mistake(test: Callable, path: str, element: c_library.Eleme
     test((functions(path, element), ELEMENTS[element]))
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(name, tmp_path):
     mutant = MUTANTS[name]
@@ -417,6 +418,7 @@ LAYER_MUTANTS = {  # pattern, mistake, and who notices
 }  # fmt: skip
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", LAYER_MUTANTS)
 def test_a_mistake_in_the_layers_is_found(name, tmp_path, monkeypatch):
     """The other functions are the right ones, with which the mistaken file is linked."""

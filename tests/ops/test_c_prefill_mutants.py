@@ -26,6 +26,7 @@ def check(built: c_library.Library) -> None:
     attend.check(prefill.make_batch(torch.float32, [300, 9]))
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(name, tmp_path):
     check(c_variants.built(PATH, "F32"))

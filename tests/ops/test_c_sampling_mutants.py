@@ -144,6 +144,7 @@ def passes_without_a_mistake(test: Callable[[cpu_sampling.Functions], None]) -> 
     test(sampling.load("native"))
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(name, tmp_path):
     mutant = MUTANTS[name]

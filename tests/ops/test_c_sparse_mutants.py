@@ -101,6 +101,7 @@ def check(name: str) -> None:
         tests.check_one_call(name, torch.float32)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(name, tmp_path, monkeypatch):
     file, pattern, mistake, decoder = MUTANTS[name]

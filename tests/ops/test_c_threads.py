@@ -17,7 +17,6 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.ops import c_library, cpu
-from tests.ops.c_variants import folder
 
 PATIENCE = 30  # seconds until a job has failed
 JOBS = Path(__file__).with_name("jobs.c")
@@ -73,8 +72,8 @@ def build(place: Path, *changes: tuple[str, str]) -> CDLL:
 
 
 @pytest.fixture(scope="module")
-def jobs() -> CDLL:
-    return build(folder() / f"jobs-{os.getpid()}")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
+    return build(tmp_path_factory.mktemp("jobs") / "jobs")
 
 
 def random_jobs(c: CDLL) -> None:
@@ -264,6 +263,7 @@ MISTAKES: dict[str, tuple[tuple[tuple[str, str], ...], Callable[[CDLL], None]]] 
 }  # fmt: skip
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(name, jobs, tmp_path):
     changes, found_by = MISTAKES[name]

@@ -211,6 +211,7 @@ def is_as_in_chunks(op) -> bool:
     return True
 
 
+@pytest.mark.mutation
 def test_what_is_behind_the_end_must_be_zero(monkeypatch):
     """It is NaN in the test's cache, and so would be what comes out."""
     source = inspect.getsource(batch_invariant.gather_positions)
@@ -221,6 +222,7 @@ def test_what_is_behind_the_end_must_be_zero(monkeypatch):
     assert not is_as_in_chunks(tiled_attention)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(bug):
     assert is_as_in_chunks(tiled_attention)

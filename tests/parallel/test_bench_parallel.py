@@ -56,6 +56,7 @@ def test_experts_placed_by_load_are_more_even_in_the_steps_that_follow():
     assert all(row["before"] < 0.75 and row["after"] > 0.85 for row in rows if row["batch"] == 512)
 
 
+@pytest.mark.slow
 def test_two_processes_are_measured_over_sockets():
     rows = collectives.measure("sockets", 3)
     assert {(row["kind"], row["bytes"]) for row in rows} == {

@@ -232,7 +232,7 @@ def test_a_sum_does_not_meet_a_gather():
         assert "differ: 8 bytes to a sum, 8 bytes to a gather." in str(error)
 
 
-@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+@pytest.mark.parametrize("kind", [pytest.param("gloo", marks=pytest.mark.slow), "shared"])
 def test_processes_and_the_death_of_one(kind):
     ranks(kind, 1)  # skips where there is no compiler
     if kind == "gloo":

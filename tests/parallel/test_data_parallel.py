@@ -214,7 +214,7 @@ def steps_of(llm: LLM) -> list[int]:
     return [each.counters.num_steps for each in schedulers_of(llm.engine.scheduler)]
 
 
-@pytest.mark.parametrize("backend", ["threads", "mp"])
+@pytest.mark.parametrize("backend", ["threads", pytest.param("mp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_b10_a_copy_may_be_without_work_for_100_steps(folder, backend, overlaps):
     """vllm #43547, #51984: an idle rank skips the exchanges of a step, and the others wait."""
@@ -233,6 +233,7 @@ def test_b10_a_copy_may_be_without_work_for_100_steps(folder, backend, overlaps)
     assert tokens == [each.outputs[0].token_ids for each in (alone[0], *alone)]
 
 
+@pytest.mark.mutation
 def test_b10_planted_a_copy_without_work_skips_the_exchanges(folder, monkeypatch):
     monkeypatch.setattr(rank, "LockstepRunner", Runner)
     monkeypatch.setattr("minillm.parallel.launch.PATIENCE", 1.0)
@@ -242,12 +243,14 @@ def test_b10_planted_a_copy_without_work_skips_the_exchanges(folder, monkeypatch
     llm.close()
 
 
+@pytest.mark.mutation
 def test_planted_parts_of_other_copies_are_left_out(folder, monkeypatch, reference_of):
     monkeypatch.setattr(OwnExperts, "forward", lambda own, x, weights, ids: torch.zeros_like(x))
     with pytest.raises(AssertionError, match=r"differences|assert not"):
         check(reference_of("qwen3_moe"), 2, CELLS[0])
 
 
+@pytest.mark.mutation
 def test_planted_a_weight_is_another_tokens(folder, monkeypatch, reference_of):
     def shuffled(*columns: torch.Tensor) -> torch.Tensor:
         x, weights, chosen = columns
@@ -258,6 +261,7 @@ def test_planted_a_weight_is_another_tokens(folder, monkeypatch, reference_of):
         check(reference_of("qwen3_moe"), 2, CELLS[0])
 
 
+@pytest.mark.mutation
 def test_planted_every_copy_gets_the_plan_of_the_first(folder, monkeypatch, reference_of):
     real = executor.Ranks.bodies
     monkeypatch.setattr(executor.Ranks, "bodies", lambda *args: [real(*args)[0]] * 2)

@@ -158,6 +158,7 @@ def test_stages_of_a_model_that_needs_tiles_are_refused(folder_of):
         open_engine(folder_of("qwen3_moe"), "float32", **on(1), pipeline_parallel_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes that share memory")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_processes_have_every_bit_of_one_too(dtype, folder_of, reference_of):
@@ -336,6 +337,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug, folder_of, monkeypatch):
     dtype, size, (owner, name, wrong) = PLANTED[bug]

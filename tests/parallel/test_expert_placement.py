@@ -136,6 +136,7 @@ def test_tokens_are_those_of_one_rank_while_experts_move(
     llm.close()
 
 
+@pytest.mark.slow
 def test_processes(alone, caplog):
     folder, wanted, _ = alone("qwen3_moe")
     with caplog.at_level(logging.INFO, "minillm"):
@@ -265,6 +266,7 @@ def by_own_loads(right):
     return better
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("owner", "name", "bug"),
     [

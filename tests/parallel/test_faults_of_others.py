@@ -84,6 +84,7 @@ print(found.hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_b2_plans_do_not_depend_on_the_order_of_sets(folder):
     """One scheduler decides; and what it decides is the same under two seeds of Python's hashes."""
     said = set()

@@ -282,14 +282,13 @@ def python(stack: contextlib.ExitStack, *command: str, **more: Any) -> subproces
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "places"),
     [
         ({"tensor_parallel_size": 2}, "ab"),
-        pytest.param({"pipeline_parallel_size": 2}, "ba", marks=pytest.mark.slow),
-        pytest.param(
-            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "abba", marks=pytest.mark.slow
-        ),
+        ({"pipeline_parallel_size": 2}, "ba"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "abba"),
     ],
 )
 def test_two_machines_and_a_rank_that_is_killed(sizes, places, namespaces):

@@ -144,6 +144,7 @@ def test_dense(folder, caplog):
         assert len(llm.engine.runner.launch(plan).collect().token_ids[999]) == 1
 
 
+@pytest.mark.slow
 def test_b19_mixture_of_experts_and_a_rank_that_is_killed_between_steps(tmp_path):
     folder = Tiny("qwen3_moe", {"num_hidden_layers": 2}, seed=2).write(tmp_path).folder
     expected = alone(folder)
@@ -157,6 +158,7 @@ def test_b19_mixture_of_experts_and_a_rank_that_is_killed_between_steps(tmp_path
     llm.close()
 
 
+@pytest.mark.slow
 def test_drafts_and_two_engines(folder, sockets):
     expected = alone(folder)
     drafting = make(folder, max_model_len=96, speculative_config=NGRAM, **TWO)
@@ -170,7 +172,8 @@ def test_drafts_and_two_engines(folder, sockets):
     gc.collect()
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])
 def test_stages(sizes, folder):
     expected = alone(folder)
     more = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), sizes, strict=True))
@@ -184,7 +187,9 @@ def test_stages(sizes, folder):
 # ---- ranks that end ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("killed", "by"), [(0, "memory"), (1, "sockets")])
+@pytest.mark.parametrize(
+    ("killed", "by"), [(0, "memory"), pytest.param(1, "sockets", marks=pytest.mark.slow)]
+)
 def test_b19_killed_in_a_step(killed, by, folder, odd, request):
     """Rank 1 computes for ever, rank 0 waits for it."""
     if by == "sockets":
@@ -221,6 +226,7 @@ def test_b19_killed_while_it_loads(killed, folder, odd):
     killer.join()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped(folder, monkeypatch):
     monkeypatch.setattr(processes, "STEP_PATIENCE", 4.0)
     llm = make(folder, max_model_len=96, **TWO)
@@ -229,6 +235,7 @@ def test_a_rank_that_is_stopped(folder, monkeypatch):
     llm.close()
 
 
+@pytest.mark.slow
 def test_ranks_that_never_answer(folder, monkeypatch, odd):
     monkeypatch.setattr(processes, "STEP_PATIENCE", 4.0)
     odd("all sleeps")
@@ -237,16 +244,13 @@ def test_ranks_that_never_answer(folder, monkeypatch, odd):
     llm.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
         ("1 raises", "^Rank 1 of 2 failed in a step: ValueError: planted$"),
         ("1 other tokens", "^Rank 1 chose other tokens than rank 0"),
-        pytest.param(
-            "0 leaves",
-            "^Rank 0 of 2 ended in a step with exit code 7: a library says goodbye.$",
-            marks=pytest.mark.slow,
-        ),
+        ("0 leaves", "^Rank 0 of 2 ended in a step with exit code 7: a library says goodbye.$"),
     ],
 )
 def test_a_rank_that_fails(fault, what, folder, odd):
@@ -256,6 +260,7 @@ def test_a_rank_that_fails(fault, what, folder, odd):
     llm.close()
 
 
+@pytest.mark.slow
 def test_no_memory(folder, odd, monkeypatch, caplog):
     """On one rank; with more ranks than processors, of which one warning speaks."""
     monkeypatch.setattr("minillm.plan.machine.cpu_count", lambda: 1)
@@ -274,6 +279,7 @@ def test_threads_of_a_rank(monkeypatch):
     assert [environment(size)["OMP_NUM_THREADS"] for size in (2, 3, 8)] == ["3", "2", "1"]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint(tmp_path):
     """Is refused as it is with one rank."""
     folder = write_model(tmp_path)
@@ -286,12 +292,14 @@ def test_a_damaged_checkpoint(tmp_path):
     assert str(two.value) == str(one.value)
 
 
+@pytest.mark.slow
 def test_b3_the_smallest_rank_counts(folder, odd):
     odd("1 fewer blocks")
     with make(folder, **TWO) as llm:
         assert llm.engine.scheduler.blocks.pool.num_blocks == 64 - 5
 
 
+@pytest.mark.slow
 def test_b19_an_asynchronous_engine_that_has_nothing_to_do(folder):
     async def check() -> None:
         engine = make_async(folder, **TWO)
@@ -361,6 +369,7 @@ def driver(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_b20_a_driver_that_is_interrupted_goes_on_and_one_that_is_killed_leaves_nothing(folder):
     with driver(folder) as process:
         assert process.stdout.readline() == "ready\n"
@@ -373,6 +382,7 @@ def test_b20_a_driver_that_is_interrupted_goes_on_and_one_that_is_killed_leaves_
         wait_until(lambda: not any(map(runs, ranks)), "ranks are left")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_b20_a_driver_that_ends_while_ranks_start(number, folder, odd):
     """Ranks that compute see neither Ctrl-C nor the end of the socket."""

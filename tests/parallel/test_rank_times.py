@@ -21,7 +21,9 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize(
+    "kind", [*list(SIZES)[:2], pytest.param("tp processes", marks=pytest.mark.slow)]
+)
 def test_each_step_has_the_time_of_each_rank(kind, folder, tmp_path):
     llm = make(folder, **SIZES[kind])
     llm.generate(["ab", "abc"], SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)

@@ -336,6 +336,7 @@ def weights_of_the_first_choice(self, x, weights, ids):
     return torch.zeros_like(x).index_add(0, rows, self.experts(x[rows], *chosen))
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("wrong", [own_by_place, weights_of_the_first_choice])
 def test_a_planted_bug_of_experts_changes_tokens(wrong, reference_of, monkeypatch):
     monkeypatch.setattr(OwnExperts, "forward", wrong)
@@ -352,6 +353,7 @@ PLANTED_IN_STAGES = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", PLANTED_IN_STAGES)
 def test_a_planted_bug_of_stages_changes_tokens(bug, reference_of, monkeypatch):
     owner, attribute, wrong = PLANTED_IN_STAGES[bug]
@@ -371,6 +373,7 @@ PLANTED = {  # what is replaced, and a model on which it shows
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_changes_tokens(bug, reference_of, monkeypatch):
     owner, attribute, wrong, name = PLANTED[bug]

@@ -192,6 +192,7 @@ def padded_with_zeros(self, logits):
     return parts[:, -self.vocab_size :].contiguous()
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("wrong", [local_ids, local_max])
 def test_a_planted_bug_of_the_draw_is_found(wrong, monkeypatch):
     monkeypatch.setattr(sharded, "draw_from_shard", partial(wrong, sharded.draw_from_shard))
@@ -202,6 +203,7 @@ def test_a_planted_bug_of_the_draw_is_found(wrong, monkeypatch):
 EQUALS = partial(test_of_equal_logits_the_lowest_id_wins, 2)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("name", "wrong", "test"),
     [

@@ -197,6 +197,7 @@ def with_mistake(mutant, place):
     return shared_memory.bind(c_library.load(place / "mutant.so"))
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(name, tmp_path, monkeypatch):
     mutant, right = MUTANTS[name], shared_memory.functions

@@ -27,6 +27,7 @@ MUTANTS = {  # pattern, mistake, case of test_float8_products
 }  # fmt: skip
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(name, tmp_path, monkeypatch):
     pattern, mistake, case = MUTANTS[name]

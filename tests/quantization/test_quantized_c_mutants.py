@@ -60,6 +60,7 @@ MUTANTS = {  # pattern, mistake, case of test_quantized_products, flags
 }  # fmt: skip
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(name, tmp_path, monkeypatch):
     pattern, mistake, case, flags = MUTANTS[name]

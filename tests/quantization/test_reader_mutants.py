@@ -90,6 +90,7 @@ MUTANTS = {  # where, name, mistake, golden folder
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(name, monkeypatch):
     place, attribute, mistake, folder = MUTANTS[name]
@@ -99,6 +100,7 @@ def test_a_mistake_is_found(name, monkeypatch):
         compare(folder)
 
 
+@pytest.mark.mutation
 def test_halves_of_bytes_the_wrong_way_round_are_found(monkeypatch):
     """bitsandbytes has the first code in the high half."""
     compare("nf4")

@@ -70,6 +70,7 @@ BUGS = (
 )
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("case", "right", "wrong"), BUGS, ids=[bug[1][:40] for bug in BUGS])
 def test_planted_bug_of_pairs_is_found(checkpoint_of, case, right, wrong):  # noqa: F811
     if wrong == "False or True":

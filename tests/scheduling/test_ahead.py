@@ -169,7 +169,7 @@ class LateWorld(AheadWorld):
 
 
 @pytest.mark.parametrize("world", [AheadWorld, LateWorld])
-@pytest.mark.parametrize("seeds", part_and_rest(range(120), NUM_HISTORIES))
+@pytest.mark.parametrize("seeds", part_and_rest(range(80), NUM_HISTORIES))
 def test_seeded_histories(
     seeds: range, world: type[World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +187,7 @@ def test_seeded_histories(
 
 
 @pytest.mark.parametrize("world", [AheadWorld, LateWorld])
-@pytest.mark.parametrize("count", [25, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
 def test_histories_that_shrink(
     count: int, world: type[World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +284,7 @@ def histories(patch: pytest.MonkeyPatch) -> None:
             random_history(seed, Counter())
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BREAKS[name](monkeypatch)

@@ -59,13 +59,13 @@ def run_histories(seeds: range, seen: dict[str, int]) -> Counter[str]:
     return coverage
 
 
-@pytest.mark.parametrize("seeds", part_and_rest(range(150), 2000))
+@pytest.mark.parametrize("seeds", part_and_rest(range(40), 2000))
 def test_seeded_histories(seeds: range) -> None:
     run_histories(seeds, SEEN)
 
 
 @pytest.mark.parametrize("world", [AheadWorld, LateWorld])
-@pytest.mark.parametrize("seeds", part_and_rest(range(60), 500))
+@pytest.mark.parametrize("seeds", part_and_rest(range(20), 500))
 def test_histories_planned_ahead(
     seeds: range, world: type[World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +82,7 @@ class DraftingMachine(SchedulerMachine):
         self.world = World(setup, self.coverage)
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.slow)])
 def test_histories_that_shrink(count: int) -> None:
     SchedulerMachine.coverage.clear()
     run_state_machine_as_test(

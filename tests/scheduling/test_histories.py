@@ -71,7 +71,7 @@ SEEN_WHEN_SHRINKING = {  # in so many examples
 }
 
 
-@pytest.mark.parametrize("seeds", part_and_rest(range(400), NUM_HISTORIES))
+@pytest.mark.parametrize("seeds", part_and_rest(range(100), NUM_HISTORIES))
 def test_seeded_histories(seeds: range) -> None:
     coverage: Counter[str] = Counter()
     for seed in seeds:
@@ -88,7 +88,7 @@ def test_seeded_histories(seeds: range) -> None:
     assert not coverage["re-ordered by fcfs"]
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(300, marks=pytest.mark.slow)])
 def test_histories_that_shrink(count: int) -> None:
     SchedulerMachine.coverage.clear()
     run_state_machine_as_test(

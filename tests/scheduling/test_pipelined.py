@@ -190,6 +190,7 @@ def everything(patch: pytest.MonkeyPatch) -> None:
     test_all_have_their_turns_where_memory_is_short(patch)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BREAKS[name](monkeypatch)

@@ -22,6 +22,7 @@ def first_failure(bug: Bug) -> str | None:
     return None
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", DRAFT_BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     bug.apply(monkeypatch)
@@ -30,6 +31,7 @@ def test_a_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> N
     assert re.search(bug.caught_by, failure), failure
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", AHEAD_BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_of_planning_ahead_is_caught(
     bug: Ahead, monkeypatch: pytest.MonkeyPatch
@@ -44,6 +46,7 @@ def test_a_planted_bug_of_planning_ahead_is_caught(
 SETUPS = {str(sorted(bug.setup.items(), key=str)): bug for bug in DRAFT_BUGS}
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("setup", SETUPS)
 def test_the_same_histories_pass_without_a_bug(setup: str) -> None:
     assert first_failure(SETUPS[setup]) is None

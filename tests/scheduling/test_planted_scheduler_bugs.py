@@ -21,6 +21,7 @@ def first_failure(bug: Bug) -> tuple[int, str] | None:
     return None
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_caught_by_the_promise_it_breaks(
     bug: Bug, monkeypatch: pytest.MonkeyPatch
@@ -34,6 +35,7 @@ def test_a_planted_bug_is_caught_by_the_promise_it_breaks(
 BY_THE_LIBRARY = [bug for bug in BUGS if bug.caught_by.startswith("AccountingError")]
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", BY_THE_LIBRARY, ids=lambda bug: bug.name)
 def test_what_the_library_checks_itself_is_caught_without_it(
     bug: Bug, monkeypatch: pytest.MonkeyPatch
@@ -48,6 +50,7 @@ def test_what_the_library_checks_itself_is_caught_without_it(
 SERIES = {(tuple(sorted(bug.setup.items())), bug.seeds): bug for bug in BUGS}
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("series", SERIES, ids=str)
 def test_the_same_histories_pass_without_a_bug(series: tuple) -> None:
     """So what fails above is the bug."""

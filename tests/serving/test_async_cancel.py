@@ -165,7 +165,10 @@ async def consume(engine: AsyncLLMEngine, job: Job) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(each, marks=pytest.mark.slow if each == "swap" else ()) for each in SETTINGS],
+)
 def test_500_requests_with_random_cancellation(folder, jobs, expected, monkeypatch, setting):
     drawn = jobs()
     policy = SETTINGS[setting].get("scheduling_policy")

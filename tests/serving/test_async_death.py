@@ -289,6 +289,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_is_told_that_it_has_no_engine(folder: Path) -> None:
     command = [sys.executable, "-c", FORK, str(folder)]

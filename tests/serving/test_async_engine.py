@@ -889,7 +889,9 @@ async def leave(engine):
 """
 
 
-@pytest.mark.parametrize("how", EXITS)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.slow if how != "running" else ()) for how in EXITS]
+)
 def test_the_interpreter_ends_without_a_shutdown(folder, how):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT + EXITS[how], str(folder)],

@@ -48,6 +48,7 @@ def test_a_port_in_use(folder: Path) -> None:
     assert "Address already in use" in line
 
 
+@pytest.mark.slow
 def test_a_model_that_is_missing(tmp_path: Path) -> None:
     assert "There is no folder" in failed([str(tmp_path / "nothing-here"), "--port", "0"])
 
@@ -112,7 +113,9 @@ class Child:
         return self.process.returncode, error or ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_with_code_0(folder: Path, number: int) -> None:
     child = Child(folder, "--api-key", "right")
     assert child.get("/v1/models").startswith("HTTP/1.1 401")
@@ -126,6 +129,7 @@ def test_a_signal_ends_with_code_0(folder: Path, number: int) -> None:
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_logs_on_a_full_disk(folder: Path) -> None:
     """Lines of the log are lost, requests are not."""
     with Path("/dev/full").open("w") as full:
@@ -138,6 +142,7 @@ def test_logs_on_a_full_disk(folder: Path) -> None:
     assert code in (0, 1, 120), "Python itself ends with 120 if it cannot flush"
 
 
+@pytest.mark.slow
 def test_a_step_thread_that_is_killed(folder: Path) -> None:
     """The server says why, refuses further requests, and ends with code 1."""
     code = (
@@ -161,6 +166,7 @@ def test_a_step_thread_that_is_killed(folder: Path) -> None:
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_a_second_signal_aborts_what_runs(folder: Path) -> None:
     """The request that the first signal lets finish gets a 503 at the second."""
     code = (

@@ -97,6 +97,7 @@ def separators(value: Any) -> int:
     return 0
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(value=values, chunk=st.integers(1, 50), most=st.integers(0, 40))
 def test_values_are_counted_outside_of_strings(value: Any, chunk: int, most: int) -> None:

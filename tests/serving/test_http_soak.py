@@ -6,6 +6,7 @@ from minillm.lab.benchmarks.serving_soak import Result, ServingSoak, without_chu
 from minillm.lab.benchmarks.soak_oracle import Broken
 
 
+@pytest.mark.slow
 def test_many_streams_leave_nothing_behind() -> None:
     soak = ServingSoak("tiny", streams=500)
     result = soak.run(2, parts=1)

@@ -147,6 +147,7 @@ BUGS = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)

@@ -314,6 +314,7 @@ BY_A_RUN: Mapping[str, tuple[Plant, Cell, str]] = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", BY_A_RUN)
 def test_a_planted_bug_changes_outputs(
     name: str, reference: Reference, monkeypatch: pytest.MonkeyPatch
@@ -325,6 +326,7 @@ def test_a_planted_bug_changes_outputs(
         test_same_tokens.test_the_outputs_are_those_without_drafts(cell, proposer, reference)
 
 
+@pytest.mark.mutation
 def test_the_bonus_changes_no_token_but_the_number_of_steps(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +336,7 @@ def test_the_bonus_changes_no_token_but_the_number_of_steps(
     assert not reference.differences(run_cell(reference, llm))
 
 
+@pytest.mark.mutation
 def test_drafts_equal_the_samples_that_accept_them(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +375,7 @@ BY_A_TEST: Mapping[str, tuple[Plant, Callable[[Path, Reference], None]]] = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", BY_A_TEST)
 def test_a_planted_bug_is_caught_by_its_test(
     name: str, folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch

@@ -222,6 +222,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_seen(bug, monkeypatch):
     rig = rig_of(TRUNCATED, 2)

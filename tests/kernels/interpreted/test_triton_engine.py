@@ -71,7 +71,9 @@ def test_tiles_are_found_with_kernels(family, folder_of, kernels, monkeypatch):
     assert kernels & {"invariant_kernel", "_decode_kernel"}
 
 
-@pytest.mark.parametrize(("family", "max_tokens"), [("llama", 2), ("deepseek_v2", 1)])
+@pytest.mark.parametrize(
+    ("family", "max_tokens"), [("llama", 2), pytest.param("deepseek_v2", 1, marks=pytest.mark.slow)]
+)
 def test_every_bit_is_as_alone(family, max_tokens, folder_of, kernels, monkeypatch):
     """The deterministic mode; its tiles are not tried, which would take a minute here."""
     monkeypatch.setattr(deterministic, "find_tiles", lambda model: (16,))
@@ -102,6 +104,7 @@ class Known:
         return drafts
 
 
+@pytest.mark.slow
 def test_verified_drafts_have_the_bits_of_decoding(folder_of, kernels, monkeypatch):
     """Latent attention in the deterministic mode, with up to 4 queries of a sequence."""
     monkeypatch.setattr(deterministic, "find_tiles", lambda model: (16,))

@@ -73,6 +73,7 @@ def test_bits_of_a_sequence_are_its_own(case: Case) -> None:
         verify_invariant(case)
 
 
+@pytest.mark.mutation
 def test_tiles_of_another_size_have_other_bits(tmp_path: Path) -> None:
     old = "config.block_m, config.block_n,"
     new = "config.block_m, config.block_n * (1 + (num_sequences > 1)),"
@@ -241,6 +242,7 @@ BUGS = {
 }  # fmt: skip
 
 
+@pytest.mark.mutation
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_found(bug: str, tmp_path: Path) -> None:

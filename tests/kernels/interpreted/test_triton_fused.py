@@ -330,6 +330,7 @@ def convicted(broken: ModuleType, kinds: tuple[type, ...]) -> bool:
     return False
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("kind", "bug", "old", "new", "count"), FUSED_BUGS, ids=named)
 def test_a_bug_in_fused_is_found(
     kind: type, bug: str, old: str, new: str, count: int, tmp_path: Path
@@ -337,6 +338,7 @@ def test_a_bug_in_fused_is_found(
     assert convicted(mutant(fused, old, new, tmp_path, count), (kind,))
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("bug", "old", "new", "count"), ROPE_BUGS, ids=named)
 def test_a_bug_in_rope_cache_is_found(
     bug: str, old: str, new: str, count: int, tmp_path: Path
@@ -345,6 +347,7 @@ def test_a_bug_in_rope_cache_is_found(
     assert convicted(mutant(rope_cache, old, new, tmp_path, count), kinds)
 
 
+@pytest.mark.mutation
 def test_a_norm_after_the_rotation_is_found(tmp_path: Path) -> None:
     source = Path(str(rope_cache.__file__)).read_text("utf-8")
     start = source.index("    if weight_ptr is not None:\n")

@@ -227,6 +227,7 @@ def convicted(broken: ModuleType, cases: tuple[check.Case, ...]) -> bool:
     return False
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("cases", "bug", "old", "new", "count"), BUGS, ids=[bug for _, bug, *_ in BUGS]
 )

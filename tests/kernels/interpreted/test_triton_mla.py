@@ -27,18 +27,23 @@ BY_SEED[2] = replace(BY_SEED[2], sequences=((1, 37), (2, 5)))
 BY_SEED[14] = replace(BY_SEED[14], sequences=((1, 70), (3, 40)))
 
 
-@pytest.mark.parametrize("form", check.FORMS)
-def test_cases(form: str) -> None:
-    cases = [case for case in check.CASES if case.form == form]
-    assert cases
-    for case in cases:
-        check.verify(case, "cpu")
+@pytest.mark.parametrize("case", check.CASES, ids=lambda case: f"{case.form}-{case.seed}")
+def test_cases(case: check.Case) -> None:
+    check.verify(case, "cpu")
 
 
-@settings(derandomize=True, deadline=None, max_examples=20, database=None)
-@given(st.integers(0, 2**32 - 1))
-def test_any_case(seed: int) -> None:
-    check.verify(check.random_case(random.Random(seed)), "cpu")
+def test_every_form_has_a_case() -> None:
+    assert {case.form for case in check.CASES} == set(check.FORMS)
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(20, marks=pytest.mark.slow)])
+def test_any_case(count: int) -> None:
+    @settings(derandomize=True, deadline=None, max_examples=count, database=None)
+    @given(st.integers(0, 2**32 - 1))
+    def verify(seed: int) -> None:
+        check.verify(check.random_case(random.Random(seed)), "cpu")
+
+    verify()
 
 
 MANY_QUERIES = (33, 34)  # seeds of the cases that take ten times as long as the others
@@ -148,6 +153,7 @@ def test_more_queries_than_said_write_nothing_else(longest: int, split: int) -> 
     decode_fewer_than_there_are(longest, split)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("old", "new", "longest"),
     [
@@ -405,6 +411,7 @@ BUGS = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_found(name: str, tmp_path: Path) -> None:
     old, new, seed = BUGS[name]
@@ -428,6 +435,7 @@ INVARIANCE_BUGS = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", INVARIANCE_BUGS)
 def test_a_bug_of_the_batch_invariant_mode_is_found(name: str, tmp_path: Path) -> None:
     kernels = broken_mla(*INVARIANCE_BUGS[name], tmp_path)

@@ -102,6 +102,7 @@ def test_bits_of_a_token_are_its_own(case: Case) -> None:
         verify_invariant(case)
 
 
+@pytest.mark.mutation
 def test_a_sum_in_another_order_has_other_bits(tmp_path: Path) -> None:
     old = "(token * TOP_K + choice) * d"
     broken = mutant(moe, old, "(token * TOP_K + (choice + token) % TOP_K) * d", tmp_path)
@@ -280,6 +281,7 @@ def convicted(case: Case, broken) -> None:
     assert isinstance(caught.value, Mismatch) or "OutOfBoundsError" in text, text
 
 
+@pytest.mark.mutation
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_found(bug: str, tmp_path: Path) -> None:
@@ -287,6 +289,7 @@ def test_a_bug_is_found(bug: str, tmp_path: Path) -> None:
     convicted(case, mutant(moe, old, new, tmp_path))
 
 
+@pytest.mark.mutation
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("bug", PLAN_BUGS)
 def test_a_bug_of_the_plan_is_found(

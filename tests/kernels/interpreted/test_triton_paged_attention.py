@@ -41,10 +41,14 @@ def test_case(case: Case) -> None:
     verify(case)
 
 
-@settings(max_examples=20, derandomize=True, deadline=None)
-@given(st.integers(0, 10**6))
-def test_any_call(seed: int) -> None:
-    verify(random_case(random.Random(seed)))
+@pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_any_call(count: int) -> None:
+    @settings(max_examples=count, derandomize=True, deadline=None)
+    @given(st.integers(0, 10**6))
+    def check(seed: int) -> None:
+        verify(random_case(random.Random(seed)))
+
+    check()
 
 
 def test_no_rows_and_no_sequences() -> None:
@@ -487,6 +491,7 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.mutation
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN, where the bug lets it through
 @pytest.mark.parametrize(
     ("old", "new", "case"), [bug[1:] for bug in BUGS], ids=[bug[0] for bug in BUGS]

@@ -297,6 +297,7 @@ def convicted(broken: ModuleType, kind: str) -> bool:
     return False
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("where", "bug", "old", "new"), BUGS, ids=[each[1] for each in BUGS])
 def test_a_bug_is_found(
     where: tuple[ModuleType, str], bug: str, old: str, new: str, tmp_path: Path

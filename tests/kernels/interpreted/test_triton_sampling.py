@@ -201,6 +201,7 @@ def _cases(operation: str, vocab_size: int | None = None) -> list[Case]:
     return [case for case in found if vocab_size in (None, case.vocab_size)]
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("operation", "old", "new"),
     [
@@ -236,6 +237,7 @@ def test_bugs_of_draws_are_found(operation: str, old: str, new: str, tmp_path: P
     assert _is_convicted(broken, _cases(operation))
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("vocab_size", "old", "new"),
     [
@@ -266,6 +268,7 @@ def test_bugs_of_the_search_are_found(vocab_size: int, old: str, new: str, tmp_p
     assert _is_convicted(broken, _cases("truncate", vocab_size))
 
 
+@pytest.mark.mutation
 def test_a_right_copy_is_not_convicted(tmp_path: Path) -> None:
     copy = mutant(sampling, "# ---- argmax", "# ---- largest", tmp_path)
     assert not _is_convicted(copy, [case for case in CASES if case.vocab_size == 128])

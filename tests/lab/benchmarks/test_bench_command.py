@@ -158,7 +158,10 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for Python is a shell script")
-@pytest.mark.parametrize("what", ["decode", "prefill", "offline"])
+@pytest.mark.parametrize(
+    "what",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("decode", "prefill")), "offline"],
+)
 def test_a_comparison_from_end_to_end(
     what: str, peers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

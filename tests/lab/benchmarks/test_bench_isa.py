@@ -167,6 +167,7 @@ def test_threads_that_computed_count(tmp_path: Path) -> None:
     assert avx512_used([5, 6], 2.0, tmp_path) is True
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/arch_status").exists(), reason="the kernel does not say")
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or processor_class() == "avx2", reason="needs AVX-512"

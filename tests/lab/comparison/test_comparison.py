@@ -75,6 +75,7 @@ def broken(module: ModuleType, right: str, wrong: str) -> ModuleType:
     return copy
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("module", "right", "wrong", "check"),
     BUGS,

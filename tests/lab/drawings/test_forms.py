@@ -376,8 +376,8 @@ def test_what_follows_a_cleared_step_is_known(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("block_size", "prompt", "new", "speculation"),
     [
-        (16, 2048, 1, None),
-        (1, 2048, 1, None),
+        pytest.param(16, 2048, 1, None, marks=pytest.mark.slow),
+        pytest.param(1, 2048, 1, None, marks=pytest.mark.slow),
         (16, 600, 50, None),
         (16, 20, 200, SimulatedDrafts((0.2,))),
     ],

@@ -47,6 +47,7 @@ def test_tokenizer_is_the_same_everywhere(name: str, tokenizer: Tokenizer) -> No
     assert (ASSETS / name / file).read_bytes() == (ASSETS / "tiny" / file).read_bytes()
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_every_text_survives(text: str) -> None:
     tokenizer = Tokenizer.from_folder(ASSETS / "tiny")

@@ -97,6 +97,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants.corpus, "load_manifest", lambda: replace(manifest, files=some))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_finished_runs_are_published(
     streams: TokenStreams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,7 @@ fifth, planes, small, floats = (
 )  # fmt: skip
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(mistake, monkeypatch):
     name, wrong, kind = MISTAKES[mistake]
