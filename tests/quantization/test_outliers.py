@@ -50,8 +50,9 @@ def by_numpy(x: np.ndarray, codes: np.ndarray, scales: np.ndarray, threshold: fl
     found = np.zeros((len(x), len(codes)))
     for i, row in enumerate(x.astype(np.float64)):
         large = np.abs(row) >= threshold
-        step = np.abs(row[~large]).max() / 127
-        eight = np.rint(row[~large] / step) @ codes[:, ~large].T.astype(np.float64) * step
+        rest = np.where(large, 0, row).reshape(-1, 32)
+        step = np.abs(rest).max(1, keepdims=True) / 127
+        eight = (np.rint(rest / step) * step).reshape(-1) @ codes.T.astype(np.float64)
         found[i] = (eight + codes[:, large].astype(np.float64) @ row[large]) * scales
     return found
 
@@ -87,21 +88,20 @@ def test_products_are_those_of_numpy(rows, out, width, biased):
 
 
 def test_products_are_those_of_the_reference():
+    """To the rounding of the others: here by groups, there by rows."""
     x, weight = sample(6, 64, 128)
-    assert distance(apply(layer(weight, 6.0), x), llm_int8_product(x.float(), weight)) < 4e-3
+    assert distance(apply(layer(weight, 6.0), x), llm_int8_product(x.float(), weight)) < 1e-2
 
 
 def test_products_are_those_of_bitsandbytes():
-    """To the rounding of its inputs to float16 and of its scales; without outliers in 16 bits both
-    are four times as far away."""
+    """To the rounding of its inputs, which is by rows, and of its scales; without outliers in 16
+    bits it is twice as far away from itself."""
     model = load_model(open_model(FOLDER), BF16)
     matrix = model.layers[0].attention.qkv_proj
     weight = matrix.method.quantized(matrix).rows(slice(0, len(matrix.parts[0].rows)))
     x = torch.tensor(BNB["x"], dtype=BF16)
-    found = {each: apply(layer(weight, each), x) for each in (6.0, 0.0)}
     due = {each: torch.tensor(BNB[f"threshold {each:g}"]) for each in (6.0, 0.0)}
-    assert distance(found[6.0], due[6.0]) < 6e-3
-    assert distance(found[0.0][:2], due[6.0][:2]) > 1.2e-2
+    assert distance(apply(layer(weight, 6.0), x), due[6.0]) < 8e-3
     assert distance(due[0.0][:2], due[6.0][:2]) > 1.2e-2
 
 

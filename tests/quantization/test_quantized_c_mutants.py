@@ -26,24 +26,44 @@ MUTANTS = {  # pattern, mistake, case of test_quantized_products, flags
     ),
     "inputs of the high half of a table": (r"i \+ 16 \* half", "i + 4 * half", "NF4", ()),
     "one half of a table's codes": (r"half \? high_halves\(both\) :", "", "NF4", ()),
-    "the unit of a table is left out": (r" \* w->unit", "", "NF4", ()),
-    "the order of inputs is left out": (r"load\(x\[order\[i\]\]\)", "load(x[i])", "act order", ()),
+    "the unit of a table is left out": (r" \* c->w->unit", "", "NF4", ()),
+    "the order of inputs is left out": (
+        r"load\(x\[order\[k \+ i\]\]\)", "load(x[k + i])", "act order", ()
+    ),
     "minima with a zero point's sign": (
         r"offset = scales_at", "offset = -scales_at", "int4, minima", ()
     ),
     "zero point 7": (r"EXACT \? 8 : 0", "EXACT ? 7 : 0", "int4, groups of 32", ()),
     "codes are signed": (r"SIGNED \? 0 : 128", "SIGNED ? 128 : 0", "int8, groups of 32", ()),
     "scale of the first group": (
-        r"groups \+ g\) \* PANEL", "groups) * PANEL", "int4, zero points", ()
+        r"groups \+ at->group\) \* PANEL", "groups) * PANEL", "int4, zero points", ()
     ),
     "sum of the first group": (
-        r"at->row \* groups \+ g;", "at->row * groups;", "int4, zero points", ()
+        r"at->groups \+ at->group;", "at->groups;", "int4, zero points", ()
     ),
     "zero point without scale": (
         r"-s \* zeros_at", "-zeros_at", "int4, zero points", ()
     ),
-    "factor of the first row": (
-        r"p->x\.t\[row \+ r\]", "p->x.t[row]", "int8, a scale per row", ()
+    "scales of the first row of x": (
+        r"t\[r \* parts\]", "t[0]", "int8, a scale per row", ()
+    ),
+    "scale of x of another group": (
+        r"parts \+ \(k >> 5\)", "parts + (at->k >> 5)", "int8, a scale per row", ()
+    ),
+    "sum of x of another group": (
+        r"steps \+ \(k >> shift\)", "steps + (at->k >> shift)", "int8, a scale per row", ()
+    ),
+    "one scale for a row of x": (
+        r"(?=float inverse = )",
+        "static _Thread_local float kept; most = kept = most > kept ? most : kept; ",
+        "int4, groups of 32",
+        (),
+    ),
+    "a step across groups": (
+        r"group % ROUNDED \? LEAST_GROUP : ROUNDED", "ROUNDED", "int8, groups of 80", ()
+    ),
+    "totals without the scales of x": (
+        r"\(double\)t\[i / ROUNDED\] \* sums", "(double)sums", "int4, minima", ()
     ),
     "the second part is left out": (
         r"part < group;", "part < 1;", "int4, a zero point per row", ()

@@ -89,11 +89,6 @@ static void group_by_expert(const expert_shape *s, const buffers *b, int64_t n) 
     for (int64_t i = 0; i < n * s->chosen; i++) b->places[i] = next[b->ids[i]]++;
 }
 
-/* Rows of x from `first` on. */
-static rounded_rows rows_from(rounded_rows x, int64_t first, int64_t in, int64_t group) {
-    return (rounded_rows){x.q + first * in, x.t + first, x.sums + first * (in / group)};
-}
-
 /* Add a product of the rows of x and y from `first` on; x has `rows` rows, whose rounded copies lie
  * in `memory`. */
 static void add_product(batch *all, piece_of_product plain, matrix w, int64_t first, char *memory,
@@ -104,7 +99,7 @@ static void add_product(batch *all, piece_of_product plain, matrix w, int64_t fi
     product.plain.y += first * plain.out;
     if (w.scales)
         product.rounded =
-            rows_from(rounded_at(memory, rows, plain.in, w.group), first, plain.in, w.group);
+            rounded_from(rounded_at(memory, rows, plain.in, w.group), first, plain.in, w.group);
     all->products[all->count] = product;
     all->starts[all->count + 1] = all->starts[all->count] + panels;
     all->count++;

@@ -25,10 +25,12 @@ typedef struct matrix {
 int64_t product_of(const element *x, const matrix *, const element *bias, element *y, int64_t n,
                    int64_t in, int64_t out, int64_t gated);
 
-/* Rows of x, rounded to 8 bits, x ~ t q: q [n, in], t [n], and sums of q [n, in / group]. */
+/* Rows of x, rounded to 8 bits by groups of ROUNDED inputs, x ~ t q: q [n, in], t [n, in / ROUNDED];
+ * t q added up over the weight's groups [n, in / group], and q over 16 or ROUNDED inputs. */
+#define ROUNDED 32
 typedef struct {
     int8_t *q;
-    float *t;
+    float *t, *totals;
     int32_t *sums;
 } rounded_rows;
 
@@ -51,6 +53,9 @@ matrix outputs_from(const matrix *, int64_t first, int64_t in);
 /* Bytes of `n` rounded rows with any group size, and where each part of them lies. */
 int64_t rounded_bytes(int64_t n, int64_t in);
 rounded_rows rounded_at(char *memory, int64_t n, int64_t in, int64_t group);
+
+/* Those from `first` on. */
+rounded_rows rounded_from(rounded_rows, int64_t first, int64_t in, int64_t group);
 
 /* Round all rows of x [n, in] for products with a weight, if it is quantised, as a job. */
 void round_for(const matrix *, const element *x, int64_t n, int64_t in, rounded_rows);

@@ -1,22 +1,29 @@
 /* y = x W^T + b with a quantised weight and activations rounded to 8 bits (W8A8, W4A8).
  *
  * A decode step is bound by reading weights, and 4-bit codes are a quarter of the bytes of bf16.
- * Converting every code to a float would cost more than it saves. So a row of x is rounded to int8
- * once, x ~ t q, and the processor multiplies small integers: one instruction adds four products of
- * an unsigned code u (8 bits, or 4) and a signed q to an int32. Of a group of inputs with scale s:
+ * Converting every code to a float would cost more than it saves. So x is rounded to int8 once, and
+ * the processor multiplies small integers: one instruction adds four products of an unsigned code u
+ * (8 bits, or 4) and a signed q to an int32.
  *
- *   sum of w x  ~  t s (sum of u q  -  z sum of q)       zero point z, an exact integer
- *   sum of w x  ~  t (s sum of u q  +  m sum of q)       minimum m (GGUF's _1 and K formats)
- *   sum of w x  ~  t s unit (sum of table[u] q)          a table of 16 whole numbers (NF4, FP4)
+ * Some channels of a real model are a hundred times larger than the others. With one scale for a row
+ * of x, they leave the others a few steps of the 127. So each ROUNDED inputs have a scale of their
+ * own, x ~ t q. Of a group of inputs with weight scale s, over its parts of ROUNDED inputs:
  *
- * Signed 8-bit codes and numbers of a table are stored as u = code + 128, with 128 added to z.
+ *   sum of w x  ~  s (sum of t (sum of u q)  -  z total)      zero point z
+ *   sum of w x  ~  s sum of t (sum of u q)  +  m total        minimum m (GGUF's _1 and K formats)
+ *   sum of w x  ~  s sum of t (sum of table[u] q)             a table of 16 whole numbers (NF4, FP4)
+ *
+ *   total = sum of t (sum of q)
+ *
+ * Signed 8-bit codes and numbers of a table are stored as u = code + 128, which is subtracted from
+ * the inner sums, 8 of 4-bit codes likewise.
  *
  *   8 bits  panels [out / 32, in / 4, 32, 4]
  *   4 bits  panels [out / 32, in / 32, 4, 32, 4]: byte (j, o, e) of a block has input 4 j + e in its
  *           low half, and input 16 + 4 j + e in its high half
  *
- * Integer sums are exact, and groups are added in order. So an output depends only on its rows of x
- * and W, not on the number of rows or threads.
+ * Inner sums are exact, and outer ones are added in order. So an output depends only on its rows of
+ * x and W, not on the number of rows or threads, nor on the instruction set.
  */
 #include <stdlib.h>
 #include "integers.h"
@@ -28,6 +35,7 @@
 #define ROWS 32     /* rows of x that are processed together; a multiple of BLOCK_ROWS */
 #define AHEAD 4096  /* prefetch distance in bytes */
 #define LEAST_GROUP 16 /* inputs of a group, as in cpu_quantized.py */
+#define SMALLEST 1e-30f /* of the largest number of inputs that are not taken for zeros */
 #if defined(WIDE)
 #define BLOCK_ROWS 8
 #else
@@ -49,64 +57,81 @@ typedef struct {
 /* Rows of x to be rounded. */
 typedef struct {
     const element *x;
-    const int32_t *order;
+    const matrix *w;
     rounded_rows to;
-    int64_t in, group;
+    int64_t in;
 } rounding;
 
-/* One row: x ~ t q. Returns t, which is NaN if a number is infinite or NaN. */
-static inline __attribute__((always_inline)) float round_row(const element *x, const int ordered,
-                                                             const int32_t *order, int64_t in,
-                                                             int8_t *q) {
+/* Inputs of an inner sum: they have one scale of x and one of the weight. */
+static int64_t step_of(int64_t group) { return group % ROUNDED ? LEAST_GROUP : ROUNDED; }
+
+/* ROUNDED inputs: x ~ t q. Returns t, which is NaN if a number is infinite or NaN. */
+static inline float round_part(const float *x, int8_t *q) {
     float most = 0, poison = 0;
 #pragma omp simd reduction(max : most) reduction(+ : poison)
-    for (int64_t i = 0; i < in; i++) {
-        float f = fabsf(load(x[i]));
+    for (int i = 0; i < ROUNDED; i++) {
+        float f = fabsf(x[i]);
         most = f > most ? f : most;
         poison += f * 0.f;
     }
-    if (poison != 0 || most == 0) {
-        memset(q, 0, (size_t)in);
+    if (poison != 0 || most < SMALLEST) {
+        memset(q, 0, ROUNDED);
         return poison;
     }
     float inverse = 127.f / most;
-    if (ordered)
-        for (int64_t i = 0; i < in; i++) q[i] = (int8_t)__builtin_rintf(load(x[order[i]]) * inverse);
-    else
-        INDEPENDENT
-        for (int64_t i = 0; i < in; i++) q[i] = (int8_t)__builtin_rintf(load(x[i]) * inverse);
+    for (int i = 0; i < ROUNDED; i++) q[i] = (int8_t)__builtin_rintf(x[i] * inverse);
     return most / 127.f;
 }
 
 /* Round rows `begin` to `end` - 1 of x. */
 static void round_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
     const rounding *c = context;
-    int64_t in = c->in, group = c->group, groups = in / group;
+    const int32_t *order = c->w->order;
+    int64_t in = c->in, group = c->w->group, step = step_of(group);
     for (int64_t r = begin; r < end; r++) {
         const element *x = c->x + r * in;
         int8_t *q = c->to.q + r * in;
-        c->to.t[r] = c->order ? round_row(x, 1, c->order, in, q) : round_row(x, 0, 0, in, q);
-        for (int64_t g = 0; g < groups; g++) {
+        float *t = c->to.t + r * (in / ROUNDED), *totals = c->to.totals + r * (in / group);
+        int32_t *sums = c->to.sums + r * (in / step);
+        for (int64_t k = 0; k < in; k += ROUNDED) {
+            float some[ROUNDED];
+            if (order)
+                for (int64_t i = 0; i < ROUNDED; i++) some[i] = load(x[order[k + i]]);
+            else
+                for (int64_t i = 0; i < ROUNDED; i++) some[i] = load(x[k + i]);
+            t[k / ROUNDED] = round_part(some, q + k) * c->w->unit;
+        }
+        for (int64_t k = 0; k < in; k += step) {
             int32_t sum = 0;
-            for (int64_t i = 0; i < group; i++) sum += q[g * group + i];
-            c->to.sums[r * groups + g] = sum;
+            for (int64_t i = 0; i < step; i++) sum += q[k + i];
+            sums[k / step] = sum;
+        }
+        for (int64_t k = 0; k < in; k += group) {
+            double total = 0; /* products are exact */
+            for (int64_t i = k; i < k + group; i += step)
+                total += (double)t[i / ROUNDED] * sums[i / step];
+            totals[k / group] = (float)total;
         }
     }
     (void)thread;
 }
 
 int64_t rounded_bytes(int64_t n, int64_t in) {
-    return (n * (in + in / LEAST_GROUP * 4 + 4) + 63) / 64 * 64;
+    return (n * (in + in / ROUNDED * 4 + in / LEAST_GROUP * 8) + 63) / 64 * 64;
 }
 
 rounded_rows rounded_at(char *memory, int64_t n, int64_t in, int64_t group) {
-    float *t = (float *)memory;
-    int32_t *sums = (int32_t *)(t + n);
-    return (rounded_rows){(int8_t *)(sums + n * (in / group)), t, sums};
+    float *t = (float *)(memory + n * in), *totals = t + n * (in / ROUNDED);
+    return (rounded_rows){(int8_t *)memory, t, totals, (int32_t *)(totals + n * (in / group))};
+}
+
+rounded_rows rounded_from(rounded_rows x, int64_t first, int64_t in, int64_t group) {
+    return (rounded_rows){x.q + first * in, x.t + first * (in / ROUNDED),
+                          x.totals + first * (in / group), x.sums + first * (in / step_of(group))};
 }
 
 void round_for(const matrix *w, const element *x, int64_t n, int64_t in, rounded_rows to) {
-    rounding all = {x, w->order, to, in, w->group};
+    rounding all = {x, w, to, in};
     if (w->scales && !w->float8) divide_job(n, n * in / 8, round_rows, &all);
 }
 
@@ -116,12 +141,12 @@ static inline __attribute__((always_inline)) void prefetch(const char *codes, co
         __builtin_prefetch(codes + AHEAD + line);
 }
 
-/* acc [rows][vecs] += 8-bit codes by q, of `length` inputs from a panel. */
+/* acc [rows][vecs] += 8-bit codes by q, of `step` inputs from a panel. */
 static inline __attribute__((always_inline)) void add_bytes(const int rows, const int vecs,
                                                             const char *codes, const int8_t *q,
-                                                            int64_t length, int64_t in, int ahead,
+                                                            int64_t step, int64_t in, int ahead,
                                                             ints acc[BLOCK_ROWS][EACH]) {
-    for (int64_t k = 0; k < length; k += 4, codes += 4 * PANEL) {
+    for (int64_t k = 0; k < step; k += 4, codes += 4 * PANEL) {
         if (ahead) prefetch(codes, vecs);
         whole u[EACH];
         for (int c = 0; c < vecs; c++) u[c] = whole_of(load_ints(codes + c * 4 * LANES));
@@ -133,63 +158,69 @@ static inline __attribute__((always_inline)) void add_bytes(const int rows, cons
     }
 }
 
-/* The same for codes of 4 bits. */
+/* The same for 32 codes of 4 bits. */
 static inline __attribute__((always_inline)) void add_halves(const int rows, const int vecs,
                                                              const char *codes, const int8_t *q,
-                                                             int64_t length, int64_t in, int ahead,
+                                                             int64_t in, int ahead,
                                                              ints acc[BLOCK_ROWS][EACH]) {
-    for (int64_t k = 0; k < length; k += 32) {
-        partial sum[BLOCK_ROWS][EACH] = {{{0}}};
-        for (int64_t i = k; i < k + 16; i += 4, codes += 4 * PANEL) {
-            if (ahead) prefetch(codes, vecs);
-            ints u[EACH], v[EACH];
-            for (int c = 0; c < vecs; c++) {
-                ints both = load_ints(codes + c * 4 * LANES);
-                u[c] = low_halves(both), v[c] = high_halves(both);
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) {
-                ints first = four(q + r * in + i), second = four(q + r * in + i + 16);
-                for (int c = 0; c < vecs; c++)
-                    sum[r][c] = add_half(add_half(sum[r][c], u[c], first), v[c], second);
-            }
+    partial sum[BLOCK_ROWS][EACH] = {{{0}}};
+    for (int64_t i = 0; i < 16; i += 4, codes += 4 * PANEL) {
+        if (ahead) prefetch(codes, vecs);
+        ints u[EACH], v[EACH];
+        for (int c = 0; c < vecs; c++) {
+            ints both = load_ints(codes + c * 4 * LANES);
+            u[c] = low_halves(both), v[c] = high_halves(both);
         }
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < vecs; c++) acc[r][c] += widened(sum[r][c]);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            ints first = four(q + r * in + i), second = four(q + r * in + i + 16);
+            for (int c = 0; c < vecs; c++)
+                sum[r][c] = add_half(add_half(sum[r][c], u[c], first), v[c], second);
+        }
     }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < vecs; c++) acc[r][c] += widened(sum[r][c]);
 }
 
 /* The same for codes of 4 bits that stand for the numbers of a table. */
 static inline __attribute__((always_inline)) void add_numbers(const int rows, const int vecs,
                                                               const uint8_t *numbers,
                                                               const char *codes, const int8_t *q,
-                                                              int64_t length, int64_t in, int ahead,
+                                                              int64_t in, int ahead,
                                                               ints acc[BLOCK_ROWS][EACH]) {
     ints table = {0};
     for (size_t i = 0; i < sizeof table; i += 16) memcpy((char *)&table + i, numbers, 16);
-    for (int64_t k = 0; k < length; k += 32)
-        for (int64_t i = k; i < k + 16; i += 4, codes += 4 * PANEL)
-            for (int64_t half = 0; half < 2; half++) { /* one after the other: few registers */
-                if (ahead && !half) prefetch(codes, vecs);
-                whole u[EACH];
-                for (int c = 0; c < vecs; c++) {
-                    ints both = load_ints(codes + c * 4 * LANES);
-                    u[c] = whole_of(looked_up(table, half ? high_halves(both) : low_halves(both)));
-                }
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++) {
-                    ints x = four(q + r * in + i + 16 * half);
-                    for (int c = 0; c < vecs; c++) acc[r][c] = add_whole(acc[r][c], u[c], x);
-                }
+    for (int64_t i = 0; i < 16; i += 4, codes += 4 * PANEL)
+        for (int64_t half = 0; half < 2; half++) { /* one after the other: few registers */
+            if (ahead && !half) prefetch(codes, vecs);
+            whole u[EACH];
+            for (int c = 0; c < vecs; c++) {
+                ints both = load_ints(codes + c * 4 * LANES);
+                u[c] = whole_of(looked_up(table, half ? high_halves(both) : low_halves(both)));
             }
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                ints x = four(q + r * in + i + 16 * half);
+                for (int c = 0; c < vecs; c++) acc[r][c] = add_whole(acc[r][c], u[c], x);
+            }
+        }
 }
 
 /* Where a group (or LONGEST inputs of it) begins. */
 typedef struct {
-    int64_t panel, row, k, length;
+    int64_t panel, row, k, length, group, groups, step; /* `groups` of a row */
     int is_first; /* of the group: its offsets are added here */
     int ahead;    /* codes are read for the first time: prefetch the next ones */
 } place;
+
+/* The scales and offsets of LANES outputs and a group. */
+static inline __attribute__((always_inline)) void factors_at(const matrix *w, int64_t at,
+                                                             vec factors[2]) {
+    vec s = scales_at(w->scales, w->scale_kind, at), offset = {0};
+    if (w->offset_kind == ZEROS) offset = -s * zeros_at(w->offsets, at);
+    if (w->offset_kind == MINIMA) offset = scales_at(w->offsets, w->scale_kind, at);
+    factors[0] = s, factors[1] = offset;
+}
 
 /* sums [rows, 32] += the products of a group with a panel. */
 static inline __attribute__((always_inline)) void add_group(const product *p, const int rows,
@@ -197,36 +228,43 @@ static inline __attribute__((always_inline)) void add_group(const product *p, co
                                                             float *sums) {
     const matrix *w = p->w;
     const int vecs = rows > 2 ? 2 : EACH; /* of one or two rows all, to read in sequence */
-    int64_t groups = p->in / w->group, g = at->k / w->group;
-    int64_t scale = (at->panel * groups + g) * PANEL;
-    int64_t base = at->panel * p->in * PANEL + at->k * PANEL; /* codes before these */
-    const char *codes = (const char *)w->panels + (mode == BYTES ? base : base / 2);
-    const int32_t *totals = p->x.sums + at->row * groups + g;
-    const int8_t *q = p->x.q + at->row * p->in + at->k;
+    /* Divisions are slow, but these are by 16 or 32. */
+    const int shift = mode == BYTES && at->step != ROUNDED ? 4 : 5;
+    int64_t in = p->in, step = 1 << shift, steps = in >> shift, parts = in >> 5;
+    int64_t scale = (at->panel * at->groups + at->group) * PANEL;
+    const float *totals = p->x.totals + at->row * at->groups + at->group;
     /* What codes are stored with: 128 or 8, and their zero points. */
     const int constant = mode == HALVES ? (w->offset_kind == EXACT ? 8 : 0) : SIGNED ? 0 : 128;
     for (int o = 0; o < PANEL; o += vecs * LANES) {
-        ints acc[BLOCK_ROWS][EACH];
-        for (int r = 0; r < rows; r++) {
-            int32_t start = at->is_first ? -constant * totals[r * groups] : 0;
-            for (int c = 0; c < vecs; c++) acc[r][c] = (ints){0} + start;
+        vec found[BLOCK_ROWS][EACH] = {{{0}}};
+        for (int64_t k = at->k; k < at->k + at->length; k += step) {
+            int64_t base = (at->panel * in + k) * PANEL; /* codes before these */
+            const char *codes = (const char *)w->panels + (mode == BYTES ? base : base / 2) + 4 * o;
+            const int8_t *q = p->x.q + at->row * in + k;
+            const int32_t *total = p->x.sums + at->row * steps + (k >> shift);
+            const float *t = p->x.t + at->row * parts + (k >> 5);
+            ints acc[BLOCK_ROWS][EACH];
+            for (int r = 0; r < rows; r++)
+                for (int c = 0; c < vecs; c++)
+                    acc[r][c] = (ints){0} - constant * total[r * steps];
+            if (mode == BYTES) add_bytes(rows, vecs, codes, q, step, in, at->ahead, acc);
+            else if (mode == HALVES) add_halves(rows, vecs, codes, q, in, at->ahead, acc);
+            else add_numbers(rows, vecs, w->numbers, codes, q, in, at->ahead, acc);
+            for (int r = 0; r < rows; r++)
+                for (int c = 0; c < vecs; c++)
+                    found[r][c] = fused_add(found[r][c], __builtin_convertvector(acc[r][c], vec),
+                                            (vec){0} + t[r * parts]);
         }
-        if (mode == BYTES) add_bytes(rows, vecs, codes + 4 * o, q, at->length, p->in, at->ahead, acc);
-        else if (mode == HALVES)
-            add_halves(rows, vecs, codes + 4 * o, q, at->length, p->in, at->ahead, acc);
-        else
-            add_numbers(rows, vecs, w->numbers, codes + 4 * o, q, at->length, p->in, at->ahead, acc);
         for (int c = 0; c < vecs; c++) {
             int64_t lanes = o + c * LANES;
-            vec s = scales_at(w->scales, w->scale_kind, scale + lanes), offset = {0};
-            if (w->offset_kind == ZEROS) offset = -s * zeros_at(w->offsets, scale + lanes);
-            if (w->offset_kind == MINIMA) offset = scales_at(w->offsets, w->scale_kind, scale + lanes);
+            vec each[2];
+            factors_at(w, scale + lanes, each);
             for (int r = 0; r < rows; r++) {
                 float *to = sums + r * PANEL + lanes;
-                vec found = fused_add(load_vec(to), __builtin_convertvector(acc[r][c], vec), s);
+                vec sum = fused_add(load_vec(to), found[r][c], each[0]);
                 if (at->is_first && w->offset_kind != EXACT)
-                    found = fused_add(found, offset, (vec){0} + (float)totals[r * groups]);
-                store_vec(to, found);
+                    sum = fused_add(sum, each[1], (vec){0} + totals[r * at->groups]);
+                store_vec(to, sum);
             }
         }
     }
@@ -253,27 +291,23 @@ static inline __attribute__((always_inline)) void add_rows(const product *p, con
     }
 }
 
-/* Rows `row` to `row + rows` - 1 of x by a panel, times t -> sums [rows, 32]. */
+/* Rows `row` to `row + rows` - 1 of x by a panel -> sums [rows, 32]. */
 static void sum_panel(const product *p, int64_t panel, int64_t row, int64_t rows, float *sums) {
     const matrix *w = p->w;
-    int64_t group = w->group;
+    int64_t group = w->group, groups = p->in / group, step = step_of(group);
     if (w->float8) {
         float8_panel(w, p->rows + row * p->in, p->in, panel, rows, sums);
         return;
     }
     memset(sums, 0, (size_t)(rows * PANEL) * sizeof(float));
-    for (int64_t k = 0; k < p->in; k += group)
+    for (int64_t g = 0; g < groups; g++)
         for (int64_t part = 0; part < group; part += LONGEST) {
             int64_t length = group - part < LONGEST ? group - part : LONGEST;
-            place at = {panel, row, k + part, length, !part, 1};
+            place at = {panel, row, g * group + part, length, g, groups, step, !part, 1};
             if (w->numbers) add_rows(p, TABLE, at, rows, sums);
             else if (w->bits == 4) add_rows(p, HALVES, at, rows, sums);
             else add_rows(p, BYTES, at, rows, sums);
         }
-    for (int64_t r = 0; r < rows; r++) {
-        float factor = p->x.t[row + r] * w->unit;
-        for (int64_t j = 0; j < PANEL; j++) sums[r * PANEL + j] *= factor;
-    }
 }
 
 /* Tasks `begin` to `end` - 1: a panel (if `gated`, of gate and up) and a chunk of rows. */
@@ -347,7 +381,7 @@ static char *scratch(size_t size) {
     static _Thread_local size_t held;
     if (size > held) {
         free(memory);
-        memory = malloc(size);
+        memory = aligned_alloc(64, size); /* cache lines */
         held = memory ? size : 0;
     }
     return memory;
