@@ -76,7 +76,9 @@ class ForeignCode:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not isinstance(error, KeyboardInterrupt | SystemExit | MinillmError | None):
+        if error is not None and not isinstance(
+            error, (KeyboardInterrupt, SystemExit, MinillmError)
+        ):
             raise self._kind(f"{self._what}: {self._why(error)}.") from error
 
 

@@ -45,6 +45,7 @@ def _byte_alphabet() -> Mapping[str, int]:
 
 BYTE_OF: Mapping[str, int] = _byte_alphabet()
 
+DECODING = ForeignCode(InvalidRequestError, "The tokens cannot be decoded")
 LONG_TEXT = 2_000  # characters; tokenising more takes milliseconds
 
 
@@ -204,7 +205,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; unknown ids have no text. InvalidRequestError: it failed."""
         known = [i for i in ids if 0 <= i < self.vocab_size]
-        with ForeignCode(InvalidRequestError, "The tokens cannot be decoded"):
+        with DECODING:
             return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
 
     def piece(self, token_id: int) -> str:

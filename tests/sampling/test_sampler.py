@@ -479,7 +479,7 @@ def test_prompt_logprobs_of_broken_logits_say_so():
     entries = token_logprobs(lambda part: part, logits, torch.tensor([0, 1, 2]), top_k=0)
     found, wrong = entries.read()
     assert found == []
-    assert "NaN" in wrong
+    assert "NaN" in wrong.message
 
 
 # ---- a sampler that is kept from step to step -------------------------------------------------
