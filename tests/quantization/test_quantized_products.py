@@ -171,6 +171,19 @@ def test_an_output_depends_on_its_row_only(path, name, monkeypatch):
     check_bits(name, BF16)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("path", [each for each in c_variants.PATHS if each != "native"])
+def test_every_instruction_set_has_the_same_bits(path, name, monkeypatch):
+    torch.manual_seed(3)
+    x, weight = with_outliers(torch.randn(17, 320)).to(BF16), CASES[name](torch.randn(75, 320))
+    parts = arranged(weight), replace(arranged(weight), twice=True)
+    due = [quantized_linear(x, each, None, 75) for each in parts]
+    use_functions(c_variants.functions(path, "BF16"), monkeypatch)
+    for each, wanted in zip(parts, due, strict=True):
+        assert torch.equal(quantized_linear(x, each, None, 75), wanted)
+
+
 def use_functions(found: cpu.Functions, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute with these functions, on one thread."""
     monkeypatch.setattr(cpu, "functions", lambda dtype: found)
