@@ -45,6 +45,9 @@ def pack_weights(model: Decoder) -> str:
     """
     num_quantized = pack_quantized(may_be_panels(model))
     separate_outliers(list_matrices(model))
+    output = model.embedding if model.lm_head is None else model.lm_head
+    if isinstance(output, Matrix) and isinstance(output.method, PanelQuantizedMethod):
+        output.method.round_twice()
     unpack_others(model)
     matrices = packable(model)
     chosen = [each for each in matrices if cpu.takes_panels(each.values())]

@@ -144,8 +144,6 @@ class Examples:
         rounds = any(
             isinstance(each, PanelQuantizedMethod) and not each.numbers.float8 for each in methods
         )
-        if self.layout.device.type == "cuda":
-            rounds = any(map(has_int8_rows, layers))
         return "int8" if rounds else None
 
 
@@ -158,17 +156,6 @@ def is_quantized(matrix: Matrix) -> bool:
     """Whether a loaded matrix, or a member of it, is quantised."""
     kinds = QuantizedMethod | PanelQuantizedMethod
     return any(isinstance(each.method, kinds) for each in members(matrix))
-
-
-def has_int8_rows(matrix: Matrix) -> bool:
-    """Whether a GPU kernel multiplies a matrix with activations of 8 bits (`kernels.py`)."""
-    if not isinstance(matrix.method, QuantizedMethod):
-        return False
-    found = matrix.method.quantized(matrix)
-    offsets = found.zeros, found.minima
-    return (
-        found.codes.dtype == torch.int8 and found.scales.shape[1] == 1 and offsets == (None, None)
-    )
 
 
 def bytes_like(matrix: Matrix, example: Matrix) -> float:

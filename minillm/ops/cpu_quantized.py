@@ -1,7 +1,8 @@
 """Quantised matrices in panels, and products with them in C (`c/quantized.c`, `c/float8.c`).
 
-Activations are rounded to 8 bits, with a scale for each row: "W8A8" and "W4A8". With FP8 codes they
-are not rounded.
+Activations are rounded to 8 bits, with a scale for each 32 inputs of a row: "W8A8" and "W4A8". For
+the output matrix what remains of them is rounded again (`twice`). With FP8 codes they are not
+rounded.
 """
 
 from collections.abc import Mapping
@@ -42,6 +43,7 @@ class MatrixParts:
     offset_kind: int = EXACT
     unit: float = 1.0
     float8: bool = False
+    twice: bool = False
     outputs: int = 0
     next: "MatrixParts | None" = None
 
@@ -151,7 +153,7 @@ def in_float8_order(codes: Tensor) -> Tensor:
 
 
 def quantized_linear(x: Tensor, matrix: MatrixParts, bias: Tensor | None, out: int) -> Tensor:
-    """x [N, in], which is rounded to 8 bits per row -> [N, out]"""
+    """x [N, in], which is rounded to 8 bits by groups of 32 inputs -> [N, out]"""
     x = x.contiguous()
     count, size = x.shape
     inputs = inputs_of(matrix)

@@ -2,7 +2,7 @@
 
 | codes | product |
 |---|---|
-| int8, int4, NF4, FP4 | integers, each row of activations rounded to 8 bits |
+| int8, int4, NF4, FP4 | integers, activations rounded to 8 bits by groups of 32 inputs |
 | FP8 (e4m3) | float32, activations as they are (`ops/c/float8.c`) |
 
 What C has no product for is made dense once, when the weights are packed (`unpack`): groups or
@@ -48,8 +48,8 @@ TENSORS = ("panels", "scales", "offsets", "numbers", "order")
 
 
 class PanelQuantizedMethod(LinearMethod):
-    """A quantised matrix, or stacked experts, in panels. Products round each row of activations to
-    8 bits, unless the codes are FP8."""
+    """A quantised matrix, or stacked experts, in panels. Products round activations to 8 bits,
+    unless the codes are FP8."""
 
     def __init__(self, parts: MatrixParts, dtype: torch.dtype, out_features: int):
         # The tensors are buffers of the layer; a second reference would keep them alive.
@@ -57,6 +57,10 @@ class PanelQuantizedMethod(LinearMethod):
         self.numbers = replace(parts, panels=torch.empty(0), **none)  # type: ignore[arg-type]
         self.dtype, self.out_features = dtype, out_features
         self.threshold = 0.0  # of `outliers.py`
+
+    def round_twice(self) -> None:
+        """Round what remains of the activations, too: about 16 bits in place of 8."""
+        self.numbers = replace(self.numbers, twice=True)
 
     def parts(self, matrix: Matrix) -> MatrixParts:
         """The matrix as C reads it."""
@@ -209,7 +213,7 @@ def kernel_of(matrix: Matrix) -> str:
     if isinstance(method, PanelQuantizedMethod):
         parts = method.parts(matrix)
         outliers = f", from {method.threshold:g} on of 16" * bool(method.threshold)
-        inputs = f"of 8 bits{outliers}"
+        inputs = f"of {8 << parts.twice} bits{outliers}"
         if parts.float8:
             inputs = f"in {str(method.dtype).removeprefix('torch.')}"
         return f"C panels, {form_of(parts)}, activations {inputs}"

@@ -106,3 +106,27 @@ def round_asymmetric(
 ) -> Quantized:
     """Quantise [out, in] to unsigned codes with zero points. 0 is in the range of each group."""
     return round_to_grid(weight, Grid(bits, False, dtype), group)
+
+
+SHRINKS = (1.0, 0.95, 0.9, 0.85)  # of a group's range
+
+
+def round_with_minima(weight: Tensor, group: int, dtype: torch.dtype = torch.float16) -> Quantized:
+    """Quantise [out, in] to 4-bit codes: scale * code + minimum. The range of each group is shrunk
+    about its middle if that has a smaller squared error."""
+    groups = weight.float().unflatten(1, (-1, group_of(weight.shape[1], group)))
+    low, high = groups.amin(-1), groups.amax(-1)
+    least, found = torch.full_like(low, torch.inf), (groups, low, low)
+    for shrink in SHRINKS:
+        minimum = ((low + high - (high - low) * shrink) / 2).to(dtype).float()
+        scale = ((high - low) * shrink / 15).clamp(min=TINY).to(dtype).float()
+        codes = ((groups - minimum[..., None]) / scale[..., None]).round().clamp(0, 15)
+        error = (codes * scale[..., None] + minimum[..., None] - groups).square().sum(-1)
+        better, least = error < least, torch.minimum(error, least)
+        found = (
+            torch.where(better[..., None], codes, found[0]),
+            torch.where(better, scale, found[1]),
+            torch.where(better, minimum, found[2]),
+        )
+    codes, scales, minima = found
+    return Quantized(integer_codes(codes.flatten(1), 4), scales.to(dtype), None, minima.to(dtype))

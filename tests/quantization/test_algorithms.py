@@ -5,12 +5,13 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
 from minillm.errors import ConfigError
 from minillm.quantization import awq, fp8, gptq, nf4, smoothquant
-from minillm.quantization.rounding import Grid
+from minillm.quantization.rounding import Grid, round_with_minima
 from tests.quantization import algorithm_checks as checks
 
 CHECKS: dict[ModuleType, tuple[Callable[[ModuleType], None], ...]] = {
@@ -45,6 +46,20 @@ CHECKS: dict[ModuleType, tuple[Callable[[ModuleType], None], ...]] = {
 )
 def test_algorithm(module: ModuleType, check: Callable[[ModuleType], None]) -> None:
     check(module)
+
+
+def test_minima_beside_numpy() -> None:
+    """The best of four ranges for each group, with scales and minima as they are stored."""
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).numpy()
+    found = round_with_minima(torch.from_numpy(weight), 32).dense().numpy()
+    for group, values in zip(weight.reshape(-1, 32), found.reshape(-1, 32), strict=True):
+        errors = []
+        for shrink in (1, 0.95, 0.9, 0.85):
+            half, middle = (group.max() - group.min()) / 2 * shrink, (group.max() + group.min()) / 2
+            scale, least = np.float16(half / 7.5), np.float16(middle - half)
+            codes = ((group - np.float32(least)) / np.float32(scale)).round().clip(0, 15)
+            errors.append(((codes * np.float32(scale) + np.float32(least) - group) ** 2).sum())
+        assert ((values - group) ** 2).sum() == pytest.approx(min(errors), rel=1e-3)
 
 
 # Module, right text, wrong text, and the check that must find it.

@@ -101,16 +101,16 @@ def sizes_of(name: str, quantization: str) -> WeightSizes:
 
 
 def test_bytes_per_weight_by_hand():
-    """int4: half a byte, and 3 bytes of scale and zero point per group; int8: a byte, and 4 bytes
-    per row. 135M has rows of 576 inputs in groups of 64."""
+    """Groups of 32. int4: half a byte, and 4 bytes of scale and minimum per group; int8: a byte,
+    and 2 bytes per group."""
     four, eight = (sizes_of("preset:smollm2-135m", how) for how in ("int4", "int8"))
-    assert four.mlp == pytest.approx(0.5 + 3 / 64 * 2 / 3 + 3 / 128 / 3)  # down has 1536 inputs
-    assert four.embedding == eight.embedding == pytest.approx(1 + 4 / 576)
+    assert four.mlp == pytest.approx(0.5 + 4 / 32)
+    assert four.embedding == eight.embedding == pytest.approx(1 + 2 / 32)
     assert (four.norms, eight.norms) == (2, 2)
-    assert (four.products, eight.products) == (None, "int8")
+    assert (four.products, eight.products) == (None, None)
     untied = sizes_of("preset:llama-3.1-8b", "int4")
     assert untied.embedding == 2
-    assert untied.lm_head == pytest.approx(1 + 4 / 4096)
+    assert untied.lm_head == pytest.approx(1 + 2 / 32)
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "llama-3.1-8b"])
@@ -151,7 +151,7 @@ def test_a_device_of_several_takes_its_part():
     )
     assert half.weight_bytes == pytest.approx(whole.weight_bytes / 2, rel=0.01)
     assert sizes.router == 2
-    assert sizes.experts == pytest.approx(0.5 + 3 / 128)
+    assert sizes.experts == pytest.approx(0.5 + 4 / 32)
 
 
 def test_a_row_that_no_group_divides_is_named_before_loading(checkpoint_of):  # noqa: F811

@@ -13,6 +13,7 @@ from tests.quantization import test_quantized_products as products
 
 AVX2 = ("-march=x86-64-v3", "-mprefer-vector-width=256")
 SOURCES = ("quantized.c", "float8.c", "linear.c", "threads.c")
+TWICE = "int8, a scale per row, rounded twice"
 MISTAKEN = ("quantized.c", "integers.h")
 MUTANTS = {  # pattern, mistake, case of test_quantized_products, flags
     "halves of a byte swapped": (
@@ -71,6 +72,10 @@ MUTANTS = {  # pattern, mistake, case of test_quantized_products, flags
     "offset for each part": (
         r"if \(at->is_first && w->offset", "if (w->offset", "int4, a zero point per row", ()
     ),
+    "the rest is not what remains": (
+        r"some\[i\] -= \(float\)\(\(double\)t", "some[i] -= (float)((double)t / 2", TWICE, ()
+    ),
+    "planes of other rows are added": (r"i / PANEL \* 2 \*", "i / PANEL *", TWICE, ()),
     "sign of the code is lost": (
         r"_mm256_sign_epi8\(\(__m256i\)q, \(__m256i\)code\)",
         "(__m256i)q",
@@ -90,9 +95,17 @@ def test_a_mistake_is_found(name, tmp_path, monkeypatch):
     command = [str(c_library.find_compiler()), *c_library.FLAGS, *c_library.for_this_cpu(), "-O1"]
     sources = [tmp_path / "c" / each for each in SOURCES]
     c_library.build([*command, *flags, "-DELEMENT_BF16"], sources, tmp_path / "mutant.so")
-    products.test_products_equal_float64(case, 9)
+    check(case)
     with_mistake(monkeypatch, c_library.load(tmp_path / "mutant.so"))
     with pytest.raises(AssertionError):
+        check(case)
+
+
+def check(case: str) -> None:
+    """Products of a case."""
+    if case == TWICE:
+        products.test_inputs_that_are_rounded_twice_have_16_bits(case.rpartition(",")[0])
+    else:
         products.test_products_equal_float64(case, 9)
 
 

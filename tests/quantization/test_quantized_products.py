@@ -128,6 +128,21 @@ def test_the_error_is_that_of_rounding_x(name):
     assert ((found - due).abs() <= bound * 1.001).all()
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_inputs_that_are_rounded_twice_have_16_bits(name):
+    """Beside the product with x itself; the bits of a row are the same in every batch."""
+    torch.manual_seed(2)
+    x, bias = with_outliers(torch.randn(40, 1600)).to(BF16), torch.randn(75).to(BF16)
+    quantised = CASES[name](torch.randn(75, 1600) + 0.3)
+    parts = replace(arranged(quantised), twice=True)
+    found = quantized_linear(x, parts, bias, 75)
+    due = x.double() @ with_whole_numbers(quantised).dense().double().T + bias.double()
+    most = due.abs().amax(1, keepdim=True)
+    assert ((found.double() - due).abs() <= 2**-8 * 1.05 * most).all()
+    for start, stop in ((0, 1), (3, 5), (15, 17), (39, 40)):
+        assert torch.equal(quantized_linear(x[start:stop], parts, bias, 75), found[start:stop])
+
+
 def test_tables_in_whole_numbers():
     numbers, unit = whole_numbers(E2M1)
     assert torch.equal((numbers.float() - 128) * unit, E2M1)
@@ -154,6 +169,19 @@ def test_numbers_that_are_not_finite_stay_so_in_their_row():
 def test_an_output_depends_on_its_row_only(path, name, monkeypatch):
     use_functions(c_variants.functions(path, "BF16"), monkeypatch)
     check_bits(name, BF16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("path", [each for each in c_variants.PATHS if each != "native"])
+def test_every_instruction_set_has_the_same_bits(path, name, monkeypatch):
+    torch.manual_seed(3)
+    x, weight = with_outliers(torch.randn(17, 320)).to(BF16), CASES[name](torch.randn(75, 320))
+    parts = arranged(weight), replace(arranged(weight), twice=True)
+    due = [quantized_linear(x, each, None, 75) for each in parts]
+    use_functions(c_variants.functions(path, "BF16"), monkeypatch)
+    for each, wanted in zip(parts, due, strict=True):
+        assert torch.equal(quantized_linear(x, each, None, 75), wanted)
 
 
 def use_functions(found: cpu.Functions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@
     nf4  fp8  fp8:row  smoothquant  methods without a choice of bits
 
 Words may follow: `sym`, `act-order`, `static-groups`, `no-clip`, `no-double`; `head8` and `head16`
-for the output matrix; `a8` rounds the inputs of quantised products to 8 bits per token.
+for the output matrix; `a8` rounds the inputs of quantised products as C does: 8 bits in groups of
+32, 16 bits for the output matrix.
 """
 
 import time
@@ -54,6 +55,7 @@ OWNERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "row": ("rtn", "gptq", "awq", "fp8"),
     }
 )
+ROUNDED = 32  # inputs that share a scale, as in matrix.h
 SWITCHES = ("head8", "head16", "a8")
 EXAMPLES = "int8, int4, gptq:4:128, awq:4:128, nf4"
 
@@ -192,8 +194,8 @@ def quantize_head(model: Decoder) -> None:
 
 
 class RoundedInputs(QuantizedMethod):
-    """A quantised matrix whose inputs are rounded to 8 bits, with a scale per row of activations
-    (token), as integer products do. Simulated in the model's dtype."""
+    """A quantised matrix whose inputs are rounded to 8 bits by groups, as integer products do.
+    Simulated in the model's dtype."""
 
     def __init__(self, inner: QuantizedMethod):
         super().__init__(inner.dtype, inner.names)
@@ -205,15 +207,18 @@ class RoundedInputs(QuantizedMethod):
 
 
 def rounded(x: Tensor) -> Tensor:
-    """[N, in] in 255 steps per row."""
-    scale = (x.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
-    return ((x.float() / scale).round() * scale).to(x.dtype)
+    """[N, in] in 255 steps for each 32 inputs."""
+    groups = x.float().unflatten(-1, (-1, ROUNDED if x.shape[-1] % ROUNDED == 0 else x.shape[-1]))
+    scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+    return ((groups / scale).round() * scale).flatten(-2).to(x.dtype)
 
 
 def round_inputs(model: Decoder) -> None:
-    """Round the inputs of all quantised products. Stacked experts are left out."""
+    """Round the inputs of all quantised products but those of the output matrix. Stacked experts
+    are left out."""
+    output = output_matrix(model)
     for matrix in model.modules():
-        is_single = isinstance(matrix, Matrix) and matrix.copies is None
+        is_single = isinstance(matrix, Matrix) and matrix.copies is None and matrix is not output
         if is_single and type(matrix.method) is QuantizedMethod:
             matrix.method = RoundedInputs(matrix.method)
 

@@ -16,6 +16,7 @@ typedef struct matrix {
     int64_t offset_kind;   /* EXACT, ZEROS or MINIMA */
     float unit;            /* of these numbers; otherwise 1 */
     int64_t float8;        /* codes of 8 bits are e4m3 numbers (float8.c) */
+    int64_t twice;         /* x is rounded again: x ~ t q + t' q', about 16 bits */
     int64_t outputs;       /* of this matrix, if it has a `next` */
     const struct matrix *next; /* of the outputs after these, in another format; NULL: none */
 } matrix;

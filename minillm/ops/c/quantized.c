@@ -15,6 +15,9 @@
  *
  *   total = sum of t (sum of q)
  *
+ * The output matrix decides between tokens that are nearly equal: there what remains, x - t q, is
+ * rounded in the same way, as a second row that shares the reading of W.
+ *
  * Signed 8-bit codes and numbers of a table are stored as u = code + 128, which is subtracted from
  * the inner sums, 8 of 4-bit codes likewise.
  *
@@ -83,35 +86,48 @@ static inline float round_part(const float *x, int8_t *q) {
     return most / 127.f;
 }
 
+/* Rounded rows for each row of x: the second has what remains after the first. */
+static int64_t planes_of(const matrix *w) { return w->twice && !w->float8 ? 2 : 1; }
+
+/* The sums of a rounded row, and the totals of its groups. */
+static void add_up(const rounding *c, int64_t row) {
+    int64_t in = c->in, group = c->w->group, step = step_of(group);
+    rounded_rows to = rounded_from(c->to, row, in, group);
+    for (int64_t k = 0; k < in; k += step) {
+        int32_t sum = 0;
+        for (int64_t i = 0; i < step; i++) sum += to.q[k + i];
+        to.sums[k / step] = sum;
+    }
+    for (int64_t k = 0; k < in; k += group) {
+        double total = 0; /* products are exact */
+        for (int64_t i = k; i < k + group; i += step)
+            total += (double)to.t[i / ROUNDED] * to.sums[i / step];
+        to.totals[k / group] = (float)total;
+    }
+}
+
 /* Round rows `begin` to `end` - 1 of x. */
 static void round_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
     const rounding *c = context;
     const int32_t *order = c->w->order;
-    int64_t in = c->in, group = c->w->group, step = step_of(group);
+    int64_t in = c->in, planes = planes_of(c->w);
     for (int64_t r = begin; r < end; r++) {
         const element *x = c->x + r * in;
-        int8_t *q = c->to.q + r * in;
-        float *t = c->to.t + r * (in / ROUNDED), *totals = c->to.totals + r * (in / group);
-        int32_t *sums = c->to.sums + r * (in / step);
         for (int64_t k = 0; k < in; k += ROUNDED) {
             float some[ROUNDED];
             if (order)
                 for (int64_t i = 0; i < ROUNDED; i++) some[i] = load(x[order[k + i]]);
             else
                 for (int64_t i = 0; i < ROUNDED; i++) some[i] = load(x[k + i]);
-            t[k / ROUNDED] = round_part(some, q + k) * c->w->unit;
+            for (int64_t row = r * planes; row < (r + 1) * planes; row++) {
+                int8_t *q = c->to.q + row * in + k;
+                float t = round_part(some, q);
+                c->to.t[(row * in + k) / ROUNDED] = t * c->w->unit;
+                if (planes > 1) /* exact, so not changed by being contracted */
+                    for (int64_t i = 0; i < ROUNDED; i++) some[i] -= (float)((double)t * q[i]);
+            }
         }
-        for (int64_t k = 0; k < in; k += step) {
-            int32_t sum = 0;
-            for (int64_t i = 0; i < step; i++) sum += q[k + i];
-            sums[k / step] = sum;
-        }
-        for (int64_t k = 0; k < in; k += group) {
-            double total = 0; /* products are exact */
-            for (int64_t i = k; i < k + group; i += step)
-                total += (double)t[i / ROUNDED] * sums[i / step];
-            totals[k / group] = (float)total;
-        }
+        for (int64_t row = r * planes; row < (r + 1) * planes; row++) add_up(c, row);
     }
     (void)thread;
 }
@@ -291,23 +307,28 @@ static inline __attribute__((always_inline)) void add_rows(const product *p, con
     }
 }
 
-/* Rows `row` to `row + rows` - 1 of x by a panel -> sums [rows, 32]. */
+/* Rows `row` to `row + rows` - 1 of x by a panel -> sums [rows, 32], in memory for ROWS. */
 static void sum_panel(const product *p, int64_t panel, int64_t row, int64_t rows, float *sums) {
     const matrix *w = p->w;
     int64_t group = w->group, groups = p->in / group, step = step_of(group);
+    int64_t planes = planes_of(w), count = rows * planes;
     if (w->float8) {
         float8_panel(w, p->rows + row * p->in, p->in, panel, rows, sums);
         return;
     }
-    memset(sums, 0, (size_t)(rows * PANEL) * sizeof(float));
+    memset(sums, 0, (size_t)(count * PANEL) * sizeof(float));
     for (int64_t g = 0; g < groups; g++)
         for (int64_t part = 0; part < group; part += LONGEST) {
             int64_t length = group - part < LONGEST ? group - part : LONGEST;
-            place at = {panel, row, g * group + part, length, g, groups, step, !part, 1};
-            if (w->numbers) add_rows(p, TABLE, at, rows, sums);
-            else if (w->bits == 4) add_rows(p, HALVES, at, rows, sums);
-            else add_rows(p, BYTES, at, rows, sums);
+            place at = {panel, row * planes, g * group + part, length, g, groups, step, !part, 1};
+            if (w->numbers) add_rows(p, TABLE, at, count, sums);
+            else if (w->bits == 4) add_rows(p, HALVES, at, count, sums);
+            else add_rows(p, BYTES, at, count, sums);
         }
+    for (int64_t i = 0; planes > 1 && i < rows * PANEL; i++) {
+        const float *two = sums + i / PANEL * 2 * PANEL + i % PANEL;
+        sums[i] = two[0] + two[PANEL];
+    }
 }
 
 /* Tasks `begin` to `end` - 1: a panel (if `gated`, of gate and up) and a chunk of rows. */
@@ -321,8 +342,8 @@ static void multiply_some(void *context, int64_t begin, int64_t end, int64_t thr
         int64_t columns = columns_of(first, out, p->gated);
         read_bias(p->bias ? p->bias + first : 0, columns, biases[0]);
         if (p->gated) read_bias(p->bias ? p->bias + out + first : 0, PANEL, biases[1]);
-        for (; row < last; row += ROWS) {
-            int64_t rows = last - row < ROWS ? last - row : ROWS;
+        for (int64_t most = ROWS / planes_of(p->w); row < last; row += most) {
+            int64_t rows = last - row < most ? last - row : most;
             element *y = p->y + row * p->apart + first;
             sum_panel(p, panel, row, rows, sums[0]);
             if (p->gated) {
@@ -391,9 +412,9 @@ static char *scratch(size_t size) {
 static int64_t quantized_job(const matrix *w, const piece_of_product *plain) {
     int64_t n = plain->n, in = plain->in, out = plain->out, gated = plain->gated;
     if (n <= 0) return 0;
-    char *memory = scratch((size_t)rounded_bytes(n, in));
+    char *memory = scratch((size_t)rounded_bytes(n * planes_of(w), in));
     if (!memory) return 1;
-    rounded_rows rows = rounded_at(memory, n, in, w->group);
+    rounded_rows rows = rounded_at(memory, n * planes_of(w), in, w->group);
     product p = {w, plain->x, plain->bias, plain->y, rows, n, in, out, gated, plain->y_stride, n};
     round_for(w, plain->x, n, in, p.x);
     if (n > FEW) p.chunk = (1 << 19) / in / ROWS * ROWS;
