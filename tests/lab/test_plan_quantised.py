@@ -41,7 +41,7 @@ def data_of(minillm, *argv):
 
 
 def test_int4_of_a_preset(minillm):
-    """0.5 bytes and 3 bytes per group of 128, the output matrix in int8, the embedding in bf16."""
+    """0.5 bytes and 4 per group of 32; the output matrix in int8, 2 per group; the embedding plain."""
     found, plain = (
         data_of(minillm, "preset:llama-3.1-8b", "--hardware", "h100", *more)
         for more in (("--quantization", "int4"), ())
@@ -49,7 +49,7 @@ def test_int4_of_a_preset(minillm):
     assert (found["weights"]["name"], plain["weights"]) == ("int4", None)
     table = 128256 * 4096
     linears = 8030261248 - 2 * table - 65 * 4096
-    due = linears * (0.5 + 3 / 128) + 2 * table + 2 * 65 * 4096 + table * (1 + 4 / 4096)
+    due = linears * (0.5 + 4 / 32) + 2 * table + 2 * 65 * 4096 + table * (1 + 2 / 32)
     assert found["plan"]["weight_bytes"] == pytest.approx(due, rel=1e-9)
     more_cache = found["plan"]["kv_cache_bytes"] - plain["plan"]["kv_cache_bytes"]
     assert more_cache == plain["plan"]["weight_bytes"] - found["plan"]["weight_bytes"]
@@ -60,17 +60,15 @@ def test_int4_of_a_preset(minillm):
     )
 
 
-def test_int8_is_multiplied_at_the_rate_of_int8(minillm):
-    """On a GPU a matrix with a scale per row is multiplied with activations of 8 bits."""
-    asked = ("preset:llama-3.1-8b", "--hardware", "h100", "--quantization")
-    eight, four = (data_of(minillm, *asked, how)["predictions"]["prefill"]
-                   for how in ("int8", "int4"))  # fmt: skip
-    assert (eight["dtype"], four["dtype"]) == ("int8", "bfloat16")
-    flops = eight["linear_flops"] + eight["attention_flops"]
-    assert eight["compute_seconds"] == pytest.approx(flops / 1979e12)
-    assert four["compute_seconds"] == pytest.approx(flops / 989e12)
-    assert "1,979 TOP/s (int8)" in minillm("plan", *asked, "int8")[1]
-    assert "989 TFLOP/s (bfloat16)" in minillm("plan", *asked, "int4")[1]
+@pytest.mark.parametrize("how", ["int8", "int4"])
+def test_a_gpu_multiplies_at_the_rate_of_16_bits(minillm, how):
+    """There activations keep 16 bits: in 8, one scale for a row would cost a real model quality."""
+    asked = ("preset:llama-3.1-8b", "--hardware", "h100", "--quantization", how)
+    prefill = data_of(minillm, *asked)["predictions"]["prefill"]
+    assert prefill["dtype"] == "bfloat16"
+    flops = prefill["linear_flops"] + prefill["attention_flops"]
+    assert prefill["compute_seconds"] == pytest.approx(flops / 989e12)
+    assert "989 TFLOP/s (bfloat16)" in minillm("plan", *asked)[1]
 
 
 def test_a_device_without_a_known_int8_rate_has_that_of_bf16(minillm):
@@ -96,12 +94,12 @@ def test_a_quantised_folder(name, minillm):
 def test_devices_share_quantised_weights(minillm):
     asked = ("preset:llama-3.1-70b", "--hardware", "h100", "-tp", 2)
     out = minillm("plan", *asked, "--quantization", "int4")[1]
-    assert "18.2 GiB on each GPU, in int4" in out
+    assert "21.4 GiB on each GPU, in int4" in out
     found = data_of(minillm, *asked, "--quantization", "int4")["parallel"]
     plain = data_of(minillm, *asked)["parallel"]
     ratios = [four["memory"]["weight_bytes"] / all["memory"]["weight_bytes"]
               for four, all in zip(found, plain, strict=True)]  # fmt: skip
-    assert all(0.26 < ratio < 0.29 for ratio in ratios)
+    assert all(0.31 < ratio < 0.34 for ratio in ratios)
 
 
 def test_experts_are_read_with_their_own_bytes():
