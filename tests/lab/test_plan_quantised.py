@@ -41,7 +41,7 @@ def data_of(minillm, *argv):
 
 
 def test_int4_of_a_preset(minillm):
-    """0.5 bytes and 4 per group of 32; the output matrix in int8, 2 per group; embedding in bf16."""
+    """0.5 bytes and 4 per group of 32; output matrix in int8, 2 per group; embedding in bf16."""
     found, plain = (
         data_of(minillm, "preset:llama-3.1-8b", "--hardware", "h100", *more)
         for more in (("--quantization", "int4"), ())
