@@ -753,6 +753,7 @@ def test_the_readme_runs(capsys):
     assert out.outputs[0].text in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_guide_runs_and_its_second_batch_reads_the_start_from_the_cache(
     capsys, tmp_path, monkeypatch
 ):

@@ -638,7 +638,8 @@ def test_several_logits_of_a_row_are_drawn_at_their_positions():
         sampler.choose(logits, (1, 1, 1, 0), [4, 5, 6, 4])
 
 
-@pytest.mark.parametrize("rows", [32, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [32, 256])
 def test_the_memory_of_edits_at_150k_tokens(rows):
     """What is kept, and the most that exists at once while a step of edited rows is chosen."""
     edits = Edits(rows, 151_936, torch.device("cpu"))

@@ -267,7 +267,7 @@ def test_tokens_that_a_stop_string_cuts_are_counted_nowhere(folder: Path) -> Non
     assert cuts > 5
 
 
-@pytest.mark.parametrize("wrong", [0.0, 0.3])
+@pytest.mark.parametrize("wrong", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_drafts_reconcile_where_steps_are_planned_ahead(folder: Path, wrong: float) -> None:
     with engine_of(folder, {"wrong": wrong, "async_scheduling": True}) as llm:
         lives = run(llm, 5, 60)
