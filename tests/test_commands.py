@@ -1,5 +1,5 @@
 """The commands that run tests: together they run every test, in parts that do not overlap, and
-`make test` keeps its budget."""
+`make test` can keep a budget."""
 
 import os
 import re
