@@ -41,8 +41,7 @@ from minillm.quantization.rounding import round_symmetric, round_with_minima
 
 
 def round_int4(weight: Tensor) -> Quantized:
-    """4-bit codes and minima. On a real model, groups of 32 with minima and searched ranges have
-    two thirds of the KL of groups of 64 with zero points."""
+    """4-bit codes and minima in groups of 32, with searched ranges."""
     return round_with_minima(weight, GROUP)
 
 
