@@ -64,7 +64,7 @@ MUTANTS = {  # pattern, mistake, case of test_quantized_products, flags
         r"group % ROUNDED \? LEAST_GROUP : ROUNDED", "ROUNDED", "int8, groups of 80", ()
     ),
     "totals without the scales of x": (
-        r"\(double\)t\[i / ROUNDED\] \* sums", "(double)sums", "int4, minima", ()
+        r"\(double\)to\.t\[i / ROUNDED\] \*", "(double)", "int4, minima", ()
     ),
     "the second part is left out": (
         r"part < group;", "part < 1;", "int4, a zero point per row", ()

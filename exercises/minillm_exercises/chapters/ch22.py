@@ -15,11 +15,12 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from minillm.lab.benchmarks.serving.client import Client, Fields
-from minillm.lab.benchmarks.serving.measures import vllm
+from minillm.lab.benchmarks.serving.measures import DIALECTS, vllm
 from minillm.lab.benchmarks.serving.percentiles import percentile
 from minillm.lab.benchmarks.serving.reply import REJECTION, Reply
 from minillm.lab.benchmarks.serving.runner import Load, Progress, offer
@@ -238,13 +239,12 @@ NAMES: Mapping[str, tuple[str, str]] = {
 
 def by_tool(reply: Reply, start: float) -> dict[str, tuple[float, float]]:
     """The two times of `NAMES` by each tool's definition, in seconds from `start`. The tools start
-    when they send."""
-    frames, texts, tokens = reply.frames, reply.texts, reply.tokens
-    return {
-        "vllm": (frames[0] - start, (frames[-1] - frames[0]) / (tokens - 1)),
-        "aiperf": (texts[0] - start, (texts[-1] - texts[0]) / (tokens - 1)),
-        "guidellm": (texts[0] - start, (texts[-1] - start) / tokens),
+    when they send; the engine's measures, when the request was due."""
+    moved = replace(reply, intended=start)
+    times = {
+        tool: {name: at or 0.0 for name, at in DIALECTS[tool](moved).items()} for tool in NAMES
     }
+    return {tool: (times[tool][first], times[tool][mean]) for tool, (first, mean) in NAMES.items()}
 
 
 def show_tools(reply: Reply) -> None:
