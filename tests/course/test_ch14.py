@@ -65,11 +65,31 @@ def test_the_relative_error_is_that_of_the_outputs():
 def test_int8_inputs_have_a_step_for_a_tensor_or_a_token():
     x = torch.tensor([[127.0, 0.4], [1.27, 0.004]])
     ones = torch.ones(2)
-    assert ch14.int8_inputs(x, ones, by_token=False).tolist() == [[127.0, 0.0], [1.0, 0.0]]
-    by_token = ch14.int8_inputs(x, ones, by_token=True)
+    assert ch14.int8_inputs(x, ones, None).tolist() == [[127.0, 0.0], [1.0, 0.0]]
+    by_token = ch14.int8_inputs(x, ones, -1)
     assert by_token[1].tolist() == pytest.approx([1.27, 0.0])
-    scaled = ch14.int8_inputs(x, torch.tensor([127.0, 0.4]), by_token=False)
+    scaled = ch14.int8_inputs(x, torch.tensor([127.0, 0.4]), None)
     assert scaled[0].tolist() == pytest.approx([127.0, 0.4])
+
+
+def test_ways_to_round_inputs():
+    """One outlier: a step for the token loses the others, and each remedy keeps them."""
+    x = torch.randn(8, 64, generator=GENERATOR)
+    x[:, 5] = 90.0
+    others = torch.arange(64) != 5
+
+    def error(rounded):
+        return float((rounded - x)[:, others].norm() / x[:, others].norm())
+
+    plain = error(ch14.by_token(x))
+    assert plain > 0.15
+    assert error(ch14.outliers_apart(x)) < 0.02
+    assert torch.equal(ch14.outliers_apart(x)[:, 5], x[:, 5])
+    assert error(ch14.rotated(x)) < plain / 2
+    groups = ch14.int8_inputs(x, torch.ones(64), 32)
+    assert error(groups) < 0.8 * plain  # 31 inputs share the outlier's group
+    assert (groups - x)[:, 32:].norm() < 0.01 * x[:, 32:].norm()
+    assert torch.allclose(ch14.rotation(64) @ ch14.rotation(64).T, torch.eye(64), atol=1e-5)
 
 
 @pytest.mark.parametrize("act_order", [False, True])
@@ -111,7 +131,7 @@ def test_pictures(captions):
     ch14_pictures.draw_tokens({128: 0.06, 512: 0.02}, 0.04, errors, 0.2)
     assert "With 128 tokens its KL is 1.50 times" in captions[-1]
     assert "with 512 it is 0.50 times" in captions[-1]
-    ch14_pictures.draw_channels({"tiny": torch.tensor([1.0, 3.0, 2.0])})
+    ch14_pictures.draw_channels({"tiny": torch.tensor([1.0, 3.0, 2.0])}, "x")
     assert "2 times the mean in tiny" in captions[-1]
     methods = {"AWQ": {"tiny": 0.04, "planted": 0.05}, "GPTQ": {"tiny": 0.02, "planted": 0.03}}
     ch14_pictures.draw_methods(methods, "4 bits")

@@ -24,6 +24,8 @@ from minillm.models.packing import pack_weights
 from minillm.models.quantize import quantize_weights
 from minillm.ops import cpu
 from minillm.quantization.methods import unpack
+from minillm_exercises.chapters import ch14
+from minillm_exercises.chapters.quality import Subject
 
 FILE = "smollm2"
 pytestmark = pytest.mark.skipif(
@@ -117,3 +119,16 @@ def test_int8_weights_are_nearly_those_of_16_bits(texts, exact):
     print(found)
     assert found.kl <= 0.002
     assert abs(found.loss) <= 0.003
+
+
+def test_the_record_of_chapter_14_is_true():
+    """The largest inputs of its channels, and two of its ways to round them."""
+    record, subject = ch14.real(), Subject(FILE)
+    seen = ch14.statistics(subject.inputs(1024))
+    for name, values in record["largest"].items():
+        measured = seen[name].largest.sort(descending=True).values
+        torch.testing.assert_close(measured, torch.tensor(values), rtol=0.02, atol=0)
+    ways = ch14.ways(subject, seen)
+    for way in ("a step for a token", "a step for 32 inputs"):
+        found = subject.judge(lambda _, weight: weight, ways[way]).kl
+        assert found == pytest.approx(record["kl"][way], rel=0.05), way

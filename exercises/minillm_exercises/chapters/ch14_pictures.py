@@ -88,12 +88,12 @@ def draw_tokens(
     )
 
 
-def draw_channels(means: Mapping[str, Tensor]) -> None:
-    """Draw the mean |x| of every channel, largest first."""
-    fig, ax = figure("channel, largest first", "mean |x| (logarithmic)", size=(6.4, 3.0))
+def draw_channels(channels: Mapping[str, Tensor], what: str) -> None:
+    """Draw a number of every channel, largest first."""
+    fig, ax = figure("channel, largest first", f"{what} (logarithmic)", size=(6.4, 3.0))
     told = []
-    for place, (name, mean) in enumerate(means.items()):
-        ordered = mean.sort(descending=True).values
+    for place, (name, values) in enumerate(channels.items()):
+        ordered = values.sort(descending=True).values
         look = {**series(place), "markevery": [0, 1, 2, 3, len(ordered) - 1]}
         ax.plot(range(len(ordered)), ordered.tolist(), label=name, **look)
         told.append(f"{float(ordered[0] / ordered.mean()):.0f} times the mean in {name}")
@@ -101,7 +101,8 @@ def draw_channels(means: Mapping[str, Tensor]) -> None:
     ax.legend(loc="upper right")
     show(
         fig,
-        f"The inputs of one matrix, channel by channel. The largest channel is {', '.join(told)}.",
+        f"The {what} of the inputs of a matrix, channel by channel. The largest channel has "
+        f"{', '.join(told)}.",
     )
 
 

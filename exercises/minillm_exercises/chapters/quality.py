@@ -1,8 +1,9 @@
 """Chapters 13 and 14: how far a model with changed weights is from the model itself.
 
-`Subject` holds `tiny` in float32, a text that it was not trained on, and what the unchanged model
-says about it. `judge` changes all matrices of the layers and compares. The two texts are copies of
-files of this project, kept as text, so that the numbers stay the same when the project changes.
+`Subject` holds a model in float32, a text that `tiny` was not trained on, and what the unchanged
+model says about it. `judge` changes all matrices of the layers and compares. The two texts are
+copies of files of this project, kept as text, so that the numbers stay the same when the project
+changes.
 """
 
 import math
@@ -16,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import minillm
+from minillm.lab.comparison.candidates import load_base
+from minillm.lab.comparison.run import tokenizer_of
 from minillm.lab.training.evaluate import logits_of
 from minillm.layers.linear_methods import Matrix
 from minillm.models.checkpoint import open_model
-from minillm.models.loader import load_model
-from minillm.text.tokenizer import Tokenizer
 
 TINY = Path(minillm.__file__).parent / "assets" / "tiny"
 WINDOW, WINDOWS = 512, 4  # tokens of a window, and how many are judged
@@ -46,11 +47,13 @@ def text(name: str) -> str:
 
 
 class Subject:
-    """`tiny` in float32 with its matrices, and the windows it is judged on."""
+    """A model in float32 with its matrices, and the windows it is judged on. A quantised one has
+    the values of its codes."""
 
-    def __init__(self) -> None:
-        self.model = load_model(open_model(TINY), torch.float32)
-        self.tokenizer = Tokenizer.from_folder(TINY)
+    def __init__(self, name: str | Path = TINY) -> None:
+        source = open_model(name)
+        self.model = load_base(source, torch.float32)
+        self.tokenizer = tokenizer_of(source)
         ids = self.tokenizer.encode(text("held_out"))
         self.windows = [ids[at * WINDOW : (at + 1) * WINDOW] for at in range(WINDOWS)]
         self._matrices = {
