@@ -10,6 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -63,6 +64,14 @@ def one_thread_afterwards() -> Iterator[None]:
         found = torch.get_num_threads()
         torch.set_num_threads(1)
         pytest.fail(f"This test left {found} threads: restore torch.set_num_threads.")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two layers and 264 ids, each of which has text. Tests do not change it."""
+    from tests.engine.small import write_model
+
+    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 class Shown(NamedTuple):

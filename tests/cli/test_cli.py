@@ -737,8 +737,10 @@ def test_the_demonstration_is_never_faster_than_its_bound(
     busy = replace(DATASHEET["laptop-ddr5"], bandwidth=1e3)
     monkeypatch.setattr(demo, "measure", lambda refresh, device: busy)
     if batch == 1:  # slow steps of 16 sequences
-        slow = demo.DecodeRun(16, 1.0, 1, 1.0)
-        monkeypatch.setattr(demo, "decode_together", lambda llm: slow)
+        whole, slow = demo.decode, demo.DecodeRun(16, 1.0, 1, 1.0)
+        monkeypatch.setattr(
+            demo, "decode", lambda llm, n, budget: whole(llm, n, budget) if n == 1 else slow
+        )
     shown = cli().out
     said = row(shown, "memory bandwidth")
     assert f"reached at batch {batch}; 1 kB/s measured" in said
@@ -795,23 +797,23 @@ def test_the_bytes_of_the_demonstration_are_those_of_the_model(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(f"preset:{demo.BIG}", load_format="dummy", dtype="float32") as llm:
-        decoded = demo.decode(llm)
+        decoded = demo.decode(llm, 1, demo.BUDGET)
     tensors = load_file(base / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
     read = sum(t.nbytes for t in tensors.values()) - embedding.nbytes + embedding[0].nbytes
     assert decoded.weight_bytes == read
-    assert decoded.num_tokens == 51 - demo.WARM_UP  # the first token after 50.5 ms ends it
+    assert decoded.num_tokens == 51  # the first token after 50.5 ms ends it
     assert decoded.seconds_per_token == pytest.approx(0.001)
     cached = decoded.bytes_per_token - read  # the mean context and the new token
     per_token = 2 * 2 * 2 * 8 * 4
-    lengths = range(16 + demo.WARM_UP + 1, 16 + demo.WARM_UP + 1 + decoded.num_tokens)
-    assert cached == pytest.approx(per_token * (sum(lengths) / len(lengths) + 1))
+    lengths = range(16 + demo.WARM_UP, 16 + demo.WARM_UP + decoded.num_tokens)
+    assert cached == pytest.approx(per_token * (sum(lengths) / len(lengths)))
 
 
 @pytest.mark.usefixtures("small_demo")
 def test_the_batch_of_the_demonstration_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(f"preset:{demo.BIG}", load_format="dummy", dtype="float32") as llm:
-        found = demo.decode_together(llm)
+        found = demo.decode(llm, demo.TOGETHER, demo.BUDGET / 2)
         counters, pool = llm.engine.scheduler.counters, llm.engine.scheduler.blocks.pool
     assert counters.max_num_running == demo.TOGETHER
     assert counters.num_decode_tokens >= 16 * 25

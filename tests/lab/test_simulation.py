@@ -17,14 +17,8 @@ from minillm.scheduling.plan import Row
 from minillm.scheduling.policies import Policy
 from minillm.scheduling.record import Blocked, StepRecord
 from minillm.scheduling.scheduler import Scheduler
-from tests.engine.small import write_model
 from tests.trace import workload
 from tests.trace.drafts import Truth, speculating
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def ends(sim: Simulation) -> dict[str, float]:
@@ -183,9 +177,9 @@ def beside(llm, **more):
     )  # fmt: skip
 
 
-def test_the_engine_decides_the_same(model):
+def test_the_engine_decides_the_same(folder):
     """The same requests through a real engine: rows, blocks, waits and preemptions are equal."""
-    llm = workload.engine(model)
+    llm = workload.engine(folder)
     sim = beside(llm)
     prompts = [[(7 * r + 3 * p) % 200 for p in range(5 + 3 * r)] for r in range(9)]
     params = SamplingParams(temperature=0.0, max_tokens=11, ignore_eos=True)
@@ -200,9 +194,9 @@ def test_the_engine_decides_the_same(model):
         assert str(one.blocked) == str(other.blocked)
 
 
-def test_completions_that_stop_together_free_their_blocks_in_the_engines_order(model):
+def test_completions_that_stop_together_free_their_blocks_in_the_engines_order(folder):
     """All of one request, and then those of the next: who is free first is used first."""
-    llm = workload.engine(model)
+    llm = workload.engine(folder)
     core, sim = llm.engine, beside(llm)
     params = SamplingParams(n=2, max_tokens=9, allowed_token_ids=[7], stop_token_ids=[7])
     for name in ("a", "b", "c"):
@@ -273,10 +267,10 @@ def test_acceptance_follows_the_table_whatever_the_schedule():
     assert accepted != [found[0][key] for key in sorted(found[0]) if key[0] == 0]
 
 
-def test_right_drafts_decide_as_in_the_engine(model):
+def test_right_drafts_decide_as_in_the_engine(folder):
     """Row for row, with a pool that is too small, and answers that stop in the middle of drafts."""
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
-    llm = workload.engine(model, **limits, **speculating(Truth(model), 3))
+    llm = workload.engine(folder, **limits, **speculating(Truth(folder), 3))
     core, sim = llm.engine, beside(llm, speculation=SimulatedDrafts((1.0, 1.0, 1.0)))
     for number in range(8):
         prompt = [number, 2, 3, 5, 8][: 2 + number % 4]
@@ -303,9 +297,9 @@ def test_right_drafts_decide_as_in_the_engine(model):
         assert one.ended == [each._replace(time=None) for each in other.ended]
 
 
-def test_token_times_leave_out_what_failed(model):
+def test_token_times_leave_out_what_failed(folder):
     """Requests that fail, stop, are aborted or preempted: as many times as tokens in the end."""
-    llm = workload.engine(model, swap_space=workload.HOST_GIB, preemption_mode="swap")
+    llm = workload.engine(folder, swap_space=workload.HOST_GIB, preemption_mode="swap")
     workload.run(llm, seed=6, count=40)
     times = llm.trace.token_times()
     summaries = llm.trace.requests()

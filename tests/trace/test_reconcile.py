@@ -22,7 +22,7 @@ from minillm.scheduling.request import Status
 from minillm.trace.file import read_record, record_line
 from minillm.trace.recorder import Trace
 from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING
-from tests.engine.small import make, num_ahead, write_model
+from tests.engine.small import make, num_ahead
 from tests.serving.async_small import LIMIT, Gate
 from tests.trace.drafts import NGRAM, Truth, speculating
 from tests.trace.workload import BLOCKS, HOST_GIB, engine, run
@@ -46,11 +46,6 @@ def engine_of(folder: Path, kind: dict[str, Any]) -> Iterator[LLM]:
         arguments |= speculating(Truth(folder, arguments.pop("wrong")))
     with engine(folder, **arguments) as llm:
         yield llm
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=range(len(KINDS)))

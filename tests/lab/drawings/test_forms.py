@@ -21,14 +21,8 @@ from minillm.lab.simulation import Simulation
 from minillm.trace.file import state_line
 from minillm.trace.recorder import RECORD_BYTES, ROW_BYTES, Trace
 from minillm.trace.replay import SequenceState
-from tests.engine.small import write_model
 from tests.trace.drafts import Truth, speculating
 from tests.trace.workload import HOST_GIB, engine, run
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=["whole", "begins in the middle", "with drafts"])

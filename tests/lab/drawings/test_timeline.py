@@ -12,7 +12,7 @@ import pytest
 from minillm import SamplingParams
 from minillm.lab.drawings.timeline import BEHIND, NOT_YET, timeline
 from minillm.trace.recorder import Trace
-from tests.engine.small import num_ahead, write_model
+from tests.engine.small import num_ahead
 from tests.trace.drafts import Truth, speculating
 from tests.trace.workload import BLOCKS, HOST_GIB, engine, run
 
@@ -40,8 +40,7 @@ class Recorded:
 
 
 @pytest.fixture(scope="module", params=["recompute", "swap", "dropped", "drafts"])
-def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Recorded:
-    folder = write_model(tmp_path_factory.mktemp("model"))
+def recorded(folder: Path, request: pytest.FixtureRequest) -> Recorded:
     swap = {"swap_space": HOST_GIB, "prefix_cache": "radix"} if request.param == "swap" else {}
     capacity = 50_000 if request.param == "dropped" else None
     drafts = speculating(Truth(folder, 0.2)) if request.param == "drafts" else {}
@@ -120,9 +119,8 @@ def test_drafts_and_positions_are_those_of_the_rows(recorded: Recorded) -> None:
     )
 
 
-def test_a_step_that_was_planned_too_early_for_a_sequence_stalls_it(tmp_path: Path) -> None:
+def test_a_step_that_was_planned_too_early_for_a_sequence_stalls_it(folder: Path) -> None:
     """It has drafts, so that its next row follows its tokens; the other one goes on."""
-    folder = write_model(tmp_path)
     with engine(folder, async_scheduling=True, **speculating(Truth(folder))) as llm:
         core = llm.engine
         for name, count in (("a", 16), ("b", 1)):  # one token: never any drafts
