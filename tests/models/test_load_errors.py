@@ -176,8 +176,9 @@ def test_damage_is_named(folder, name, damage, kind, culprits):
          ("model-00002-of-", INDEX)),
         (content(INDEX, None), CheckpointError, (INDEX,)),
         *((lambda folder, name=name: edit_json(folder / INDEX, weight_map={NORM: name}),
-           (CheckpointError, ModelNotFoundError), ("index.json",))
-          for name in ("../other.safetensors", "sub/x.safetensors", "..", "", 3, None)),
+           kind, ("index.json",))
+          for kind, names in ((CheckpointError, ("../other.safetensors", "sub/x.safetensors")),
+                              (ModelNotFoundError, ("..", "", 3, None))) for name in names),
         *((lambda folder, found=found: edit_json(folder / INDEX, weight_map=found),
            (CheckpointError, ModelNotFoundError), ()) for found in (None, [], "x", {})),
     ],
