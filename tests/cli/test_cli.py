@@ -148,11 +148,11 @@ MISTAKES = [
     ),
     (["generate", "--model", "preset:smollm2-135m", "x"], "add --load-format dummy for"),
     (["chat", "{base}", "--model", "tiny"], "MODEL and --model name two models"),
-    (["chat", "--model", "{base}"], "has no chat template"),
     (["chat", "--model", "preset:smollm2-135m"], "no chat template"),
     (["info", "preset:lama-2-7b"], "Did you mean 'llama-2-7b'?"),
     (["info", "nowhere"], "There is no folder 'nowhere'"),
     (["plan"], "required: MODEL"),
+    (["plan", "{base}", "--load", "--hardware", "h100"], "leave out --hardware"),
     (["plan", "preset:qwen3-8b", "--hardware", "h20O"], "Did you mean 'h200'?"),
     (["plan", "preset:qwen3-8b", "--hardware", "apple"], "could be apple-m1 or"),
     (["plan", "preset:qwen3-8b", "--memory", "24 chickens"], "such as 24GiB"),
@@ -640,34 +640,27 @@ def test_a_plan_counts_a_draft_model_in(cli: Any) -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_a_loaded_plan_has_lines_of_the_draft_model(base: Path, cli: Any) -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_loaded_plan_shows_what_was_allocated(drafts: bool, base: Path, cli: Any) -> None:
     given = json.dumps({"model": str(base), "num_speculative_tokens": 4})
-    argv = ("plan", str(base), "--load", "--max-num-seqs", "4", "--speculative-config", given)
+    argv = ["plan", base, "--load", "--max-num-seqs", 4]
+    argv += ["--speculative-config", given] if drafts else []
     shown, data = cli(*argv).out, json.loads(cli(*argv, "--json").out)
-    allocated = data["allocated"]
-    assert allocated["draft_weights"] == allocated["weights"]
-    assert allocated["draft_kv_cache"] == allocated["kv_cache"]
-    for name in ("weights", "kv cache", "draft weights", "draft kv cache"):
-        assert re.search(rf"^  {name} +[\d.]+ \w+ +[\d.]+ \w+ +[+-]\d", shown, re.MULTILINE), name
-
-
-def test_a_loaded_plan_shows_what_was_allocated(base: Path, cli: Any) -> None:
-    argv = ("plan", str(base), "--load", "--max-num-seqs", "4")
-    shown, data = cli(*argv), json.loads(cli(*argv, "--json").out)
-    assert re.search(r"weights +[\d.]+ \w+ +[\d.]+ \w+ +[+-]\d", shown.out)
-    said = " ".join(shown.out.split())
-    assert f"sequences of up to {data['loaded']['settings']['max_model_len']:,}." in said
-    unknown = "the memory of activations is not measured" in said
-    assert unknown != ("activations" in data["allocated"])
-    stored = sum(t.nbytes for t in load_file(base / "model.safetensors").values())
     planned, allocated = data["loaded"], data["allocated"]
+    for name in ("weights", "kv cache", *(("draft weights", "draft kv cache") if drafts else ())):
+        assert re.search(rf"^  {name} +[\d.]+ \w+ +[\d.]+ \w+ +[+-]\d", shown, re.MULTILINE), name
+    said = " ".join(shown.split())
+    assert f"sequences of up to {planned['settings']['max_model_len']:,}." in said
+    unknown = "the memory of activations is not measured" in said
+    assert unknown != ("activations" in allocated)
+    stored = sum(t.nbytes for t in load_file(base / "model.safetensors").values())
     value_bytes = 2 if planned["settings"]["dtype"] == "bfloat16" else 4
     assert allocated["weights"] == pytest.approx(stored / 4 * value_bytes, rel=0.01)
-    assert allocated["kv_cache"] == pytest.approx(planned["kv_cache_bytes"], rel=0.05)
-    assert allocated["kv_cache"] <= planned["kv_cache_bytes"]
-    refused = cli("plan", str(base), "--load", "--hardware", "h100")
-    assert refused.code != 0
-    assert "leave out --hardware" in " ".join(refused.err.split())
+    if drafts:
+        assert allocated["draft_weights"] == allocated["weights"]
+        assert allocated["draft_kv_cache"] == allocated["kv_cache"]
+    caches = allocated["kv_cache"] * (1 + drafts)
+    assert 0.95 * planned["kv_cache_bytes"] <= caches <= planned["kv_cache_bytes"]
 
 
 @pytest.mark.parametrize(
