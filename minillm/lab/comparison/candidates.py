@@ -30,8 +30,8 @@ from minillm.models.packaged import PACKAGED
 from minillm.models.quantize import ROUNDINGS, quantize_weights
 from minillm.models.quantize_layers import quantized_model
 from minillm.quantization.making import Made
-from minillm.quantization.methods import QuantizedMethod, install
-from minillm.quantization.mixed import holders, members
+from minillm.quantization.methods import QuantizedMethod, install, unpack
+from minillm.quantization.mixed import MixedMethod, holders, members
 from minillm.quantization.recipe import METHODS, Recipe
 from minillm.quantization.rounding import round_symmetric
 
@@ -57,6 +57,7 @@ OWNERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 ROUNDED = 32  # inputs that share a scale, as in matrix.h
 SWITCHES = ("head8", "head16", "a8")
+NOT_DENSE = (QuantizedMethod, MixedMethod)
 EXAMPLES = "int8, int4, gptq:4:128, awq:4:128, nf4"
 
 
@@ -174,8 +175,21 @@ def open_candidate(
 
 
 def load_base(source: ModelSource, dtype: torch.dtype) -> Decoder:
-    """The 16-bit model; random weights for a shape."""
-    return load_model(source, dtype, load_format="auto" if source.folder else "dummy")
+    """The 16-bit model; random weights for a shape. Of a quantised model, the values of its codes:
+    they are the reference for what rounds them again.
+
+    Raises:
+        ConfigError: a matrix cannot be made dense.
+    """
+    model = load_model(source, dtype, load_format="auto" if source.folder else "dummy")
+    for matrix in list(holders(model)):
+        unpack(matrix)
+    if any(isinstance(getattr(m, "method", None), NOT_DENSE) for m in model.modules()):
+        raise ConfigError(
+            f"{source.name} is quantised in a form that cannot be made dense here; give the 16-bit "
+            "model first, and this one after it."
+        )
+    return model
 
 
 def output_matrix(model: Decoder) -> Matrix:

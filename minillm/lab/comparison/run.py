@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from minillm.api.arguments import EngineArgs
-from minillm.engine.setup import open_tokenizer
+from minillm.engine.setup import choose_dtype, open_tokenizer
 from minillm.errors import ConfigError
 from minillm.lab.comparison import sizes
 from minillm.lab.comparison.candidates import (
     Candidate,
     Opened,
+    as_served,
     facts,
     load_base,
     open_candidate,
@@ -27,6 +29,8 @@ from minillm.models.calibration_text import calibration_windows
 from minillm.models.calibration_text import read_text as read_calibration
 from minillm.models.checkpoint import ModelSource, open_model
 from minillm.models.decoder import Decoder
+from minillm.models.loader import DTYPES
+from minillm.models.packing import pack_weights
 from minillm.text.tokenizer import Tokenizer
 
 BASE = "16 bit"
@@ -56,19 +60,30 @@ class Work:
     prepare: Prepare | None = None
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The 16-bit model in float32 on the text."""
+
+    windows: Windows
+    model: Decoder
+    hidden: Tensor
+    scores: Scores
+
+
 @dataclass
 class Base:
-    """The 16-bit model in float32 on the text, and its speed; parts that are not measured are
-    None."""
+    """The 16-bit model; parts that are not measured are None."""
 
     source: ModelSource
     tokenizer: Tokenizer | None = None
-    windows: Windows | None = None
-    model: Decoder | None = None
-    hidden: Tensor | None = None
-    scores: Scores | None = None
+    reference: Reference | None = None
     speed: Speed | None = None
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its files hold codes."""
+        return bool(self.source.quantization or sizes.stored_bits(self.source))
 
 
 def compare(work: Work, say: Callable[[str], Any] = lambda what: None) -> dict[str, Any]:
@@ -103,27 +118,28 @@ def all_results(work: Work, base: Base, say: Callable[[str], Any]) -> list[dict[
 def open_base(work: Work, say: Callable[[str], Any]) -> Base:
     """Load the 16-bit model, and score the text with it."""
     base = Base(open_model(work.model))
-    if base.source.quantization:
-        raise ConfigError(
-            f"{work.model} is quantised already; give the 16-bit model first, and this one after "
-            "it."
-        )
     if base.source.folder is None:
         base.notes.append(f"{work.model} has random weights: sizes and speed only, no quality.")
     else:
         base.tokenizer = tokenizer_of(base.source)
-        base.windows = text_windows(work, base)
+        windows = text_windows(work, base)
         say(f"{work.model} on the text")
-        base.model = load_base(base.source, torch.float32)
+        model = load_base(base.source, torch.float32)
         if work.prepare is not None:
-            work.prepare(base.model)
-        base.hidden = hidden_states(base.model, base.windows)
-        base.scores = score(base.model, base.hidden, base.windows)
-    if work.speed:
+            work.prepare(model)
+        hidden = hidden_states(model, windows)
+        base.reference = Reference(windows, model, hidden, score(model, hidden, windows))
+        if base.quantized:
+            base.notes.append(
+                f"{work.model} is quantised: the row '{BASE}' has the values of its codes in 16 "
+                "bits, and what its own rounding cost is not in the table."
+            )
         base.notes.append(
-            "Quality is that of float32 arithmetic; the timed products of integer codes in C round "
-            "their inputs to 8 bits (a8 measures the effect on quality)."
+            "Bits per byte, KL and top-1 are those of the stored weights in float32 arithmetic. KL "
+            "run is the part due to arithmetic: from these weights in float32 to the products that "
+            "the engine runs, in its type and with rounded inputs."
         )
+    if work.speed:
         say("starting the engine")
         base.speed = Speed(base.source, work.dtype, work.threads)
     return base
@@ -176,11 +192,16 @@ def calibration_texts(work: Work, base: Base) -> dict[int, Tensor]:
 
 def base_result(work: Work, base: Base, say: Callable[[str], Any]) -> dict[str, Any]:
     """The row of the 16-bit model."""
-    source, model = base.source, base.model or load_base(base.source, torch.bfloat16)
+    source, known = base.source, base.reference
+    model = load_base(source, torch.bfloat16) if known is None else known.model
     opened = Opened(Candidate(BASE), model, source)
-    found = row(opened, "measured" if source.folder else "computed")
-    if base.scores is not None and base.windows is not None:
-        found |= {"quality": [quality_json(base.scores, base, None)]}
+    found = row(opened, "measured" if source.folder and not base.quantized else "computed")
+    if known is not None:
+        run, _ = as_run(work, base, model)
+        if base.speed is not None and base.quantized:
+            base.speed.base = run  # in place of the file as the engine loads it
+        measured = quality_json(known.scores, known, None)
+        found["quality"] = [measured | run_divergence(known.windows, run, model, known.hidden)]
     if base.speed is not None:
         found["speed"] = base.speed.measure(None, say)
     return found
@@ -195,28 +216,42 @@ def candidate_result(
 ) -> dict[str, Any]:
     """The row of a candidate; a calibrated method once for every seed."""
     seeds = work.seeds if candidate.recipe and candidate.recipe.calibrated else work.seeds[:1]
-    dtype = torch.bfloat16 if base.model is None else torch.float32
+    known = base.reference
+    dtype = torch.bfloat16 if known is None else torch.float32
     found: dict[str, Any] = {}
     for seed in seeds:
         say(f"{candidate.name}" + f", calibration {seed}" * (len(seeds) > 1))
         opened = open_candidate(candidate, base.source, dtype, calibrations.get(seed), work.prepare)
         check_same_shape(base, opened)
         found = found or row(opened, "computed" if candidate.is_method else "measured")
-        if base.windows is not None:
-            scores = scores_of(base, opened.model)
-            found.setdefault("quality", []).append(quality_json(scores, base, seed))
+        run, found["packing"] = as_run(work, base, opened.model)
+        if known is not None:
+            hidden = hidden_states(opened.model, known.windows)
+            scores = score(opened.model, hidden, known.windows, (known.model, known.hidden))
+            measured = quality_json(scores, known, seed)
+            measured |= run_divergence(known.windows, run, opened.model, hidden)
+            found.setdefault("quality", []).append(measured)
     if base.speed is not None:
-        found["packing"] = base.speed.packed(opened.model)
-        found["speed"] = base.speed.measure(opened.model, say)
+        found["speed"] = base.speed.measure(run, say)
     return found
 
 
-def scores_of(base: Base, model: Decoder) -> Scores:
-    """The scores of a candidate's model, relative to the 16-bit model."""
-    if base.windows is None or base.model is None or base.hidden is None:
-        raise RuntimeError("The text was not scored.")
-    hidden = hidden_states(model, base.windows)
-    return score(model, hidden, base.windows, (base.model, base.hidden))
+def as_run(work: Work, base: Base, model: Decoder) -> tuple[Decoder, str]:
+    """A loaded model as a CPU's engine runs it, and its packing in words. A copy, if the model is
+    still needed for the text."""
+    run = model if base.reference is None else deepcopy(model)
+    dtype = choose_dtype(work.dtype, run.config, torch.device("cpu"))
+    as_served(run, DTYPES[dtype])
+    return run, pack_weights(run)
+
+
+def run_divergence(
+    windows: Windows, run: Decoder, model: Decoder, hidden: Tensor
+) -> dict[str, Any]:
+    """The divergence from a model in float32, whose hidden states are given, to the same weights as
+    the engine runs them: the part that is due to arithmetic."""
+    scores = score(run, hidden_states(run, windows), windows, (model, hidden))
+    return {"kl_run": asdict(quality(scores, scores, windows)["kl"])}
 
 
 def check_same_shape(base: Base, opened: Opened) -> None:
@@ -257,25 +292,24 @@ def row(opened: Opened, disk: str) -> dict[str, Any]:
     }
 
 
-def quality_json(scores: Scores, base: Base, seed: int | None) -> dict[str, Any]:
+def quality_json(scores: Scores, known: Reference, seed: int | None) -> dict[str, Any]:
     """The metrics of a model with one calibration."""
-    if base.scores is None or base.windows is None:
-        raise RuntimeError("The text was not scored.")
-    found = quality(scores, base.scores, base.windows)
+    found = quality(scores, known.scores, known.windows)
     metrics = {name: asdict(each) for name, each in found.items()}
-    return {"seed": seed, "perplexity": perplexity(scores, base.windows), **metrics}
+    return {"seed": seed, "perplexity": perplexity(scores, known.windows), **metrics}
 
 
 def as_json(work: Work, base: Base, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The comparison as JSON data."""
     text = None
-    if base.windows is not None:
+    if base.reference is not None:
+        windows = base.reference.windows
         text = {
-            "name": base.windows.name,
-            "windows": len(base.windows.ids),
-            "length": base.windows.ids.shape[1],
-            "scored_tokens": base.windows.num_scored * len(base.windows.ids),
-            "scored_bytes": int(base.windows.num_bytes.sum()),
+            "name": windows.name,
+            "windows": len(windows.ids),
+            "length": windows.ids.shape[1],
+            "scored_tokens": windows.num_scored * len(windows.ids),
+            "scored_bytes": int(windows.num_bytes.sum()),
         }
     return {
         "benchmark": "compare",

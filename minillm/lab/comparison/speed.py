@@ -18,11 +18,8 @@ from minillm.engine.setup import CPU_BLOCK_SIZE, choose_dtype
 from minillm.lab.benchmarks.calm import LEAST_SECONDS, Calm, calmest, calmly
 from minillm.lab.benchmarks.ceiling import Ceiling, measure_ceiling
 from minillm.lab.benchmarks.decode_steps import DecodeSteps
-from minillm.lab.comparison.candidates import as_served
 from minillm.models.checkpoint import ModelSource
 from minillm.models.decoder import Decoder
-from minillm.models.loader import DTYPES
-from minillm.models.packing import pack_weights
 
 BATCHES, CONTEXT, STEPS, ROUNDS = (1, 16), 128, 16, 3
 
@@ -53,11 +50,6 @@ class Speed:
             )
         )
         self.base = self.steps.model
-
-    def packed(self, model: Decoder) -> str:
-        """Pack a loaded model as the engine does. Returns the packing in words."""
-        as_served(model, DTYPES[self.dtype])
-        return pack_weights(model)
 
     def measure(self, model: Decoder | None, say: Callable[[str], Any]) -> dict[str, Any]:
         """Time a packed model against the 16-bit model; None: the 16-bit model itself."""

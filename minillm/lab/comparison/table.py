@@ -21,7 +21,8 @@ from minillm.lab.comparison.outliers import FACTOR, STEP
 Found = Mapping[str, Any]
 SECTION = "## Quantised weights"
 MAIN_PARTS = ("plain", "seeded", "calibrated")  # the parts of a study with the same model
-QUALITY = ("method", "W A", "bits", "MB file", "MB memory", "bits/byte", "change", "KL", "top-1")
+QUALITY = ("method", "W A", "bits", "MB file", "MB memory", "bits/byte", "change", "KL", "top-1",
+           "KL run")  # fmt: skip
 SPEED = ("method", "tok/s, B=1", "x 16 bit", "of read", "tok/s, B=16", "x 16 bit", "of read")
 SETTINGS = ("method", "group", "zero points", "scales", "in 16 bits", "calibration", "made in")
 
@@ -34,13 +35,14 @@ def quality_cells(row: Found) -> list[str]:
     cells = [row["name"], precision(row), f"{row['bits_per_weight']:.2f}"]
     cells += [megabytes(row["disk"]["total"]), megabytes(row["memory"]["total"])]
     if "quality" not in row:
-        return [*cells, *[""] * 4]
+        return [*cells, *[""] * 5]
     return [
         *cells,
         f"{average(row, 'bits_per_byte'):.4f}",
         with_error(row, "bits_per_byte_change", "+") if "kl" in row["quality"][0] else "",
         with_error(row, "kl"),
         f"{average(row, 'same_top1'):.1%}" if "same_top1" in row["quality"][0] else "",
+        with_error(row, "kl_run"),
     ]
 
 

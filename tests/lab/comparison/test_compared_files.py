@@ -7,7 +7,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from minillm.errors import ConfigError
 from minillm.lab.comparison import run
 from minillm.lab.comparison.candidates import facts, open_candidate, parse
 from minillm.lab.comparison.sizes import disk_sizes, memory_sizes, packed_sizes, stored_bits
@@ -84,9 +83,19 @@ def test_a_gguf_file_is_compared(rows):
     assert 0.005 < row["quality"][0]["kl"]["value"] < 0.08
 
 
-def test_a_quantised_model_is_no_reference(folder):
-    with pytest.raises(ConfigError, match="is quantised already; give the 16-bit model first"):
-        run.compare(run.Work(str(folder), (parse("int8"),), speed=False))
+def test_a_quantised_model_stands_for_its_values(folder, file):
+    """The same codes again are no change, and 16 bits need 16 bits."""
+    for given in (folder, file):
+        work = run.Work(
+            str(given), (parse(str(given)), parse("rtn:3:32")), None, 2, 64, speed=False
+        )
+        found = run.compare(work)
+        base, same, three = found["results"]
+        assert base["weight_bits"] == [16]
+        assert base["disk"]["total"] > 2 * same["disk"]["total"]
+        assert same["quality"][0]["kl"]["value"] < 1e-9
+        assert three["quality"][0]["kl"]["value"] > 0.01
+        assert "is quantised" in found["notes"][0]
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from minillm import LLM, SamplingParams
 from minillm.__main__ import main
 from minillm.errors import ConfigError
 from minillm.lab.comparison import candidates, metrics, run, sizes, table, windows
@@ -166,6 +167,7 @@ def test_the_model_itself_has_no_divergence(found) -> None:
     assert mine["same_top1"]["value"] == 1
     assert mine["bits_per_byte"] == base["quality"][0]["bits_per_byte"]
     assert int8["quality"][0]["kl"]["value"] < 0.002 < three["quality"][0]["kl"]["value"]
+    assert mine["kl_run"] == base["quality"][0]["kl_run"]
     assert same["disk"]["how"] == "measured"
     assert same["disk"]["total"] == base["disk"]["total"]
 
@@ -184,11 +186,28 @@ def test_cells_are_the_numbers_of_the_json(found, capsys) -> None:
         assert cells[2] == f"{row['bits_per_weight']:.2f}"
         assert cells[3] == f"{row['disk']['total'] / 1e6:.2f}"
         assert cells[5] == f"{quality['bits_per_byte']['value']:.4f}"
-        for cell, metric in (6, "bits_per_byte_change"), (7, "kl"):
+        for cell, metric in (6, "bits_per_byte_change"), (7, "kl"), (9, "kl_run"):
             value, error = map(float, cells[cell].split(" ±"))
             assert value == pytest.approx(quality[metric]["value"], rel=5e-3, abs=5e-6)
             assert error == pytest.approx(quality[metric]["error"], rel=5e-2, abs=5e-6)
         assert cells[8] == f"{quality['same_top1']['value']:.1%}"
+
+
+def test_a_model_runs_as_in_the_engine() -> None:
+    """The log-probabilities of a text with int8 are the engine's, and not those of float32."""
+    text = checks.windows()
+    model = open_candidate(parse("int8"), open_model("tiny"), torch.float32, None).model
+    exact = metrics.score(model, metrics.hidden_states(model, text), text).nats
+    served, _ = run.as_run(run.Work("tiny", ()), run.Base(open_model("tiny")), model)
+    found = metrics.score(served, metrics.hidden_states(served, text), text).nats
+    prompts = [{"prompt_token_ids": row.tolist()} for row in text.ids]
+    with LLM("tiny", quantization="int8") as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    for nats, plain, output in zip(found, exact, outputs, strict=True):
+        pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        wanted = -sum(entry[token].logprob for token, entry in pairs)
+        assert float(nats) == pytest.approx(wanted, rel=1e-6)
+        assert abs(plain - wanted) > 1e-3
 
 
 def test_seeds_are_shown_with_their_spread() -> None:
