@@ -110,12 +110,21 @@ def write_file(args: Namespace, terminal: Terminal) -> int:
     return 0
 
 
-# The methods that each option belongs to.
+# The method that each option belongs to.
 OWNERS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    **dict.fromkeys(("bits", "sym", "asym"), ("rtn", "gptq", "awq")),
-    **dict.fromkeys(("act_order", "static_groups", "damp"), ("gptq",)),
-    **{"no_clip": ("awq",), "alpha": ("smoothquant",), "no_double": ("nf4",)},
-    **dict.fromkeys(("calibration", "samples", "length", "seed"), ("gptq", "awq", "smoothquant")),
+    "bits": ("rtn", "gptq", "awq"),
+    "sym": ("rtn", "gptq", "awq"),
+    "asym": ("rtn", "gptq", "awq"),
+    "act_order": ("gptq",),
+    "static_groups": ("gptq",),
+    "damp": ("gptq",),
+    "no_clip": ("awq",),
+    "alpha": ("smoothquant",),
+    "no_double": ("nf4",),
+    "calibration": ("gptq", "awq", "smoothquant"),
+    "samples": ("gptq", "awq", "smoothquant"),
+    "length": ("gptq", "awq", "smoothquant"),
+    "seed": ("gptq", "awq", "smoothquant"),
 })  # fmt: skip
 
 
