@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.budget import Budget
 from tests.parts import Part
@@ -29,9 +29,14 @@ ENVIRONMENT = {
 }
 os.environ.update(ENVIRONMENT)
 
-# No deadline: a shared machine may stop for a second, and no test may depend on a clock. The same
-# examples every time in continuous integration, new ones on a developer's machine.
-settings.register_profile("minillm", deadline=None, derandomize="CI" in os.environ)
+# No limit of time: a shared machine may stop for a minute, and no test may depend on a clock. The
+# same examples every time in continuous integration, new ones on a developer's machine.
+settings.register_profile(
+    "minillm",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="CI" in os.environ,
+)
 settings.load_profile("minillm")
 
 
