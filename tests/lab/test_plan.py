@@ -172,6 +172,7 @@ MISTAKES = [
     ([L70, "-tp", "4", "--gpu", "h100", "--max-model-len", "0"], "--max-model-len is 0"),
     (["tiny", "--quantization", "int3"], "--quantization is 'int3'; it must be int8 or int4."),
     ([NF4, "--speculate", "ngram", "--hardware", "h100"], "--speculate predicts with 16-bit"),
+    ([L70, "--speculate", "ngram", "--memory", "1TiB"], "Speed needs the rates of hardware"),
 ]
 
 

@@ -5,7 +5,7 @@ own height and hatch, for printing in grey. Plotting libraries are imported only
 """
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -89,7 +89,7 @@ def figure(
         "ranks": ranks_height(len(data["ranks"])),
         "blocks": blocks_height(len(shown_blocks(data["blocks"]))),
     }
-    draw = {
+    draw: dict[str, Callable[[Axes, dict[str, Any]], None]] = {
         "gantt": partial(draw_gantt, rows=rows), "ranks": draw_ranks, "blocks": draw_blocks
     }  # fmt: skip
     with plt.rc_context(dict(STYLE)):
