@@ -6,12 +6,15 @@ because the workers already fill the cores and a second thread only makes them w
 """
 
 import gc
+import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.budget import Budget
 from tests.parts import Part
@@ -26,9 +29,14 @@ ENVIRONMENT = {
 }
 os.environ.update(ENVIRONMENT)
 
-# No deadline: a shared machine may stop for a second, and no test may depend on a clock. The same
-# examples every time in continuous integration, new ones on a developer's machine.
-settings.register_profile("minillm", deadline=None, derandomize="CI" in os.environ)
+# No limit of time: a shared machine may stop for a minute, and no test may depend on a clock. The
+# same examples every time in continuous integration, new ones on a developer's machine.
+settings.register_profile(
+    "minillm",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="CI" in os.environ,
+)
 settings.load_profile("minillm")
 
 
@@ -61,3 +69,48 @@ def one_thread_afterwards() -> Iterator[None]:
         found = torch.get_num_threads()
         torch.set_num_threads(1)
         pytest.fail(f"This test left {found} threads: restore torch.set_num_threads.")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two layers and 264 ids, each of which has text. Tests do not change it."""
+    from tests.engine.small import write_model
+
+    return write_model(tmp_path_factory.mktemp("byte-model"))
+
+
+class Shown(NamedTuple):
+    """Exit code of a command, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    def refused(self, message: str) -> bool:
+        """Whether it refused in one sentence, which has `message`, and printed nothing else."""
+        lines = [line for line in self.err.splitlines() if not line.startswith("Try 'minillm")]
+        one = len(lines) == 1 and lines[0].startswith("error: ")
+        return (self.code, self.out) == (2, "") and one and message in lines[0]
+
+
+@pytest.fixture
+def cli(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Shown]:
+    """Call `main` as a program would be: ``cli("info", "tiny", stdin="...")``."""
+    from minillm.cli import main
+
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*argv: object, stdin: str = "") -> Shown:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8"))
+        capsys.readouterr()
+        try:
+            code = main([str(arg) for arg in argv])
+        except SystemExit as leaving:  # argparse: help, version, a wrong option
+            code = int(leaving.code or 0)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return Shown(code, out, err)
+
+    return call

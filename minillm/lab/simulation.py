@@ -313,26 +313,19 @@ def check_choices(
     prefix_cache: object, seconds: object, policy: object, scheduler: object, speculation: object
 ) -> None:
     """Check the prefix cache, step-time model, policy, scheduler and speculation."""
-    if prefix_cache not in PREFIX_CACHES:
-        raise ConfigError(
-            f"prefix_cache is {shown(prefix_cache)}; it must be one of hash, radix, or None."
-        )
-    if seconds is not None and not callable(seconds):
-        raise ConfigError(
-            f"seconds is {shown(seconds)}; it must be a function of a step's record, such as "
-            f"every_step({shown(seconds)})."
-        )
-    if not isinstance(policy, str | Policy):
-        raise ConfigError(f"policy is {shown(policy)}; it must be a name or a Policy.")
-    if not (isinstance(scheduler, type) and issubclass(scheduler, Scheduler)):
-        raise ConfigError(
-            f"scheduler is {shown(scheduler)}; it must be Scheduler or a class derived from it."
-        )
-    if not isinstance(speculation, SimulatedDrafts | None):
-        raise ConfigError(
-            f"speculation is {shown(speculation)}; it must be a SimulatedDrafts, such as "
-            "SimulatedDrafts((0.8, 0.6)), or None."
-        )
+    is_scheduler = isinstance(scheduler, type) and issubclass(scheduler, Scheduler)
+    law = f"a function of a step's record, such as every_step({shown(seconds)})"
+    caches = "one of hash, radix, or None"
+    drafts = "a SimulatedDrafts, such as SimulatedDrafts((0.8, 0.6)), or None"
+    for name, value, right, what in (
+        ("prefix_cache", prefix_cache, prefix_cache in PREFIX_CACHES, caches),
+        ("seconds", seconds, seconds is None or callable(seconds), law),
+        ("policy", policy, isinstance(policy, str | Policy), "a name or a Policy"),
+        ("scheduler", scheduler, is_scheduler, "Scheduler or a class derived from it"),
+        ("speculation", speculation, isinstance(speculation, SimulatedDrafts | None), drafts),
+    ):
+        if not right:
+            raise ConfigError(f"{name} is {shown(value)}; it must be {what}.")
 
 
 def simulated(config: SchedulerConfig, blocks: BlockManager, policy: str | None) -> TraceSettings:

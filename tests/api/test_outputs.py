@@ -19,7 +19,7 @@ from minillm.engine.live_request import LiveRequest
 from minillm.scheduling.request import Request, Sequence
 from minillm.text.stop import StopStrings
 from minillm.text.tokenizer import Tokenizer
-from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens, write_model
+from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens
 from tests.text.build import KINDS
 from tests.trace.drafts import Truth, speculating
 
@@ -129,11 +129,6 @@ def test_text_and_end_are_those_of_decoding_everything_again(
 
 
 # ---- kinds -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 def params_of(**changed: Any) -> SamplingParams:

@@ -4,8 +4,6 @@ import dataclasses
 import inspect
 import pickle
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -244,8 +242,3 @@ def test_junk_never_causes_another_exception(arguments):
         return
     assert 1 <= params.n <= 64
     assert 0 <= params.temperature <= 1e6
-
-
-def test_importing_it_does_not_import_torch():
-    code = "import sys, minillm.api.sampling_params; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -87,33 +87,6 @@ def copy(tmp_path: Path) -> Path:
     return write_model(tmp_path / "copy")
 
 
-class Result:
-    """Exit code and what was printed."""
-
-    def __init__(self, code: int, out: str, err: str):
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Call `main` as a program would be: ``cli("info", "tiny", stdin="...")``."""
-
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def call(*argv: Any, stdin: str = "") -> Result:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8"))
-        capsys.readouterr()
-        try:
-            code = main([str(arg) for arg in argv])
-        except SystemExit as leaving:  # argparse: help, version, a wrong option
-            code = int(leaving.code or 0)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return Result(code, out, err)
-
-    return call
-
-
 # ---- help and mistakes -------------------------------------------------------------------
 
 
@@ -175,11 +148,11 @@ MISTAKES = [
     ),
     (["generate", "--model", "preset:smollm2-135m", "x"], "add --load-format dummy for"),
     (["chat", "{base}", "--model", "tiny"], "MODEL and --model name two models"),
-    (["chat", "--model", "{base}"], "has no chat template"),
     (["chat", "--model", "preset:smollm2-135m"], "no chat template"),
     (["info", "preset:lama-2-7b"], "Did you mean 'llama-2-7b'?"),
     (["info", "nowhere"], "There is no folder 'nowhere'"),
     (["plan"], "required: MODEL"),
+    (["plan", "{base}", "--load", "--hardware", "h100"], "leave out --hardware"),
     (["plan", "preset:qwen3-8b", "--hardware", "h20O"], "Did you mean 'h200'?"),
     (["plan", "preset:qwen3-8b", "--hardware", "apple"], "could be apple-m1 or"),
     (["plan", "preset:qwen3-8b", "--memory", "24 chickens"], "such as 24GiB"),
@@ -201,12 +174,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     argv: list[str], message: str, base: Path, cli: Any
 ) -> None:
     shown = cli(*(arg.format(base=base) for arg in argv))
-    assert shown.code == 2
-    assert shown.out == ""
-    lines = [line for line in shown.err.splitlines() if not line.startswith("Try 'minillm")]
-    assert len(lines) == 1
-    assert lines[0].startswith("error: ")
-    assert message in lines[0]
+    assert shown.refused(message), shown
 
 
 def test_the_unexpected_is_one_line_too_and_can_be_looked_into(
@@ -223,15 +191,6 @@ def test_the_unexpected_is_one_line_too_and_can_be_looked_into(
     monkeypatch.setenv("MINILLM_DEBUG", "1")
     main(["plan", "preset:qwen3-8b"])
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_ctrl_c_is_exit_code_130(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(plan, "run", interrupt)
-    shown = cli("plan", "preset:qwen3-8b")
-    assert (shown.code, shown.out, shown.err) == (130, "", "\n")
 
 
 @pytest.mark.parametrize(
@@ -253,43 +212,32 @@ def test_advice_is_in_the_words_of_the_command_line(message: str, expected: str 
     assert as_options(message) == (message if expected is None else expected)
 
 
-@pytest.fixture
-def swallowing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """`plan` becomes a command in which somebody swallows Ctrl-C; what it did then."""
-    done: list[str] = []
-
-    def swallow(_: Any, terminal: Terminal) -> int:
-        with suppress(BaseException), terminal.progress("Importing"):
-            signal.raise_signal(signal.SIGINT)
-        done.append("swallowed")
-        terminal.stream("text")
-        done.append("went on")
-        return 0
-
-    monkeypatch.setattr(plan, "run", swallow)
-    return done
+def interrupt(*_: Any) -> int:
+    raise KeyboardInterrupt
 
 
-def test_ctrl_c_that_a_library_swallows_still_ends_it(swallowing: list[str], cli: Any) -> None:
-    shown = cli("plan", "preset:qwen3-8b")
-    assert (shown.code, shown.out, shown.err) == (130, "", "\n")
-    assert swallowing == ["swallowed"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def swallow(_: Any, terminal: Terminal) -> int:
+    with suppress(BaseException), terminal.progress("Importing"):
+        signal.raise_signal(signal.SIGINT)
+    terminal.stream("text")  # it ends here
+    raise AssertionError("it went on")
 
 
-def test_ctrl_c_that_a_library_turns_into_its_own_error_is_ctrl_c(
-    cli: Any, monkeypatch: pytest.MonkeyPatch
+def turn(*_: Any) -> int:
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt as error:
+        raise ImportError("half a module") from error
+    return 0
+
+
+@pytest.mark.parametrize("run", [interrupt, swallow, turn])
+def test_ctrl_c_is_exit_code_130_whatever_a_library_makes_of_it(
+    run: Any, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def turn(*_: Any) -> int:
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt as error:
-            raise ImportError("half a module") from error
-        return 0
-
-    monkeypatch.setattr(plan, "run", turn)
-    shown = cli("plan", "preset:qwen3-8b")
-    assert (shown.code, shown.out, shown.err) == (130, "", "\n")
+    monkeypatch.setattr(plan, "run", run)
+    assert cli("plan", "preset:qwen3-8b") == (130, "", "\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
@@ -576,42 +524,32 @@ def test_info_counts_what_the_file_holds(base: Path, cli: Any) -> None:
     assert max(map(len, shown.out.splitlines()[:-1])) <= 80  # the last is the folder's path
 
 
-def damage_nothing_known(folder: Path) -> None:
-    data = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(data | {"model_type": "gpt9"}))
+def norm(made: Any) -> Any:
+    """Put `made` of the last norm in its place; None: leave it out."""
+
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"] = made(tensors["model.norm.weight"])
+        kept = {name: each for name, each in tensors.items() if each is not None}
+        save_file(kept, folder / "model.safetensors")
+
+    return damage
 
 
-def damage_shape(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"] = torch.ones(7)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def damage_dtype(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def damage_missing(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, folder / "model.safetensors")
-
-
-def damage_length(folder: Path) -> None:
+def cut(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def damage_everything(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
+def unknown(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": "gpt9"}))
 
 
 @pytest.mark.parametrize(
     "damage",
-    [damage_nothing_known, damage_shape, damage_dtype, damage_missing, damage_length,
-     damage_everything],
+    [unknown, norm(lambda old: torch.ones(7)), norm(lambda old: old.to(torch.int8)),
+     norm(lambda old: None), cut, lambda folder: (folder / "model.safetensors").unlink()],
+    ids=["family", "shape", "dtype", "missing", "cut", "no file"],
 )  # fmt: skip
 def test_info_refuses_what_loading_refuses_in_the_same_words(
     damage: Any, copy: Path, cli: Any
@@ -702,34 +640,27 @@ def test_a_plan_counts_a_draft_model_in(cli: Any) -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_a_loaded_plan_has_lines_of_the_draft_model(base: Path, cli: Any) -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_loaded_plan_shows_what_was_allocated(drafts: bool, base: Path, cli: Any) -> None:
     given = json.dumps({"model": str(base), "num_speculative_tokens": 4})
-    argv = ("plan", str(base), "--load", "--max-num-seqs", "4", "--speculative-config", given)
+    argv = ["plan", base, "--load", "--max-num-seqs", 4]
+    argv += ["--speculative-config", given] if drafts else []
     shown, data = cli(*argv).out, json.loads(cli(*argv, "--json").out)
-    allocated = data["allocated"]
-    assert allocated["draft_weights"] == allocated["weights"]
-    assert allocated["draft_kv_cache"] == allocated["kv_cache"]
-    for name in ("weights", "kv cache", "draft weights", "draft kv cache"):
-        assert re.search(rf"^  {name} +[\d.]+ \w+ +[\d.]+ \w+ +[+-]\d", shown, re.MULTILINE), name
-
-
-def test_a_loaded_plan_shows_what_was_allocated(base: Path, cli: Any) -> None:
-    argv = ("plan", str(base), "--load", "--max-num-seqs", "4")
-    shown, data = cli(*argv), json.loads(cli(*argv, "--json").out)
-    assert re.search(r"weights +[\d.]+ \w+ +[\d.]+ \w+ +[+-]\d", shown.out)
-    said = " ".join(shown.out.split())
-    assert f"sequences of up to {data['loaded']['settings']['max_model_len']:,}." in said
-    unknown = "the memory of activations is not measured" in said
-    assert unknown != ("activations" in data["allocated"])
-    stored = sum(t.nbytes for t in load_file(base / "model.safetensors").values())
     planned, allocated = data["loaded"], data["allocated"]
+    for name in ("weights", "kv cache", *(("draft weights", "draft kv cache") if drafts else ())):
+        assert re.search(rf"^  {name} +[\d.]+ \w+ +[\d.]+ \w+ +[+-]\d", shown, re.MULTILINE), name
+    said = " ".join(shown.split())
+    assert f"sequences of up to {planned['settings']['max_model_len']:,}." in said
+    unknown = "the memory of activations is not measured" in said
+    assert unknown != ("activations" in allocated)
+    stored = sum(t.nbytes for t in load_file(base / "model.safetensors").values())
     value_bytes = 2 if planned["settings"]["dtype"] == "bfloat16" else 4
     assert allocated["weights"] == pytest.approx(stored / 4 * value_bytes, rel=0.01)
-    assert allocated["kv_cache"] == pytest.approx(planned["kv_cache_bytes"], rel=0.05)
-    assert allocated["kv_cache"] <= planned["kv_cache_bytes"]
-    refused = cli("plan", str(base), "--load", "--hardware", "h100")
-    assert refused.code != 0
-    assert "leave out --hardware" in " ".join(refused.err.split())
+    if drafts:
+        assert allocated["draft_weights"] == allocated["weights"]
+        assert allocated["draft_kv_cache"] == allocated["kv_cache"]
+    caches = allocated["kv_cache"] * (1 + drafts)
+    assert 0.95 * planned["kv_cache_bytes"] <= caches <= planned["kv_cache_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -799,8 +730,10 @@ def test_the_demonstration_is_never_faster_than_its_bound(
     busy = replace(DATASHEET["laptop-ddr5"], bandwidth=1e3)
     monkeypatch.setattr(demo, "measure", lambda refresh, device: busy)
     if batch == 1:  # slow steps of 16 sequences
-        slow = demo.DecodeRun(16, 1.0, 1, 1.0)
-        monkeypatch.setattr(demo, "decode_together", lambda llm: slow)
+        whole, slow = demo.decode, demo.DecodeRun(16, 1.0, 1, 1.0)
+        monkeypatch.setattr(
+            demo, "decode", lambda llm, n, budget: whole(llm, n, budget) if n == 1 else slow
+        )
     shown = cli().out
     said = row(shown, "memory bandwidth")
     assert f"reached at batch {batch}; 1 kB/s measured" in said
@@ -857,23 +790,23 @@ def test_the_bytes_of_the_demonstration_are_those_of_the_model(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(f"preset:{demo.BIG}", load_format="dummy", dtype="float32") as llm:
-        decoded = demo.decode(llm)
+        decoded = demo.decode(llm, 1, demo.BUDGET)
     tensors = load_file(base / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
     read = sum(t.nbytes for t in tensors.values()) - embedding.nbytes + embedding[0].nbytes
     assert decoded.weight_bytes == read
-    assert decoded.num_tokens == 51 - demo.WARM_UP  # the first token after 50.5 ms ends it
+    assert decoded.num_tokens == 51  # the first token after 50.5 ms ends it
     assert decoded.seconds_per_token == pytest.approx(0.001)
     cached = decoded.bytes_per_token - read  # the mean context and the new token
     per_token = 2 * 2 * 2 * 8 * 4
-    lengths = range(16 + demo.WARM_UP + 1, 16 + demo.WARM_UP + 1 + decoded.num_tokens)
-    assert cached == pytest.approx(per_token * (sum(lengths) / len(lengths) + 1))
+    lengths = range(16 + demo.WARM_UP, 16 + demo.WARM_UP + decoded.num_tokens)
+    assert cached == pytest.approx(per_token * (sum(lengths) / len(lengths)))
 
 
 @pytest.mark.usefixtures("small_demo")
 def test_the_batch_of_the_demonstration_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(f"preset:{demo.BIG}", load_format="dummy", dtype="float32") as llm:
-        found = demo.decode_together(llm)
+        found = demo.decode(llm, demo.TOGETHER, demo.BUDGET / 2)
         counters, pool = llm.engine.scheduler.counters, llm.engine.scheduler.blocks.pool
     assert counters.max_num_running == demo.TOGETHER
     assert counters.num_decode_tokens >= 16 * 25

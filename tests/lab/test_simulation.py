@@ -17,14 +17,8 @@ from minillm.scheduling.plan import Row
 from minillm.scheduling.policies import Policy
 from minillm.scheduling.record import Blocked, StepRecord
 from minillm.scheduling.scheduler import Scheduler
-from tests.engine.small import write_model
 from tests.trace import workload
 from tests.trace.drafts import Truth, speculating
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def ends(sim: Simulation) -> dict[str, float]:
@@ -55,22 +49,14 @@ def test_the_clock_waits_for_arrivals():
 
 
 def test_until_leaves_the_rest_for_later():
+    """A step that would begin at `until` or later is not made, also after a wait."""
     sim = Simulation(8, 4)
     sim.add(2, 6)
-    assert len(sim.run(until=3)) == 3
-    assert sim.has_work
-    assert len(sim.run()) == 6
+    sim.add(2, 2, arrival=9.0)
+    for until, steps, now in ((3, 3, 3.0), (9.0, 6, 6.0), (9.5, 7, 10.0)):
+        assert (len(sim.run(until)), sim.now, sim.has_work) == (steps, now, True)
+    assert len(sim.run()) == 8
     assert not sim.has_work
-
-
-def test_a_wait_does_not_end_in_a_step_after_until():
-    """The next step begins with the arrival at 5, which is not before 3."""
-    sim = Simulation(8, 4)
-    sim.add(2, 2, arrival=5.0)
-    for until in (3.0, 5.0):
-        assert len(sim.run(until)) == 0
-    assert len(sim.run(until=5.5)) == 1
-    assert sim.now == 6.0
 
 
 def test_an_answer_may_stop_before_the_limit():
@@ -106,23 +92,8 @@ def test_completions_part_and_stop_together():
     assert one.ends == ("stop",) * 3
     assert trace.token_times() == {"x": [1, 2, 3], "x #1": [1, 2, 3], "x #2": [1, 2, 3]}
     assert sim.blocks.num_copies == 2  # of the block with the prompt's last token
-
-
-def test_completions_may_stop_with_their_first_token():
-    sim = Simulation(16, 4, max_num_seqs=3)
-    sim.add(5, 1, n=3, max_tokens=9, name="x")
-    (one,) = sim.run().requests()
-    assert one.num_tokens == (1, 1, 1)
-    assert sim.now == 1.0
-
-
-def test_what_was_made_up_is_no_text_that_anybody_could_send():
-    sim = Simulation(16, 4, prefix_cache="hash")
-    sim.add([1, 2, 3, 4], 9)
-    sim.run()
-    for nobodys in (-1, 10**9):
-        with pytest.raises(ConfigError, match="from 0 to 999,999,999"):
-            sim.add([1, 2, 3, 4] + 8 * [nobodys], 1)
+    sim.add(5, 1, n=3, max_tokens=9, name="first token")
+    assert sim.run().requests()[1].num_tokens == (1, 1, 1)
 
 
 def test_two_made_up_answers_are_two_texts():
@@ -197,27 +168,25 @@ def test_a_chunk_in_mid_prompt_pays_for_no_logits():
     assert took[1] - took[0] == pytest.approx(more, rel=1e-6)
 
 
-@pytest.mark.parametrize("until", [float("nan"), "3", None])
-def test_until_is_a_time(until):
-    with pytest.raises(ConfigError, match="until is"):
-        Simulation(8, 4).run(until=until)
-
-
-def test_the_engine_decides_the_same(model):
-    """The same requests through a real engine: rows, blocks, waits and preemptions are equal."""
-    llm = workload.engine(model)
+def beside(llm, **more):
+    """A simulation with the limits of an engine."""
     scheduler = llm.engine.scheduler
-    sim = Simulation(
-        workload.BLOCKS, scheduler.blocks.block_size, prefix_cache=scheduler.blocks.prefix_cache,
-        **vars(scheduler.config),
+    return Simulation(
+        llm.trace.settings.num_blocks, scheduler.blocks.block_size,
+        prefix_cache=scheduler.blocks.prefix_cache, **vars(scheduler.config), **more,
     )  # fmt: skip
+
+
+def test_the_engine_decides_the_same(folder):
+    """The same requests through a real engine: rows, blocks, waits and preemptions are equal."""
+    llm = workload.engine(folder)
+    sim = beside(llm)
     prompts = [[(7 * r + 3 * p) % 200 for p in range(5 + 3 * r)] for r in range(9)]
     params = SamplingParams(temperature=0.0, max_tokens=11, ignore_eos=True)
     outs = llm.generate(prompts, params, use_tqdm=False)
     for prompt, out in zip(prompts, outs, strict=True):
         sim.add(prompt, out.outputs[0].token_ids, name=out.request_id)
     made, real = list(sim.run()), list(llm.trace)
-    assert len(made) == len(real)
     assert any(one.preempted for one in made)
     for one, other in zip(made, real, strict=True):
         for name in ("rows", "copies", "admitted", "preempted", "stalled", "num_free_blocks"):
@@ -225,14 +194,10 @@ def test_the_engine_decides_the_same(model):
         assert str(one.blocked) == str(other.blocked)
 
 
-def test_completions_that_stop_together_free_their_blocks_in_the_engines_order(model):
+def test_completions_that_stop_together_free_their_blocks_in_the_engines_order(folder):
     """All of one request, and then those of the next: who is free first is used first."""
-    llm = workload.engine(model)
-    core = llm.engine
-    sim = Simulation(
-        workload.BLOCKS, core.scheduler.blocks.block_size,
-        prefix_cache=core.scheduler.blocks.prefix_cache, **vars(core.scheduler.config),
-    )  # fmt: skip
+    llm = workload.engine(folder)
+    core, sim = llm.engine, beside(llm)
     params = SamplingParams(n=2, max_tokens=9, allowed_token_ids=[7], stop_token_ids=[7])
     for name in ("a", "b", "c"):
         core.add(core.make_request(name, None, [ord(name), 2, 3], params))
@@ -302,16 +267,11 @@ def test_acceptance_follows_the_table_whatever_the_schedule():
     assert accepted != [found[0][key] for key in sorted(found[0]) if key[0] == 0]
 
 
-def test_right_drafts_decide_as_in_the_engine(model):
+def test_right_drafts_decide_as_in_the_engine(folder):
     """Row for row, with a pool that is too small, and answers that stop in the middle of drafts."""
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
-    llm = workload.engine(model, **limits, **speculating(Truth(model), 3))
-    core = llm.engine
-    sim = Simulation(
-        llm.trace.settings.num_blocks, llm.trace.settings.block_size,
-        prefix_cache=core.scheduler.blocks.prefix_cache,
-        speculation=SimulatedDrafts((1.0, 1.0, 1.0)), **vars(core.scheduler.config),
-    )  # fmt: skip
+    llm = workload.engine(folder, **limits, **speculating(Truth(folder), 3))
+    core, sim = llm.engine, beside(llm, speculation=SimulatedDrafts((1.0, 1.0, 1.0)))
     for number in range(8):
         prompt = [number, 2, 3, 5, 8][: 2 + number % 4]
         params = SamplingParams(
@@ -337,114 +297,9 @@ def test_right_drafts_decide_as_in_the_engine(model):
         assert one.ended == [each._replace(time=None) for each in other.ended]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"survival": ()}, r"survival is \(\); it must be probabilities"),
-        ({"survival": 0.5}, "survival is 0.5"),
-        ({"survival": (0.5, 0.6)}, "that do not rise"),
-        ({"survival": (1.5,)}, "survival is"),
-        ({"survival": (0.5, -0.1)}, "survival is"),
-        ({"survival": (float("nan"),)}, "survival is"),
-        ({"survival": ("0.5",)}, "survival is"),
-        ({"survival": (0.5,), "drafts": 4}, "drafts is 4; it must be a Drafts"),
-    ],
-)
-def test_a_table_that_makes_no_sense_is_refused(arguments, says):
-    with pytest.raises(ConfigError, match=says):
-        SimulatedDrafts(**arguments)
-
-
-def test_token_times_leave_out_what_failed(model):
-    """Requests that fail, stop, are aborted or preempted: as many times as tokens in the end."""
-    llm = workload.engine(model, swap_space=workload.HOST_GIB, preemption_mode="swap")
-    workload.run(llm, seed=6, count=40)
-    times = llm.trace.token_times()
-    summaries = llm.trace.requests()
-    assert len(summaries) == 40
-    assert {end for one in summaries for end in one.ends} == {"stop", "length", "abort", "error"}
-    for one in summaries:
-        for index, number in enumerate(one.num_tokens):
-            name = f"{one.request_id} #{index}" if index else one.request_id
-            assert len(times.get(name, ())) == number, name
-        if one.ttft is not None:
-            assert times[one.request_id] == sorted(times[one.request_id])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"prompt": 0, "new": 1}, "0 prompt tokens"),
-        ({"prompt": 3, "new": 0}, "0 new tokens and"),
-        ({"prompt": 3, "new": 5, "max_tokens": 4}, "max_tokens 4; each"),
-        ({"prompt": 3, "new": 1, "arrival": -1.0}, "arrival is -1.0; it must be from 0.0"),
-        ({"prompt": 3, "new": 1, "arrival": float("nan")}, "arrival is nan; it must be from 0.0"),
-        ({"prompt": 3, "new": 1, "name": "taken"}, "already a request 'taken'"),
-        ({"prompt": "a text", "new": 1}, "prompt is 'a text'; it must be a number of tokens"),
-        ({"prompt": 3, "new": 2.5}, "new is 2.5; it must be a number of tokens"),
-        ({"prompt": 3, "new": [4, -1]}, r"new is \[4, -1\]; .* whole numbers from 0"),
-        ({"prompt": 3, "new": 1, "max_tokens": float("inf")}, "max_tokens is inf; it must be"),
-        ({"prompt": 3, "new": 1, "priority": "high"}, "priority is 'high'; it must be"),
-        ({"prompt": 3, "new": 1, "arrival": "now"}, "arrival is 'now'; it must be"),
-        ({"prompt": 3, "new": 1, "name": 7}, "name is 7; it must be"),
-        ({"prompt": 3, "new": 1, "cache_salt": 7}, "cache_salt is 7; it must be"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(arguments, says):
-    sim = Simulation(8, 4)
-    sim.add(1, 1, name="taken")
-    with pytest.raises(ConfigError, match=says):
-        sim.add(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"num_blocks": 0}, "num_blocks is 0; it must be a whole number of at least 1"),
-        ({"num_blocks": 2.5}, "num_blocks is 2.5"),
-        ({"block_size": 0}, "block_size is 0"),
-        ({"num_host_blocks": -1}, "num_host_blocks is -1; it must be a whole number of at least 0"),
-        ({"max_num_seqs": "3"}, "max_num_seqs is '3'"),
-        ({"prefix_cache": "tree"}, "prefix_cache is 'tree'; it must be one of hash, radix, or"),
-        ({"policy": "fifo"}, "policy is 'fifo'; it must be one of fcfs"),
-        ({"policy": None}, "policy is None; it must be a name or a Policy"),
-        ({"scheduler": int}, "it must be Scheduler or a class derived from it"),
-        ({"speculation": (0.5,)}, r"speculation is \(0.5,\); it must be a SimulatedDrafts"),
-        ({"scheduler": None}, "scheduler is None; it must be Scheduler"),
-        ({"seconds": 0.1}, r"seconds is 0.1; .* such as every_step\(0.1\)"),
-    ],
-)
-def test_a_simulation_that_makes_no_sense_is_refused(arguments, says):
-    with pytest.raises(ConfigError, match=says):
-        Simulation(**({"num_blocks": 8} | arguments))
-
-
-def test_an_unknown_limit_is_named_with_the_nearest():
-    with pytest.raises(UnknownArgumentError, match=r"'max_seqs'\. Did you mean 'max_num_seqs'"):
-        Simulation(8, max_seqs=3)
-
-
-def test_a_link_that_is_no_speed_is_refused():
-    with pytest.raises(ConfigError, match="link is 0; it must be above 0"):
-        roofline(preset("smollm2-135m"), DATASHEET["h100-sxm"], link=0)
-
-
 def test_a_name_of_ones_own_is_not_given_to_another():
     sim = Simulation(8, 4)
     assert [sim.add(1, 1, name="r1"), sim.add(1, 1), sim.add(1, 1)] == ["r1", "r2", "r3"]
-
-
-def test_what_can_never_fit_is_refused_when_it_is_added():
-    with pytest.raises(InvalidRequestError, match="can never fit"):
-        Simulation(8, 4).add(30, 10, arrival=5.0)
-
-
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), None, "1"])
-def test_a_law_that_is_no_time_is_refused(seconds):
-    sim = Simulation(8, 4, seconds=every_step(seconds))
-    sim.add(1, 1)
-    with pytest.raises(ConfigError, match="seconds for step 1; it must"):
-        sim.run()
 
 
 def test_a_policy_of_ones_own():
@@ -479,23 +334,85 @@ def test_a_scheduler_of_ones_own():
         assert ends(sim) == {"a": 2.0, "b": 1.0, "c": last}
 
 
-def test_it_needs_no_torch():
-    code = "import sys, minillm.lab.simulation; sys.exit('torch' in sys.modules)"
+def test_simulations_and_drawings_need_no_torch():
+    code = (
+        "import sys, minillm.lab.simulation, minillm.trace.recorder, minillm.trace.file, "
+        "minillm.lab.drawings.timeline, minillm.lab.drawings.chrome, minillm.lab.drawings.table; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_request_that_starts_at_time_zero_has_not_waited():
-    """Zero is a time of the virtual clock, and not the absence of one."""
-    sim = Simulation(8, 4)
-    sim.add(3, 5)
-    (request,) = sim.run().requests()
-    assert request.queue_time == 0
-    assert request.e2e == 5
-
-
 def test_a_first_token_at_time_zero_is_the_first():
+    """Zero is a time of the virtual clock, and not the absence of one."""
     sim = Simulation(8, 4, seconds=lambda record: float(record.step > 1))
     sim.add(3, 4)
-    (request,) = sim.run().requests()
-    assert (request.ttft, request.tpot) == (0.0, 1.0)
+    (one,) = sim.run().requests()
+    assert (one.queue_time, one.ttft, one.tpot, one.e2e) == (0.0, 0.0, 1.0, 3.0)
     assert sim.trace.token_times() == {"r0": [0.0, 1.0, 2.0, 3.0]}
+
+
+NAN, INF = float("nan"), float("inf")
+MISTAKES = [  # (of what, arguments, what the error says)
+    ("drafts", {"survival": ()}, r"survival is \(\); it must be probabilities"),
+    ("drafts", {"survival": 0.5}, "survival is 0.5"),
+    ("drafts", {"survival": (0.5, 0.6)}, "that do not rise"),
+    ("drafts", {"survival": (1.5,)}, "survival is"),
+    ("drafts", {"survival": (0.5, -0.1)}, "survival is"),
+    ("drafts", {"survival": (NAN,)}, "survival is"),
+    ("drafts", {"survival": ("0.5",)}, "survival is"),
+    ("drafts", {"survival": (0.5,), "drafts": 4}, "drafts is 4; it must be a Drafts"),
+    ("add", {"prompt": 0}, "0 prompt tokens"),
+    ("add", {"new": 0}, "0 new tokens and"),
+    ("add", {"new": 5, "max_tokens": 4}, "max_tokens 4; each"),
+    ("add", {"arrival": -1.0}, "arrival is -1.0; it must be from 0.0"),
+    ("add", {"arrival": NAN}, "arrival is nan; it must be from 0.0"),
+    ("add", {"arrival": "now"}, "arrival is 'now'"),
+    ("add", {"name": "taken"}, "already a request 'taken'"),
+    ("add", {"name": 7}, "name is 7"),
+    ("add", {"prompt": "a text"}, "prompt is 'a text'; it must be a number of tokens"),
+    ("add", {"prompt": [1, -1]}, "prompt is .* from 0 to 999,999,999"),
+    ("add", {"prompt": [1, 10**9]}, "prompt is .* from 0 to 999,999,999"),
+    ("add", {"prompt": 30, "new": 10, "arrival": 5.0}, "can never fit"),
+    ("add", {"new": 2.5}, "new is 2.5; it must be a number of tokens"),
+    ("add", {"max_tokens": INF}, "max_tokens is inf"),
+    ("add", {"priority": "high"}, "priority is 'high'"),
+    ("add", {"cache_salt": 7}, "cache_salt is 7"),
+    ("simulation", {"num_blocks": 0}, "num_blocks is 0; it must be a whole number of at least 1"),
+    ("simulation", {"num_blocks": 2.5}, "num_blocks is 2.5"),
+    ("simulation", {"block_size": 0}, "block_size is 0"),
+    ("simulation", {"num_host_blocks": -1}, "num_host_blocks is -1; .* of at least 0"),
+    ("simulation", {"max_num_seqs": "3"}, "max_num_seqs is '3'"),
+    ("simulation", {"max_seqs": 3}, r"'max_seqs'\. Did you mean 'max_num_seqs'"),
+    ("simulation", {"prefix_cache": "tree"}, "prefix_cache is 'tree'"),
+    ("simulation", {"policy": "fifo"}, "policy is 'fifo'; it must be one of fcfs"),
+    ("simulation", {"policy": None}, "policy is None; it must be a name or a Policy"),
+    ("simulation", {"scheduler": int}, "it must be Scheduler or a class derived from it"),
+    ("simulation", {"scheduler": None}, "scheduler is None; it must be Scheduler"),
+    ("simulation", {"speculation": (0.5,)}, r"speculation is \(0.5,\); .* a SimulatedDrafts"),
+    ("simulation", {"seconds": 0.1}, r"seconds is 0.1; .* such as every_step\(0.1\)"),
+    *(("law", {"seconds": each}, "seconds for step 1; it must") for each in (-1.0, NAN, INF, None)),
+    *(("run", {"until": each}, "until is") for each in (NAN, "3", None)),
+    ("link", {"link": 0}, "link is 0; it must be above 0"),
+]
+
+
+@pytest.mark.parametrize(("what", "arguments", "says"), MISTAKES)
+def test_what_makes_no_sense_is_refused(what, arguments, says):
+    def law(seconds):
+        sim = Simulation(8, 4, seconds=every_step(seconds))
+        sim.add(1, 1)
+        sim.run()
+
+    sim = Simulation(8, 4)
+    sim.add(1, 1, name="taken")
+    call = {
+        "drafts": SimulatedDrafts,
+        "add": lambda **more: sim.add(**({"prompt": 3, "new": 1} | more)),
+        "simulation": lambda **more: Simulation(**({"num_blocks": 8} | more)),
+        "law": law,
+        "run": sim.run,
+        "link": lambda link: roofline(preset("llama-3.1-8b"), DATASHEET["h100-sxm"], link=link),
+    }[what]
+    with pytest.raises((ConfigError, InvalidRequestError, UnknownArgumentError), match=says):
+        call(**arguments)

@@ -14,71 +14,64 @@ GIB = 2**30
 def tree(tmp_path):
     """A function that writes files below a root with 16 GiB in all, 12 GiB of them available."""
 
-    def write(**files: str) -> Path:
-        files = {
-            "proc/meminfo": f"MemTotal: {16 * 2**20} kB\nMemAvailable: {12 * 2**20} kB"
-        } | files
-        for name, text in files.items():
+    def write(files: dict[str, str] | None = None) -> Path:
+        memory = f"MemTotal: {16 * 2**20} kB\nMemAvailable: {12 * 2**20} kB"
+        for name, text in ({"proc/meminfo": memory} | (files or {})).items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n")
         return tmp_path
 
-    return lambda files=None: write(**(files or {}))
+    return write
 
 
-def test_without_a_container_the_system_decides(tree):
-    assert machine.available_memory_bytes(tree()) == 12 * GIB
-    assert machine.total_memory_bytes(tree()) == 16 * GIB
-
-
-def test_version_2_limit_of_an_outer_group(tree):
-    root = tree(
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+LIMITS = {  # files, and the GiB that are available and in all
+    "no container": ({}, 12, 16),
+    "version 2, an outer group": (
         {
             "proc/self/cgroup": "0::/outer/inner",
-            "sys/fs/cgroup/outer/inner/memory.max": "max",
-            "sys/fs/cgroup/outer/inner/memory.current": f"{1 * GIB}",
-            "sys/fs/cgroup/outer/memory.max": f"{8 * GIB}",
-            "sys/fs/cgroup/outer/memory.current": f"{5 * GIB}",
-            "sys/fs/cgroup/outer/memory.stat": f"anon {4 * GIB}\ninactive_file {1 * GIB}",
-        }
-    )
-    assert machine.available_memory_bytes(root) == 4 * GIB
-    assert machine.total_memory_bytes(root) == 8 * GIB
-
-
-def test_version_1_limit_when_the_path_is_the_hosts(tree):
-    root = tree(
+            f"{V2}/outer/inner/memory.max": "max",
+            f"{V2}/outer/inner/memory.current": f"{1 * GIB}",
+            f"{V2}/outer/memory.max": f"{8 * GIB}",
+            f"{V2}/outer/memory.current": f"{5 * GIB}",
+            f"{V2}/outer/memory.stat": f"anon {4 * GIB}\ninactive_file {1 * GIB}",
+        },
+        *(4, 8),
+    ),
+    "version 1, the host's path": (
         {
             "proc/self/cgroup": "4:memory:/docker/abc\n1:cpu,cpuacct:/docker/abc",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{6 * GIB}",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{2 * GIB}",
-            "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {GIB}",
-        }
-    )
-    assert machine.available_memory_bytes(root) == 5 * GIB
-
-
-def test_version_1_without_a_limit(tree):
-    root = tree(
+            f"{V1}/memory.limit_in_bytes": f"{6 * GIB}",
+            f"{V1}/memory.usage_in_bytes": f"{2 * GIB}",
+            f"{V1}/memory.stat": f"total_inactive_file {GIB}",
+        },
+        *(5, 6),
+    ),
+    "version 1, no limit": (
         {
             "proc/self/cgroup": "4:memory:/",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{2 * GIB}",
-        }
-    )
-    assert machine.available_memory_bytes(root) == 12 * GIB
-
-
-def test_a_full_container_has_nothing_left(tree):
-    root = tree(
+            f"{V1}/memory.limit_in_bytes": "9223372036854771712",
+            f"{V1}/memory.usage_in_bytes": f"{2 * GIB}",
+        },
+        *(12, 16),
+    ),
+    "a full container": (
         {
             "proc/self/cgroup": "0::/",
-            "sys/fs/cgroup/memory.max": f"{GIB}",
-            "sys/fs/cgroup/memory.current": f"{GIB + 4096}",
-        }
-    )
-    assert machine.available_memory_bytes(root) == 0
+            f"{V2}/memory.max": f"{GIB}",
+            f"{V2}/memory.current": f"{GIB + 4096}",
+        },
+        *(0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "available", "total"), LIMITS.values(), ids=list(LIMITS))
+def test_memory_is_that_of_the_container(tree, files, available, total):
+    root = tree(files)
+    assert machine.available_memory_bytes(root) == available * GIB
+    assert machine.total_memory_bytes(root) == total * GIB
 
 
 def test_without_proc_half_of_the_physical_memory(tmp_path):
@@ -92,31 +85,20 @@ def test_without_sysconf_a_small_laptop(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
-        ("cpu.max", "250000 100000", 2),
-        ("cpu.max", "50000 100000", 1),
-        ("cpu.max", "max 100000", 8),
-        ("cpu.max", "1600000 100000", 8),
-    ],
-)
-def test_version_2_cpu_quota(tree, monkeypatch, name, text, expected):
+    ("version", "quota", "expected"),
+    [(2, "250000 100000", 2), (2, "50000 100000", 1), (2, "max 100000", 8),
+     (2, "1600000 100000", 8), (1, "300000", 3), (1, "-1", 8)],
+)  # fmt: skip
+def test_cpu_quota(tree, monkeypatch, version, quota, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    root = tree({"proc/self/cgroup": "0::/a", f"sys/fs/cgroup/a/{name}": text})
-    assert machine.cpu_count(root) == expected
-
-
-@pytest.mark.parametrize(("quota", "expected"), [("300000", 3), ("-1", 8)])
-def test_version_1_cpu_quota(tree, monkeypatch, quota, expected):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    root = tree(
-        {
+    files = {"proc/self/cgroup": "0::/a", f"{V2}/a/cpu.max": quota}
+    if version == 1:
+        files = {
             "proc/self/cgroup": "1:cpu,cpuacct:/a",
-            "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": quota,
-            "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000",
+            f"{V2}/cpu/a/cpu.cfs_quota_us": quota,
+            f"{V2}/cpu/a/cpu.cfs_period_us": "100000",
         }
-    )
-    assert machine.cpu_count(root) == expected
+    assert machine.cpu_count(tree(files)) == expected
 
 
 def test_cpu_count_without_affinity(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from minillm.cli import main
 from minillm.errors import ConfigError
 from minillm.lab.speculation_cost import best, speculation, survival, verification_seconds
 from minillm.models.presets import preset
@@ -85,30 +84,19 @@ def test_a_mistake_gets_one_sentence():
 TARGET = ["plan", "preset:qwen3-8b", "--hardware", "h200"]
 
 
-@pytest.fixture
-def run(capsys):
-    """Exit code, output and errors of a command."""
-
-    def call(*argv):
-        code = main([*argv])
-        return code, *capsys.readouterr()
-
-    return call
-
-
-def test_the_table_says_what_is_assumed(run):
-    code, out, _ = run(*TARGET, "--speculate", "ngram")
+def test_the_table_says_what_is_assumed(cli):
+    code, out, _ = cli(*TARGET, "--speculate", "ngram")
     assert code == 0
     assert "an assumed acceptance of 0.5" in " ".join(out.split())
-    code, out, _ = run(*TARGET, "--speculate", "preset:qwen3-0.6b", "--acceptance", "0.8,0.7")
+    code, out, _ = cli(*TARGET, "--speculate", "preset:qwen3-0.6b", "--acceptance", "0.8,0.7")
     assert "with an acceptance of 0.8, 0.7" in " ".join(out.split())
     assert [line.split()[0] for line in out.splitlines() if line.endswith("best")] == [
         "1", "4", "16", "64",
     ]  # fmt: skip
 
 
-def test_json_has_the_numbers_of_the_model(run):
-    _, out, _ = run(*TARGET, "--speculate", "preset:qwen3-0.6b", "--acceptance", "0.8", "--json")
+def test_json_has_the_numbers_of_the_model(cli):
+    _, out, _ = cli(*TARGET, "--speculate", "preset:qwen3-0.6b", "--acceptance", "0.8", "--json")
     found = json.loads(out)
     assert found["acceptance"] == [0.8]
     first = found["speculation"][0]
@@ -119,6 +107,9 @@ def test_json_has_the_numbers_of_the_model(run):
     assert first["verification"] == pytest.approx(seconds[0] / seconds[1])
     assert first["drafting"] == pytest.approx(seconds[2] / seconds[1])
     assert first["speedup"] == pytest.approx(1.8 / (seconds[0] + seconds[2]) * seconds[1])
+    found = json.loads(cli(*TARGET, "--speculate", "ngram", "--json")[1])["speculation"]
+    plain = step_time(step_cost(preset("qwen3-8b"), [1] * 64, [1024] * 64), H200).seconds
+    assert found[-1]["host"] == pytest.approx(64 * 20e-6 / plain)  # a look-up for each sequence
 
 
 @pytest.mark.parametrize(
@@ -130,13 +121,13 @@ def test_json_has_the_numbers_of_the_model(run):
         (["--speculate", "preset:llama-3.1-8b"], "must have the vocabulary of its target"),
     ],
 )
-def test_a_wrong_option_gets_one_sentence(run, options, message):
-    code, _, err = run(*TARGET, *options)
+def test_a_wrong_option_gets_one_sentence(cli, options, message):
+    code, _, err = cli(*TARGET, *options)
     assert code != 0
     assert message in " ".join(err.split())
 
 
-def test_a_memory_has_no_speed(run):
-    code, _, err = run("plan", "preset:qwen3-8b", "--memory", "24GiB", "--speculate", "ngram")
+def test_a_memory_has_no_speed(cli):
+    code, _, err = cli("plan", "preset:qwen3-8b", "--memory", "24GiB", "--speculate", "ngram")
     assert code != 0
     assert "add --hardware NAME" in err

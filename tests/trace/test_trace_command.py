@@ -10,34 +10,12 @@ from typing import Any
 import pytest
 
 from minillm import LLM
-from minillm.cli import generate, main
+from minillm.cli import generate
 from minillm.cli.replaceable import TRACE_START
 from minillm.lab.commands.trace import CHROME_START
 from minillm.lab.drawings.timeline import timeline
 from minillm.trace.recorder import Trace
 from tests.trace.simulation import simulate
-
-
-class Result:
-    """Exit code and what was printed."""
-
-    def __init__(self, code: int, out: str, err: str):
-        self.code, self.out, self.err = code, out, err
-
-    def refused(self, message: str) -> bool:
-        """Whether it was one sentence that says `message`."""
-        one = self.err.startswith("error: ") and self.err.count("\n") == 1
-        return self.code == 2 and self.out == "" and one and message in self.err
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*argv: Any) -> Result:
-        capsys.readouterr()
-        code = main([str(arg) for arg in argv])
-        return Result(code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture

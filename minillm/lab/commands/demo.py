@@ -40,6 +40,7 @@ PROMPT = "class Node:\n    def __init__(self, value, next=None):"
 WRITING = SamplingParams(temperature=0.6, top_p=0.9, repetition_penalty=1.1, seed=3, max_tokens=96)
 BIG = "smollm2-135m"
 CONTEXT = 1024  # longest context of the second part
+LENGTH = 16  # tokens of its prompts
 WARM_UP = 4  # tokens before timing starts
 FIRST_PROMPT = "import os\n\n\ndef walk(folder, names=()):"  # of the warm-up: about as long
 BUDGET = 2.5  # seconds of decoding
@@ -79,7 +80,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         terminal.progress(f"Decoding at batch 1, then at batch {TOGETHER}"),
         watching([]) as decoding,
     ):
-        decoded, together = decode(llm), decode_together(llm)
+        decoded, together = decode(llm, 1, BUDGET), decode(llm, TOGETHER, BUDGET / 2)
     others = max(watch.share for watch in (writing, reading, decoding))
     show_card(llm, decoded, together, hardware, others, terminal)
     show_next(terminal)
@@ -99,53 +100,30 @@ def write_text(llm: "LLM", terminal: Terminal) -> None:
     terminal.line(f"\n  {summary(output, WRITING)}\n")
 
 
-def decode(llm: "LLM") -> DecodeRun:
-    """Decode one sequence for `BUDGET` seconds and count the bytes of each step."""
-    engine, prompt = llm.engine, list(range(16))
-    room = CONTEXT - len(prompt)
-    params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
-    times: list[float] = []
-    for _ in llm.stream(prompt, params):
-        times.append(time.perf_counter())
-        if len(times) > 2 and times[-1] - times[0] > BUDGET:
-            break
-    first = min(WARM_UP, len(times) - 2)
-    # The step between times[i - 1] and times[i] reads the KV of the prompt and i tokens.
-    costs = [
-        step_cost(engine.source.config, [1], [len(prompt) + i], dtype=engine.dtype)
-        for i in range(first + 1, len(times))
-    ]
-    return DecodeRun(
-        num_tokens=len(costs),
-        weight_bytes=costs[-1].weight_bytes,
-        bytes_per_token=sum(cost.total_bytes for cost in costs) / len(costs),
-        seconds_per_token=(times[-1] - times[first]) / len(costs),
-    )
-
-
-def decode_together(llm: "LLM") -> DecodeRun:
-    """Decode `TOGETHER` sequences in every step; the bytes are those of the middle step."""
+def decode(llm: "LLM", batch: int, budget: float) -> DecodeRun:
+    """Decode `batch` sequences in every step, for `budget` seconds after a warm-up. The time is the
+    median of the steps, and the bytes are those of the middle step."""
     engine = llm.engine
     params = SamplingParams(temperature=0.0, max_tokens=CONTEXT // 2, ignore_eos=True)
-    for index in range(TOGETHER):
-        ids = [index, *range(15)]
-        engine.add(engine.make_request(f"together-{index}", None, ids, params))
+    names = [f"demo-{index}" for index in range(batch)]
+    for index, name in enumerate(names):
+        engine.add(engine.make_request(name, None, [index, *range(LENGTH - 1)], params))
     times = [time.perf_counter()]
-    while len(times) <= WARM_UP or times[-1] - times[WARM_UP - 1] < BUDGET / 2:
+    while len(times) <= WARM_UP or times[-1] - times[WARM_UP - 1] < budget:
         if not engine.step():
             break
         times.append(time.perf_counter())
-    for index in range(TOGETHER):
-        engine.abort(f"together-{index}")
+    for name in names:
+        engine.abort(name)
     steps = [later - earlier for earlier, later in pairwise(times[WARM_UP - 1 :])]
     # The step before times[i] reads the KV of the prompt and i - 1 tokens.
-    lengths = [len(ids) + WARM_UP - 1 + len(steps) // 2] * TOGETHER
-    cost = step_cost(engine.source.config, [1] * TOGETHER, lengths, dtype=engine.dtype)
+    lengths = [LENGTH + WARM_UP - 1 + len(steps) // 2] * batch
+    cost = step_cost(engine.source.config, [1] * batch, lengths, dtype=engine.dtype)
     return DecodeRun(
-        num_tokens=TOGETHER * len(steps),
+        num_tokens=batch * len(steps),
         weight_bytes=cost.weight_bytes,
-        bytes_per_token=cost.total_bytes / TOGETHER,
-        seconds_per_token=statistics.median(steps) / TOGETHER,
+        bytes_per_token=cost.total_bytes / batch,
+        seconds_per_token=statistics.median(steps) / batch,
     )
 
 

@@ -24,6 +24,15 @@ class Place:
     hardware: Hardware | None
     is_cpu: bool = False
 
+    @property
+    def known(self) -> Hardware:
+        """The rates of the hardware. Raises ConfigError if they are not known."""
+        if self.hardware is None:
+            raise ConfigError(
+                "Speed needs the rates of hardware; add --hardware NAME, or leave out --memory."
+            )
+        return self.hardware
+
 
 def find_place(args: Namespace, terminal: Terminal) -> Place:
     """The hardware that --hardware names, else this machine; --memory overrides its memory."""

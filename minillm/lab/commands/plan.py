@@ -4,7 +4,7 @@ import json
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -38,36 +38,50 @@ examples:
   minillm plan preset:qwen3-8b --hardware h200 --speculate preset:qwen3-0.6b
 """
 PROMPT = 1024  # prompt length and context length of the predicted times
+SETTINGS = ("dtype", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
+            "gpu_memory_utilization")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan of a model at a place; `weights` are the sizes of quantised ones."""
+
+    model: str
+    config: ModelConfig
+    place: Place
+    weights: WeightSizes | None
+    plan: MemoryPlan
+
+    @property
+    def length(self) -> int:
+        """Prompt length and context length of the predicted times."""
+        return min(PROMPT, self.plan.settings.max_model_len)
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    parser.add_argument("model", metavar="MODEL",
-                        help="embedded name, folder, hub id or preset:NAME")  # fmt: skip
-    parser.add_argument("--hardware", "--gpu", metavar="NAME", help=", ".join(DATASHEET))
-    parser.add_argument("--memory", metavar="SIZE",
-                        help="memory, such as 24GiB or 24GB (free memory of this "
-                             "machine)")  # fmt: skip
-    parser.add_argument("--dtype", metavar="NAME", help="dtype of the weights (the checkpoint's)")
-    parser.add_argument("--quantization", metavar="NAME",
-                        help="quantise 16-bit weights while loading: int8 or int4")  # fmt: skip
-    parser.add_argument("--kv-cache-dtype", metavar="NAME",
-                        help="dtype of the KV cache (--dtype)")  # fmt: skip
-    parser.add_argument("--max-model-len", metavar="N", type=int,
-                        help="longest context, in tokens (the model's)")  # fmt: skip
-    parser.add_argument("--max-num-seqs", metavar="N", type=int, default=256,
-                        help="maximum number of running sequences (256)")  # fmt: skip
-    parser.add_argument("--max-num-batched-tokens", metavar="N", type=int, default=2048,
-                        help="maximum number of tokens in one step (2048)")  # fmt: skip
-    parser.add_argument("--gpu-memory-utilization", metavar="X", type=float, default=0.9,
-                        help="fraction of the memory to use, also on a CPU (0.9)")  # fmt: skip
-    parser.add_argument("--speculative-config", metavar="JSON", type=json_object,
-                        help="include the draft model and the logits of drafts")  # fmt: skip
-    parser.add_argument("--load", action="store_true",
-                        help="load the model here, and compare planned and allocated "
-                             "memory")  # fmt: skip
-    parser.add_argument("--json", action="store_true",
-                        help="print one JSON object (bytes, seconds, FLOP)")  # fmt: skip
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="embedded name, folder, hub id or preset:NAME")
+    add("--hardware", "--gpu", metavar="NAME", help=", ".join(DATASHEET))
+    add("--memory", metavar="SIZE",
+        help="memory, such as 24GiB or 24GB (free memory of this machine)")  # fmt: skip
+    add("--dtype", metavar="NAME", help="dtype of the weights (the checkpoint's)")
+    add("--quantization", metavar="NAME",
+        help="quantise 16-bit weights while loading: int8 or int4")  # fmt: skip
+    add("--kv-cache-dtype", metavar="NAME", help="dtype of the KV cache (--dtype)")
+    add("--max-model-len", metavar="N", type=int,
+        help="longest context, in tokens (the model's)")  # fmt: skip
+    add("--max-num-seqs", metavar="N", type=int, default=256,
+        help="maximum number of running sequences (256)")  # fmt: skip
+    add("--max-num-batched-tokens", metavar="N", type=int, default=2048,
+        help="maximum number of tokens in one step (2048)")  # fmt: skip
+    add("--gpu-memory-utilization", metavar="X", type=float, default=0.9,
+        help="fraction of the memory to use, also on a CPU (0.9)")  # fmt: skip
+    add("--speculative-config", metavar="JSON", type=json_object,
+        help="include the draft model and the logits of drafts")  # fmt: skip
+    add("--load", action="store_true",
+        help="load the model here, and compare planned and allocated memory")  # fmt: skip
+    add("--json", action="store_true", help="print one JSON object (bytes, seconds, FLOP)")
     plan_speculation.add_options(parser)
     plan_parallel.add_options(parser)
 
@@ -77,8 +91,11 @@ def run(args: Namespace, terminal: Terminal) -> int:
     plan_speculation.check(args)
     is_parallel = plan_parallel.check(args)
     config = find_config(args.model)
-    if args.max_model_len is not None:
-        check_length(args.max_model_len, config)
+    if args.max_model_len is not None and args.max_model_len > config.longest_context:
+        raise ConfigError(
+            f"--max-model-len is {args.max_model_len}; this model has positions for "
+            f"{config.longest_context} tokens."
+        )
     for dtype in filter(None, (args.dtype, args.kv_cache_dtype)):
         dtype_bytes(dtype)
     check_quantization(args.quantization)
@@ -86,74 +103,54 @@ def run(args: Namespace, terminal: Terminal) -> int:
         raise ConfigError(
             "--load runs on this machine; leave out --hardware, --memory and --kv-cache-dtype."
         )
-    speculation, draft = None, None
-    if args.speculative_config is not None:
-        speculation = SpeculativeConfig.of(args.speculative_config)
-        draft = find_draft(speculation, args.model, config)
+    drafts = drafts_of(args, config)
     place = find_place(args, terminal)
-    dtype = args.dtype or best_dtype(config, place)
-    weights = weights_of(args.model, args.quantization, dtype, place.is_cpu)
-    if is_parallel and place.hardware is not None:
-        device = place.hardware, place.memory_bytes
-        return plan_parallel.run(args, config, *device, weights, terminal)
-    plan = memory_plan(
-        config,
-        place.memory_bytes,
-        dtype=dtype,
-        kv_dtype=args.kv_cache_dtype,
-        max_model_len=args.max_model_len,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_num_seqs=args.max_num_seqs,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        draft=draft,
-        num_drafts=0 if speculation is None else speculation.most,
-        weights=weights,
-        draft_weights=None
-        if speculation is None or speculation.model is None
-        else weights_of(speculation.model, None, dtype, place.is_cpu),
-    )
-    loaded = load(args, terminal) if args.load else None
+    args.dtype, asked = args.dtype or best_dtype(config, place), args.dtype
+    weights = weights_of(args.model, args.quantization, args.dtype, place.is_cpu)
+    if is_parallel:
+        return plan_parallel.run(args, config, place, weights, terminal)
+    if drafts and drafts["draft"] is not None:
+        drafts["draft_weights"] = weights_of(
+            args.speculative_config["model"], None, args.dtype, place.is_cpu
+        )
+    plan = memory_plan(config, place.memory_bytes, weights=weights, **settings_of(args), **drafts)
+    found = Found(args.model, config, place, weights, plan)
+    loaded = load(args, asked, terminal) if args.load else None
     if args.speculate is not None:
-        if weights is not None:
-            raise ConfigError(
-                f"--speculate predicts with 16-bit weights, and those of {args.model} are "
-                "quantised; give the 16-bit model, without --quantization."
-            )
-        return speculate(args, config, plan, place, terminal)
-    if args.json:
-        terminal.line(json.dumps(as_json(args.model, config, plan, place, weights, loaded)))
+        speculate(args, found, terminal)
+    elif args.json:
+        terminal.line(json.dumps(as_json(found, loaded)))
     else:
-        show(args.model, config, plan, place, weights, terminal)
+        show(found, terminal)
         if loaded is not None:
             show_loaded(*loaded, terminal)
     return 0
 
 
-def speculate(
-    args: Namespace, config: ModelConfig, plan: MemoryPlan, place: Place, terminal: Terminal
-) -> int:
+def settings_of(args: Namespace) -> dict[str, Any]:
+    """The options that are arguments of `memory_plan`."""
+    return {name: getattr(args, name) for name in SETTINGS} | {"kv_dtype": args.kv_cache_dtype}
+
+
+def speculate(args: Namespace, found: Found, terminal: Terminal) -> None:
     """Print the predicted speed-up of speculative decoding."""
-    name = args.speculate
-    draft = None if name == plan_speculation.NGRAM else find_config(name)
-    context = min(PROMPT, plan.settings.max_model_len)
-    found, acceptance, is_measured = plan_speculation.predict_for(
-        args, config, draft, plan.settings.dtype, context, place.hardware, place.is_cpu, terminal
-    )
-    if args.json:
-        result = {"acceptance": acceptance, "speculation": plan_speculation.as_json(found)}
-        terminal.line(json.dumps(result))
-    else:
-        assumed = args.acceptance is None
-        plan_speculation.show(name, found, acceptance, assumed, is_measured, terminal)
-    return 0
+    if found.weights is not None:
+        raise ConfigError(
+            f"--speculate predicts with 16-bit weights, and those of {args.model} are "
+            "quantised; give the 16-bit model, without --quantization."
+        )
+    draft = None if args.speculate == plan_speculation.NGRAM else find_config(args.speculate)
+    plan_speculation.run(args, found.config, draft, found.length, found.place, terminal)
 
 
-def load(args: Namespace, terminal: Terminal) -> tuple[MemoryPlan, dict[str, int]]:
+def load(
+    args: Namespace, dtype: str | None, terminal: Terminal
+) -> tuple[MemoryPlan, dict[str, int]]:
     """Load the engine on this machine; returns its plan and the bytes it allocated."""
     with terminal.progress("Loading"):
         llm = import_engine()(
             args.model,
-            dtype=args.dtype or "auto",
+            dtype=dtype or "auto",
             quantization=args.quantization,
             load_format="dummy" if args.model.startswith("preset:") else "auto",
             max_model_len=args.max_model_len,
@@ -175,24 +172,15 @@ def find_config(model: str) -> ModelConfig:
     return open_model(model).config
 
 
-def find_draft(
-    speculation: SpeculativeConfig, target: str, config: ModelConfig
-) -> ModelConfig | None:
-    """The configuration of the draft model, or None."""
-    if speculation.model is None:
-        return None
-    draft = find_config(speculation.model)
-    check_vocabulary(speculation.model, draft.vocab_size, target, config.vocab_size)
-    return draft
-
-
-def check_length(length: int, config: ModelConfig) -> None:
-    """Reject a context that the engine would reject."""
-    if length > config.longest_context:
-        raise ConfigError(
-            f"--max-model-len is {length}; this model has positions for "
-            f"{config.longest_context} tokens."
-        )
+def drafts_of(args: Namespace, config: ModelConfig) -> dict[str, Any]:
+    """The arguments of `memory_plan` for the draft model and the drafts; {} without any."""
+    if args.speculative_config is None:
+        return {}
+    speculation, draft = SpeculativeConfig.of(args.speculative_config), None
+    if speculation.model is not None:
+        draft = find_config(speculation.model)
+        check_vocabulary(speculation.model, draft.vocab_size, args.model, config.vocab_size)
+    return {"draft": draft, "num_drafts": speculation.most}
 
 
 def best_dtype(config: ModelConfig, place: Place) -> str:
@@ -206,68 +194,57 @@ def best_dtype(config: ModelConfig, place: Place) -> str:
     return choose_dtype("auto", config, torch.device("cpu"))
 
 
-def predictions(
-    config: ModelConfig, plan: MemoryPlan, hardware: Hardware, weights: WeightSizes | None
-) -> list[tuple[str, int, StepCost, StepTime]]:
-    """(name, tokens, cost, time) of a decode step and of the prefill of a prompt."""
-    length = min(PROMPT, plan.settings.max_model_len)
-    settings = plan.settings
-    dtypes = partial(step_cost, config, dtype=settings.dtype, kv_dtype=settings.kv_dtype)
-    cost_of = partial(dtypes, weights=weights)
+def predictions(found: Found, hardware: Hardware) -> dict[str, tuple[StepCost, StepTime]]:
+    """The cost and the time of a decode step and of the prefill of a prompt."""
+    settings, length = found.plan.settings, found.length
+    cost_of = partial(
+        step_cost,
+        found.config,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        weights=found.weights,
+    )
     costs = {"decode": cost_of([1], [length]), "prefill": cost_of([length], [length])}
-    return [
-        (what, cost.num_tokens, cost, step_time(cost, hardware)) for what, cost in costs.items()
-    ]
+    return {what: (cost, step_time(cost, hardware)) for what, cost in costs.items()}
 
 
 def as_json(
-    model: str,
-    config: ModelConfig,
-    plan: MemoryPlan,
-    place: Place,
-    weights: WeightSizes | None,
-    loaded: tuple[MemoryPlan, dict[str, int]] | None = None,
+    found: Found, loaded: tuple[MemoryPlan, dict[str, int]] | None = None
 ) -> dict[str, Any]:
     """The plan as JSON data: bytes, seconds, operations."""
-    speed = [] if place.hardware is None else predictions(config, plan, place.hardware, weights)
+    hardware = found.place.hardware
+    speed = {} if hardware is None else predictions(found, hardware)
     return {
-        "model": model,
-        "hardware": place.hardware and asdict(place.hardware),
-        "fits": plan.fits,
-        "plan": asdict(plan),
-        "weights": weights and asdict(weights),
+        "model": found.model,
+        "hardware": hardware and asdict(hardware),
+        "fits": found.plan.fits,
+        "plan": asdict(found.plan),
+        "weights": found.weights and asdict(found.weights),
         "predictions": {
             what: asdict(cost) | asdict(time) | {"seconds": time.seconds, "bound": time.bound}
-            for what, _, cost, time in speed
+            for what, (cost, time) in speed.items()
         },
         **({} if loaded is None else {"loaded": asdict(loaded[0]), "allocated": loaded[1]}),
     }
 
 
-def show(
-    model: str,
-    config: ModelConfig,
-    plan: MemoryPlan,
-    place: Place,
-    weights: WeightSizes | None,
-    terminal: Terminal,
-) -> None:
+def show(found: Found, terminal: Terminal) -> None:
     """Print the plan as text."""
-    settings = plan.settings
-    terminal.heading(f"{model} on {place.what}")
-    terminal.rows(
-        [
-            ("memory", f"{size(plan.memory_bytes)} = {amount(plan.memory_bytes, 'B')}"),
-            ("reserve", f"{size(plan.reserve_bytes)}  ("
-             f"{1 - settings.gpu_memory_utilization:.0%}) for the runtime and workspaces"),
-            ("weights", f"{size(plan.weight_bytes - plan.draft_weight_bytes)}  in "
-             f"{settings.dtype if weights is None else weights.name}"),
-            *draft_rows(plan),
-            ("activations", f"{size(plan.activation_bytes)}  for "
-             f"{settings.max_num_batched_tokens:,} tokens in one step"),
-            ("KV cache", cache_line(plan)),
-        ]
-    )  # fmt: skip
+    plan, settings = found.plan, found.plan.settings
+    terminal.heading(f"{found.model} on {found.place.what}")
+    rows = [
+        ("memory", f"{size(plan.memory_bytes)} = {amount(plan.memory_bytes, 'B')}"),
+        ("reserve", f"{size(plan.reserve_bytes)}  ("
+         f"{1 - settings.gpu_memory_utilization:.0%}) for the runtime and workspaces"),
+        ("weights", f"{size(plan.weight_bytes - plan.draft_weight_bytes)}  in "
+         f"{settings.dtype if found.weights is None else found.weights.name}"),
+        ("draft model", f"{size(plan.draft_weight_bytes)}  of weights, and "
+         f"{size(plan.draft_block_bytes // settings.block_size)} of each cached token"),
+        ("activations", f"{size(plan.activation_bytes)}  for "
+         f"{settings.max_num_batched_tokens:,} tokens in one step"),
+        ("KV cache", cache_line(plan)),
+    ]  # fmt: skip
+    terminal.rows([row for row in rows if row[0] != "draft model" or plan.draft_weight_bytes])
     terminal.line()
     if plan.fits:
         show_combinations(plan, terminal)
@@ -279,9 +256,9 @@ def show(
         terminal.line("  It fits with any one of:")
         for hint in plan.hints:
             terminal.line(f"    {as_option(hint)}")
-    if place.hardware is not None:
+    if found.place.hardware is not None:
         terminal.line()
-        show_speed(config, plan, place.hardware, weights, terminal)
+        show_speed(found, found.place.hardware, terminal)
 
 
 def show_loaded(plan: MemoryPlan, allocated: Mapping[str, int], terminal: Terminal) -> None:
@@ -314,15 +291,6 @@ def show_loaded(plan: MemoryPlan, allocated: Mapping[str, int], terminal: Termin
     terminal.paragraph(text)
 
 
-def draft_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
-    """The row of the draft model's memory, if there is one."""
-    if not plan.draft_weight_bytes:
-        return []
-    per_token = size(plan.draft_block_bytes // plan.settings.block_size)
-    text = f"{size(plan.draft_weight_bytes)}  of weights, and {per_token} of each cached token"
-    return [("draft model", text)]
-
-
 def cache_line(plan: MemoryPlan) -> str:
     """Memory left for the KV cache, in bytes and tokens."""
     per_token = f"{size(plan.kv_bytes_per_token)} in {plan.settings.kv_dtype}"
@@ -340,31 +308,23 @@ def show_combinations(plan: MemoryPlan, terminal: Terminal) -> None:
         terminal.paragraph(f"At most {most:,} of them run at once (--max-num-seqs).")
 
 
-def show_speed(
-    config: ModelConfig,
-    plan: MemoryPlan,
-    hardware: Hardware,
-    weights: WeightSizes | None,
-    terminal: Terminal,
-) -> None:
+def show_speed(found: Found, hardware: Hardware, terminal: Terminal) -> None:
     """Print the upper bounds of speed and the resource that limits each."""
     source = "measured" if hardware.source.startswith("measured") else "datasheet"
-    dtype, unit = plan.settings.dtype, "FLOP/s"
+    dtype, unit, weights = found.plan.settings.dtype, "FLOP/s", found.weights
     if weights and weights.products and hardware.rate(weights.products) > hardware.rate(dtype):
         dtype, unit = weights.products, "OP/s"
     terminal.paragraph(
-        f"Upper bounds{'' if plan.fits else ', if it did fit'}, at {source} rates of "
+        f"Upper bounds{'' if found.plan.fits else ', if it did fit'}, at {source} rates of "
         f"{amount(hardware.bandwidth, 'B/s')} and {amount(hardware.rate(dtype), unit)} "
         f"({dtype}):"
     )
     rows = []
-    for what, tokens, cost, time in predictions(config, plan, hardware, weights):
-        length = min(PROMPT, plan.settings.max_model_len)
+    for what, (cost, time) in predictions(found, hardware).items():
+        value = f"{seconds(time.seconds)} for {plural(cost.num_tokens, 'token')}"
         if what == "decode":
             value = f"{digits(1 / time.seconds)} tokens/s, {seconds(time.seconds)} per token"
-            value += f" (batch 1, context {length:,})"
-        else:
-            value = f"{seconds(time.seconds)} for {plural(tokens, 'token')}"
+            value += f" (batch 1, context {found.length:,})"
         rows.append((what, f"{value}; {why(cost, time)}"))
     terminal.rows(rows)
 

@@ -9,32 +9,30 @@ from typing import Any
 from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError
-from minillm.lab.links import LINKS, Link, all_reduce, find_link
-from minillm.lab.parallel_cost import Devices, ParallelTime, Prediction, predict
+from minillm.lab.commands.place import Place
+from minillm.lab.links import LINKS, all_reduce, find_link
+from minillm.lab.parallel_cost import BATCHES, Devices, ParallelTime, Prediction, predict
 from minillm.lab.parallel_layout import Layout, check_layout, device_memory
 from minillm.plan.cost import MemoryPlan
-from minillm.plan.hardware import Hardware
 from minillm.plan.weight_sizes import WeightSizes, dtype_bytes
 
 SIZES = (1, 2, 4, 8)  # numbers of GPUs (or stages) shown beside the requested one
 SHOWN_LINKS = ("nvlink", "pcie")
 CONTEXT = 1024  # tokens of every sequence, and of the prompt
-BATCHES = (1, 64)
 NO_ROOM = "-"
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options for several GPUs."""
-    group = parser.add_argument_group("several GPUs")
-    group.add_argument("-tp", "--tensor-parallel-size", metavar="N", type=int,
-                       help="tensor parallelism: GPUs that split every layer")  # fmt: skip
-    group.add_argument("-pp", "--pipeline-parallel-size", metavar="P", type=int,
-                       help="pipeline parallelism: number of stages")  # fmt: skip
-    group.add_argument("-ep", "--enable-expert-parallel", action="store_true",
-                       help="expert parallelism: whole experts on each GPU")  # fmt: skip
-    group.add_argument("--link", metavar="NAME",
-                       help="interconnect: "
-                            f"{', '.join(LINKS)} ({' and '.join(SHOWN_LINKS)})")  # fmt: skip
+    add = parser.add_argument_group("several GPUs").add_argument
+    add("-tp", "--tensor-parallel-size", metavar="N", type=int,
+        help="tensor parallelism: GPUs that split every layer")  # fmt: skip
+    add("-pp", "--pipeline-parallel-size", metavar="P", type=int,
+        help="pipeline parallelism: number of stages")  # fmt: skip
+    add("-ep", "--enable-expert-parallel", action="store_true",
+        help="expert parallelism: whole experts on each GPU")  # fmt: skip
+    add("--link", metavar="NAME",
+        help=f"interconnect: {', '.join(LINKS)} ({' and '.join(SHOWN_LINKS)})")  # fmt: skip
 
 
 def check(args: Namespace) -> bool:
@@ -77,55 +75,36 @@ def layouts(config: ModelConfig, asked: Layout) -> list[Layout]:
 def run(
     args: Namespace,
     config: ModelConfig,
-    hardware: Hardware,
-    memory_bytes: int,
+    place: Place,
     weights: WeightSizes | None,
     terminal: Terminal,
 ) -> int:
     """Print the predictions; the exit code is 0 also if the model does not fit."""
     asked = replace(args.layout, expert_parallel=args.enable_expert_parallel)
-    dtype = args.dtype or config.dtype
-    kv_dtype = args.kv_cache_dtype or dtype
     context = min(CONTEXT, args.max_model_len or config.longest_context)
+    names = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization")
+    settings = {name: getattr(args, name) for name in names}
+    types = {"dtype": args.dtype, "kv_dtype": args.kv_cache_dtype or args.dtype}
     found: list[Prediction] = []
     for layout in layouts(config, asked):
         memory = device_memory(
-            config,
-            memory_bytes,
-            layout,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            max_model_len=args.max_model_len,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            max_num_seqs=args.max_num_seqs,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            weights=weights,
+            config, place.memory_bytes, layout, weights=weights, **types, **settings
         )
         for name in args.links if layout.devices > 1 else args.links[:1]:
-            devices = Devices(hardware, LINKS[name], layout, weights=weights)
-            found.append(
-                predict(
-                    config,
-                    devices,
-                    context=context,
-                    batches=BATCHES,
-                    dtype=dtype,
-                    kv_dtype=kv_dtype,
-                    memory=memory,
-                )
-            )
+            devices = Devices(place.known, LINKS[name], layout, weights=weights)
+            found.append(predict(config, devices, context=context, memory=memory, **types))
     if args.json:
-        terminal.line(json.dumps(as_json(args.model, hardware, found)))
+        terminal.line(json.dumps(as_json(args.model, found)))
     else:
         show(args.model, config, asked, found, terminal)
     return 0
 
 
-def as_json(model: str, hardware: Hardware, found: Sequence[Prediction]) -> dict[str, Any]:
+def as_json(model: str, found: Sequence[Prediction]) -> dict[str, Any]:
     """The predictions as JSON data: bytes, seconds, fractions."""
     return {
         "model": model,
-        "hardware": asdict(hardware),
+        "hardware": asdict(found[0].devices.hardware),
         "context": found[0].context,
         "links": {each.devices.link.name: asdict(each.devices.link) for each in found},
         "parallel": [
@@ -149,12 +128,8 @@ def as_json(model: str, hardware: Hardware, found: Sequence[Prediction]) -> dict
 
 def timed(time: ParallelTime) -> dict[str, Any]:
     """A predicted step time as JSON data."""
-    return {
-        "seconds": time.seconds,
-        "tokens_per_second": time.tokens_per_second,
-        "communication": time.communication,
-        "utilisation": time.utilisation,
-        "num_groups": time.num_groups,
+    names = ("seconds", "tokens_per_second", "communication", "utilisation", "num_groups")
+    return {name: getattr(time, name) for name in names} | {
         "stages": [
             asdict(stage.device)
             | {"communication_seconds": stage.communication, "seconds": stage.seconds}
@@ -187,8 +162,7 @@ def show(
         ("KV cache", cache_line(memory)),
     ]  # fmt: skip
     if asked.tensor > 1:
-        links = [each.devices.link for each in mine]
-        rows.append(("all-reduce", sums_line(config, memory, asked, links)))
+        rows.append(("all-reduce", sums_line(config, mine)))
     terminal.rows(rows)
     if memory.num_tokens and not memory.fits:
         terminal.paragraph(
@@ -206,13 +180,14 @@ def explanation(prediction: Prediction) -> str:
     """What the columns mean, and which rates the predictions use."""
     hardware, dtype = prediction.devices.hardware, prediction.memory.settings.dtype
     context = plural(prediction.context, "token")
+    launches = sum(each.device.overhead_seconds for each in prediction.decode[1].stages)
     return (
         "Columns: tokens that fit into the KV cache; decode tokens per second at batch 1 and batch "
         f"64, with a context of {context}, and in brackets the fraction of the time spent on "
         f"communication; time to prefill {context}. Predictions from counts, datasheet rates of "
         f"{amount(hardware.bandwidth, 'B/s')} and {amount(hardware.rate(dtype), 'FLOP/s')} "
         f"({dtype}) and published latencies of links; nothing was measured here. Kernel launches "
-        f"take {seconds(launch_seconds(prediction))} of a decode step; CUDA graphs remove them."
+        f"take {seconds(launches)} of a decode step; CUDA graphs remove them."
     )
 
 
@@ -225,50 +200,34 @@ def cache_line(memory: MemoryPlan) -> str:
     return f"{left} on each GPU, for {memory.num_tokens:,} tokens of {each}"
 
 
-def sums_line(
-    config: ModelConfig, memory: MemoryPlan, layout: Layout, links: Sequence[Link]
-) -> str:
-    """Number, size and duration of the all-reduces of a decode step."""
-    num_bytes = config.hidden_size * dtype_bytes(memory.settings.dtype)
+def sums_line(config: ModelConfig, found: Sequence[Prediction]) -> str:
+    """Number, size and duration of the all-reduces of a decode step of one layout on each link."""
+    num_bytes = config.hidden_size * dtype_bytes(found[0].memory.settings.dtype)
     times = []
-    for link in links:
-        how = all_reduce(link, layout.tensor, num_bytes)
-        times.append(f"{seconds(how.seconds)} on {link.name} ({how.algorithm})")
+    for each in found:
+        how = all_reduce(each.devices.link, each.devices.layout.tensor, num_bytes)
+        times.append(f"{seconds(how.seconds)} on {each.devices.link.name} ({how.algorithm})")
     count = 2 * config.num_layers + 1
     return f"{count} in a step; at batch 1, {size(num_bytes)} each: {', '.join(times)}"
 
 
 def show_table(found: Sequence[Prediction], terminal: Terminal) -> None:
-    """Print a row for each layout and link."""
+    """Print a row for each layout and link; the share of communication is in brackets."""
     header = ("GPUs", "link", "weights", "KV tokens", "batch 1", "batch 64", "prefill")
     rows = []
     for each in found:
+        layout, link = each.devices.layout, link_name(each)
         speeds = [
-            f"{digits(time.tokens_per_second)}{share(each, time)}"
+            f"{digits(time.tokens_per_second)}{f' ({time.communication:.0%})' if link else ''}"
             if each.holds(batch) else NO_ROOM
             for batch, time in each.decode.items()
         ]  # fmt: skip
         rows.append((
-            layout_name(each.devices.layout),
-            link_name(each) or NO_ROOM,
+            f"{layout.tensor} x {layout.pipeline}" if layout.pipeline > 1 else f"{layout.tensor}",
+            link or NO_ROOM,
             size(each.memory.weight_bytes),
             f"{each.cache_tokens:,}" if each.holds(1) else "does not fit",
             *speeds,
             seconds(each.prefill.seconds) if each.holds(1) else NO_ROOM,
         ))  # fmt: skip
     terminal.table(header, rows)
-
-
-def layout_name(layout: Layout) -> str:
-    """``4``, or ``4 x 2`` for two stages of four GPUs."""
-    return f"{layout.tensor} x {layout.pipeline}" if layout.pipeline > 1 else f"{layout.tensor}"
-
-
-def share(prediction: Prediction, time: ParallelTime) -> str:
-    """The fraction of communication, such as `` (17%)``; empty for one device."""
-    return f" ({time.communication:.0%})" if prediction.devices.layout.devices > 1 else ""
-
-
-def launch_seconds(prediction: Prediction) -> float:
-    """Launch overhead of a decode step at batch 1, over all stages."""
-    return sum(each.device.overhead_seconds for each in prediction.decode[1].stages)

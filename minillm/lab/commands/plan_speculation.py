@@ -1,14 +1,16 @@
 """``minillm plan --speculate``: predicted speed-up by batch and number of drafts."""
 
+import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from itertools import product
 
 from minillm.cli.terminal import Terminal, digits
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError, UnsupportedFeatureError
+from minillm.lab.commands.place import Place
 from minillm.lab.decode_law import decode_time
 from minillm.lab.speculation_cost import (
     CostSeconds,
@@ -18,7 +20,6 @@ from minillm.lab.speculation_cost import (
     verification_seconds,
 )
 from minillm.plan.cost import step_cost, step_time
-from minillm.plan.hardware import Hardware
 
 NGRAM = "ngram"
 BATCHES, COUNTS = (1, 4, 16, 64), (1, 2, 4, 8)
@@ -29,14 +30,14 @@ ROUNDS = 3  # repetitions of the measurement on this machine
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of the prediction of speculative decoding."""
-    parser.add_argument("--speculate", metavar="DRAFT",
-                        help="predict the speed-up of speculative decoding with a draft "
-                             "model, or 'ngram'")  # fmt: skip
-    parser.add_argument("--acceptance", metavar="A[,A...]",
-                        help="acceptance probability of the first draft, the second, ... "
-                             "(0.7; n-grams 0.5)")  # fmt: skip
-    parser.add_argument("--answered", metavar="A",
-                        help="fraction of steps that have drafts (1)")  # fmt: skip
+    add = parser.add_argument
+    add("--speculate", metavar="DRAFT",
+        help="predict the speed-up of speculative decoding with a draft model, or "
+             "'ngram'")  # fmt: skip
+    add("--acceptance", metavar="A[,A...]",
+        help="acceptance probability of the first draft, the second, ... (0.7; n-grams "
+             "0.5)")  # fmt: skip
+    add("--answered", metavar="A", help="fraction of steps that have drafts (1)")
 
 
 def rate(text: str) -> float:
@@ -52,31 +53,23 @@ def rate(text: str) -> float:
     return value
 
 
-def rates(text: str) -> tuple[float, ...]:
-    """Parse ``0.8,0.7`` into probabilities."""
-    return tuple(rate(each) for each in text.split(","))
-
-
 def check(args: Namespace) -> None:
     """Check and parse --acceptance and --answered, which need --speculate."""
     if args.speculate is None and (args.acceptance is not None or args.answered is not None):
         raise ConfigError("--acceptance and --answered need --speculate; add it.")
-    args.acceptance = None if args.acceptance is None else rates(args.acceptance)
+    if args.acceptance is not None:
+        args.acceptance = tuple(map(rate, args.acceptance.split(",")))
     args.answered = 1.0 if args.answered is None else rate(args.answered)
 
 
 def seconds_of(
-    name: str,
-    config: ModelConfig,
-    dtype: str,
-    hardware: Hardware,
-    is_measured: bool,
-    terminal: Terminal,
+    name: str, config: ModelConfig, dtype: str, place: Place, terminal: Terminal
 ) -> tuple[CostSeconds, bool]:
-    """The step-time model: rates measured for the model on this machine (True), or the roofline
+    """The step-time model: rates measured for the model on this CPU (True), or the roofline
     (False) for other hardware and for models whose steps cannot be measured in parts."""
+    hardware = place.known
     bound = lambda cost: step_time(cost, hardware).seconds  # noqa: E731
-    if not is_measured:
+    if not place.is_cpu:
         return bound, False
     from minillm.lab.benchmarks.decode_rates import DecodeProbes, check_explainable
 
@@ -95,54 +88,49 @@ def seconds_of(
     return (lambda cost: decode_time(cost, found).seconds), True
 
 
-def predictions(
-    target: ModelConfig,
+def run(
+    args: Namespace,
+    config: ModelConfig,
     draft: ModelConfig | None,
-    acceptance: Sequence[float],
-    answered: float,
     context: int,
-    dtype: str,
-    seconds: tuple[CostSeconds, CostSeconds],
-) -> list[Speculation]:
-    """Predictions for every batch and number of drafts; `seconds` holds the step-time models of
-    the target and of the draft model."""
-    verify = verification_seconds(target, context, seconds[0], dtype)
-
-    def predict(batch: int, count: int) -> Speculation:
-        host, drafting = batch * NGRAM_SECONDS, 0.0
-        if draft is not None:
-            ones = [1] * batch
-            cost = step_cost(draft, ones, [context] * batch, dtype=dtype)
-            host, drafting = 0.0, seconds[1](cost)
-        return speculation(
-            batch,
-            count,
-            acceptance,
-            verify,
-            answered=answered,
-            draft_seconds=drafting,
-            host_seconds=host,
+    place: Place,
+    terminal: Terminal,
+) -> None:
+    """Print predictions for every batch and number of drafts; `draft` is None for n-grams."""
+    if draft is not None and draft.vocab_size != config.vocab_size:
+        raise ConfigError(
+            f"--speculate {args.speculate} has {draft.vocab_size} token ids and {args.model} has "
+            f"{config.vocab_size}; a draft model must have the vocabulary of its target."
         )
-
-    return [predict(batch, count) for batch in BATCHES for count in COUNTS]
-
-
-def as_json(found: Sequence[Speculation]) -> list[dict[str, Any]]:
-    """The predictions as JSON data."""
-    return [asdict(each) | {"step": each.step, "speedup": each.speedup} for each in found]
+    acceptance = args.acceptance or (ASSUMED_NGRAM if draft is None else ASSUMED_DRAFT,)
+    timed = partial(seconds_of, dtype=args.dtype, place=place, terminal=terminal)
+    target, is_measured = timed(args.model, config)
+    drafting = target if draft is None else timed(args.speculate, draft)[0]
+    verify = verification_seconds(config, context, target, args.dtype)
+    found = []
+    for batch, count in product(BATCHES, COUNTS):
+        costs = {"host_seconds": batch * NGRAM_SECONDS}
+        if draft is not None:
+            cost = step_cost(draft, [1] * batch, [context] * batch, dtype=args.dtype)
+            costs = {"draft_seconds": drafting(cost)}
+        found.append(speculation(batch, count, acceptance, verify, answered=args.answered, **costs))
+    if args.json:
+        values = [asdict(e) | {"step": e.step, "speedup": e.speedup} for e in found]
+        terminal.line(json.dumps({"acceptance": acceptance, "speculation": values}))
+        return
+    terminal.heading(f"Drafts of {'n-grams' if draft is None else args.speculate}: "
+                     "predicted speed-up")  # fmt: skip
+    show(found, acceptance, args.acceptance is None, is_measured, terminal)
 
 
 def show(
-    name: str,
     found: Sequence[Speculation],
     acceptance: Sequence[float],
     is_assumed: bool,
     is_measured: bool,
     terminal: Terminal,
 ) -> None:
-    """Print the predictions as text."""
-    what = "n-grams" if name == NGRAM else name
-    terminal.heading(f"Drafts of {what}: predicted speed-up")
+    """Print the table of predictions, and what its columns mean."""
     rows = []
     for batch in BATCHES:
         group = [each for each in found if each.batch == batch]
@@ -161,34 +149,3 @@ def show(
         "Step cost: relative to a step without drafts, from "
         f"{'rates measured here' if is_measured else 'memory and compute bounds'}."
     )
-
-
-def predict_for(
-    args: Namespace,
-    config: ModelConfig,
-    draft: ModelConfig | None,
-    dtype: str,
-    context: int,
-    hardware: Hardware | None,
-    is_cpu: bool,
-    terminal: Terminal,
-) -> tuple[list[Speculation], tuple[float, ...], bool]:
-    """The predictions, the acceptance they use, and whether rates were measured."""
-    if hardware is None:
-        raise ConfigError("--speculate needs the rates of hardware; add --hardware NAME, or leave "
-                          "out --memory.")  # fmt: skip
-    if draft is not None and draft.vocab_size != config.vocab_size:
-        raise ConfigError(
-            f"--speculate {args.speculate} has {draft.vocab_size} token ids and {args.model} has "
-            f"{config.vocab_size}; a draft model must have the vocabulary of its target."
-        )
-    acceptance = args.acceptance or (ASSUMED_NGRAM if draft is None else ASSUMED_DRAFT,)
-    timed = partial(seconds_of, dtype=dtype, hardware=hardware, terminal=terminal)
-    target, is_measured = timed(args.model, config, is_measured=is_cpu)
-    drafting: CostSeconds = target
-    if draft is not None:
-        drafting, _ = timed(args.speculate, draft, is_measured=is_cpu)
-    found = predictions(
-        config, draft, acceptance, args.answered, context, dtype, (target, drafting)
-    )
-    return found, acceptance, is_measured

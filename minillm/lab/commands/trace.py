@@ -28,29 +28,27 @@ CHROME_START = b'{"traceEvents":['
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    parser.add_argument("action", metavar="ACTION",
-                        help="view (HTML page), table (text) or chrome (for "
-                             "ui.perfetto.dev)")  # fmt: skip
-    parser.add_argument("file", metavar="FILE", nargs="?",
-                        help="the trace, from --trace or llm.trace.save(), or the address of "
-                             "a server")  # fmt: skip
-    parser.add_argument("-o", "--output", metavar="OUT",
-                        help="output file (FILE with another suffix)")  # fmt: skip
-    parser.add_argument("--open", action="store_true", help="view: open the page in a browser")
-    parser.add_argument("--last", metavar="N", type=int,
-                        help=f"table, server: number of steps, counted from the end "
-                             f"({LAST}; server: 400)")  # fmt: skip
-    parser.add_argument("--interval", metavar="S", type=float,
-                        help="server without ACTION: seconds between two pages (2)")  # fmt: skip
-    parser.add_argument("--api-key", metavar="KEY", help="key of the server")
+    add = parser.add_argument
+    add("action", metavar="ACTION",
+        help="view (HTML page), table (text) or chrome (for ui.perfetto.dev)")  # fmt: skip
+    add("file", metavar="FILE", nargs="?",
+        help="the trace, from --trace or llm.trace.save(), or the address of a "
+             "server")  # fmt: skip
+    add("-o", "--output", metavar="OUT", help="output file (FILE with another suffix)")
+    add("--open", action="store_true", help="view: open the page in a browser")
+    add("--last", metavar="N", type=int,
+        help=f"table, server: number of steps, counted from the end ({LAST}; "
+             "server: 400)")  # fmt: skip
+    add("--interval", metavar="S", type=float,
+        help="server without ACTION: seconds between two pages (2)")  # fmt: skip
+    add("--api-key", metavar="KEY", help="key of the server")
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Run the action, and return the exit code."""
     if is_url(args.action) and args.file is None:
         args.action, args.file = "follow", args.action
-    action = follow_server if args.action == "follow" else ACTIONS.get(args.action)
-    if action is None:
+    if args.action not in ACTIONS:
         hint = did_you_mean(args.action, ACTIONS)
         if args.file is None and not hint:
             hint = f" The file comes after the action: 'minillm trace view {args.action}'."
@@ -60,7 +58,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
     if args.file is None:
         raise ConfigError(f"There is no FILE; add one: 'minillm trace {args.action} FILE'.")
     check_options(args)
-    action(args, terminal)
+    ACTIONS[args.action](args, terminal)
     return 0
 
 
@@ -146,7 +144,7 @@ def chrome(args: Namespace, terminal: Terminal) -> None:
 
 
 ACTIONS: Mapping[str, Callable[[Namespace, Terminal], None]] = {
-    "view": view, "table": table, "chrome": chrome
+    "view": view, "table": table, "chrome": chrome, "follow": follow_server
 }  # fmt: skip
 
 

@@ -9,6 +9,4 @@
 | `speed.py` | decode steps of all models in one engine |
 | `run.py` | the comparison, as JSON data |
 | `table.py`, `plot.py` | the results as tables and as a figure |
-| `outliers.py` | a model with planted outlier channels |
-| `study.py` | the committed comparison of all methods on the embedded model |
 """

@@ -10,7 +10,7 @@ for the output matrix; `a8` rounds the inputs of quantised products as C does: 8
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -143,20 +143,16 @@ def open_candidate(
     base: ModelSource,
     dtype: torch.dtype,
     calibration: Tensor | None,
-    prepare: Callable[[Decoder], None] | None = None,
 ) -> Opened:
     """Load a candidate: a file, or the base model to which a method is applied.
 
     Args:
         calibration: token ids [W, T]; required by calibrated methods.
-        prepare: changes the loaded base model first.
     """
     if not candidate.is_method:
         source = open_model(candidate.name)
         return Opened(candidate, load_model(source, dtype), source)
     model = load_base(base, dtype)
-    if prepare is not None:
-        prepare(model)
     opened = Opened(candidate, model, base)
     wall, cpu = time.perf_counter(), time.process_time()
     if candidate.recipe is not None:

@@ -34,16 +34,11 @@ from minillm.models.packing import pack_weights
 from minillm.text.tokenizer import Tokenizer
 
 BASE = "16 bit"
-Prepare = Callable[[Decoder], None]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What to compare.
-
-    Attributes:
-        prepare: changes every loaded 16-bit model first (planted outliers).
-    """
+    """What to compare."""
 
     model: str
     candidates: tuple[Candidate, ...]
@@ -57,7 +52,6 @@ class Work:
     speed: bool = True
     dtype: str = "auto"  # of the measured speed
     threads: int = 1
-    prepare: Prepare | None = None
 
 
 @dataclass(frozen=True)
@@ -125,8 +119,6 @@ def open_base(work: Work, say: Callable[[str], Any]) -> Base:
         windows = text_windows(work, base)
         say(f"{work.model} on the text")
         model = load_base(base.source, torch.float32)
-        if work.prepare is not None:
-            work.prepare(model)
         hidden = hidden_states(model, windows)
         base.reference = Reference(windows, model, hidden, score(model, hidden, windows))
         if base.quantized:
@@ -221,7 +213,7 @@ def candidate_result(
     found: dict[str, Any] = {}
     for seed in seeds:
         say(f"{candidate.name}" + f", calibration {seed}" * (len(seeds) > 1))
-        opened = open_candidate(candidate, base.source, dtype, calibrations.get(seed), work.prepare)
+        opened = open_candidate(candidate, base.source, dtype, calibrations.get(seed))
         check_same_shape(base, opened)
         found = found or row(opened, "computed" if candidate.is_method else "measured")
         run, found["packing"] = as_run(work, base, opened.model)

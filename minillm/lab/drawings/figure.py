@@ -5,12 +5,13 @@ own height and hatch, for printing in grey. Plotting libraries are imported only
 """
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
-from minillm.lab.drawings.figure_blocks import box, draw_blocks, shown_blocks
+from minillm.lab.drawings.figure_blocks import blocks_height, box, draw_blocks, shown_blocks
 from minillm.lab.drawings.figure_ranks import draw_ranks, ranks_height
 from minillm.lab.drawings.page import page
 from minillm.lab.drawings.timeline import NAMES
@@ -83,17 +84,24 @@ def figure(
     """
     panels = check_panels(panels, data)
     plt = need("matplotlib.pyplot", "A figure needs matplotlib")
-    shown = min(len(data["sequences"]), rows)
-    heights = [panel_height(name, shown, data) for name in panels]
+    heights = dict.fromkeys(CURVES, 1.1) | {
+        "gantt": gantt_height(min(len(data["sequences"]), rows)),
+        "ranks": ranks_height(len(data["ranks"])),
+        "blocks": blocks_height(len(shown_blocks(data["blocks"]))),
+    }
+    draw: dict[str, Callable[[Axes, dict[str, Any]], None]] = {
+        "gantt": partial(draw_gantt, rows=rows), "ranks": draw_ranks, "blocks": draw_blocks
+    }  # fmt: skip
     with plt.rc_context(dict(STYLE)):
-        size = (width, height or sum(heights) + 0.7 + 0.3 * bool(title))
+        inches = [heights[name] for name in panels]
+        size = (width, height or sum(inches) + 0.7 + 0.3 * bool(title))
         fig, axes = plt.subplots(
             len(panels), 1, figsize=size, sharex=True, squeeze=False, layout="constrained",
-            gridspec_kw={"height_ratios": heights},
+            gridspec_kw={"height_ratios": inches},
         )  # fmt: skip
         plt.close(fig)  # else pyplot would show the figure that a notebook cell returns again
         for name, ax in zip(panels, axes[:, 0], strict=True):
-            draw_panel(ax, name, data, rows)
+            draw.get(name, partial(draw_curves, name=name))(ax, data)
         finish(fig, axes[:, 0], data, title, width)
     return fig
 
@@ -128,27 +136,9 @@ def need(module: str, what: str) -> Any:
         ) from error
 
 
-def panel_height(name: str, rows: int, data: dict[str, Any]) -> float:
-    """Height of a panel in inches: enough to read its rows, and at most a page."""
-    if name == "gantt":
-        return min(max(rows, 2) * (0.2 if rows <= 15 else 0.15), 9.0) + 0.2
-    if name == "ranks":
-        return ranks_height(len(data["ranks"]))
-    if name == "blocks":
-        return min(max(1.4, len(shown_blocks(data["blocks"])) * 0.09), 3.4)
-    return 1.1
-
-
-def draw_panel(ax: "Axes", name: str, data: dict[str, Any], rows: int) -> None:
-    """Draw the panel called `name`."""
-    if name == "gantt":
-        draw_gantt(ax, data, rows)
-    elif name == "blocks":
-        draw_blocks(ax, data)
-    elif name == "ranks":
-        draw_ranks(ax, data)
-    else:
-        draw_curves(ax, name, data)
+def gantt_height(rows: int) -> float:
+    """Height of the Gantt chart in inches: enough to read its rows, and at most a page."""
+    return min(max(rows, 2) * (0.2 if rows <= 15 else 0.15), 9.0) + 0.2
 
 
 def finish(fig: "Figure", axes: Any, data: dict[str, Any], title: str | None, width: float) -> None:
@@ -284,7 +274,7 @@ def short(name: str, most: int = 24) -> str:
 # ---- curves -----------------------------------------------------------------------------------
 
 
-def draw_curves(ax: "Axes", name: str, data: dict[str, Any]) -> None:
+def draw_curves(ax: "Axes", data: dict[str, Any], name: str) -> None:
     """Draw curves over the steps, stacked if they are parts of a sum, and their limit."""
     import numpy as np
     from matplotlib.ticker import MaxNLocator

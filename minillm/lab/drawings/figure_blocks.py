@@ -22,6 +22,11 @@ class SharedRun(NamedTuple):
     holders: int
 
 
+def blocks_height(rows: int) -> float:
+    """Height of the panel in inches."""
+    return min(max(1.4, rows * 0.09), 3.4)
+
+
 def draw_blocks(ax: "Axes", data: dict[str, Any]) -> None:
     """Draw the holder of each block at the end of each step: a colour per sequence, hatched if
     shared."""

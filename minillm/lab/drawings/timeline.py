@@ -17,12 +17,11 @@ with accepted drafts ends its "d" span, so that in a span the position increases
 """
 
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from minillm.lab.drawings.ranks import rank_lanes
 from minillm.scheduling.record import Blocked, StepRecord
 from minillm.trace.recorder import Trace, TraceSettings
 from minillm.trace.replay import (
@@ -100,6 +99,25 @@ def columns(records: list[StepRecord], zero: float) -> dict[str, list[Any]]:
         "swapped_out": [len(r.swap_out) for r in records],
         "swapped_in": [len(r.swap_in) for r in records],
     }
+
+
+def rank_lanes(records: Sequence[StepRecord]) -> list[dict[str, Any]]:
+    """For each rank its `rank`, and lists of seconds `computing` and `communicating` per step.
+
+    Communication includes waiting for other ranks. A step without rank times, such as an
+    interrupted one, has 0 seconds. The list is empty if there are fewer than two ranks.
+    """
+    number = max((each.rank + 1 for record in records for each in record.ranks), default=0)
+    if number < 2:
+        return []
+    lanes = [{name: [0.0] * len(records) for name in ("computing", "communicating")}
+             for _ in range(number)]  # fmt: skip
+    for column, record in enumerate(records):
+        for each in record.ranks:
+            lane = lanes[each.rank]
+            lane["computing"][column] = max(each.seconds - each.communicating, 0.0)
+            lane["communicating"][column] = each.communicating
+    return [{"rank": rank} | lane for rank, lane in enumerate(lanes)]
 
 
 class TimelineBuilder:

@@ -6,14 +6,12 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from minillm.errors import ConfigError, MinillmError
 from minillm.lab.training import corpus
-from minillm.lab.training.recipes import RECIPES, recipe
+from minillm.lab.training.recipes import RECIPES
+from minillm.models.checkpoint import ASSETS
 from minillm.plan.machine import cpu_count, cpu_name
 
-ASSETS = Path(__file__).parents[2] / "assets"
 EXAMPLES = """examples:
   python -m minillm.lab.training verify      check all files of the corpus against the manifest
   python -m minillm.lab.training tiny        train for an hour or two on a few cores; after Ctrl-C
@@ -21,10 +19,6 @@ EXAMPLES = """examples:
   python -m minillm.lab.training tiny --device cuda
   python -m minillm.lab.training tiny-draft  distil the draft model from the embedded tiny
   python -m minillm.lab.training variants    train the twelve runs of chapter 04, one per core
-  python -m minillm.lab.training card        measure both and write assets/MODEL_CARD.md
-  python -m minillm.lab.training calibration write assets/calibration.txt.gz, for quantisation
-  python -m minillm.lab.training manifest    select a new corpus from the installed packages
-  python -m minillm.lab.training tokenizer   train a new vocabulary (then train the models again)
 """
 
 
@@ -43,18 +37,14 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = [candidate.name for candidate in RECIPES]
-    tasks = [*names, "variants", "card", "calibration", "manifest", "tokenizer", "verify"]
-    parser.add_argument("task", choices=tasks, metavar="TASK", help=", ".join(tasks))
-    parser.add_argument("--out", type=Path, help="folder of the run (default: work/training/TASK)")
-    parser.add_argument(
-        "--export", type=Path, help="folder of the result (default: assets, or notebooks/variants)"
-    )
-    parser.add_argument(
-        "--workers", type=positive, help="training processes (default: one per core)"
-    )
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda, one process")
-    parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
+    tasks = [*RECIPES, "variants", "verify"]
+    add = parser.add_argument
+    add("task", choices=tasks, metavar="TASK", help=", ".join(tasks))
+    add("--out", type=Path, help="folder of the run (default: work/training/TASK)")
+    add("--export", type=Path, help="folder of the result (default: assets or notebooks/variants)")
+    add("--workers", type=positive, help="training processes (default: one per core)")
+    add("--device", default="cpu", help="cpu (default) or cuda, one process")
+    add("--no-compile", action="store_true", help="do not use torch.compile")
     return parser
 
 
@@ -64,16 +54,14 @@ def train(arguments: argparse.Namespace) -> str:
     from minillm.lab.training.launch import train as launch
     from minillm.lab.training.trainer import RunOptions, checkpoint_progress
 
-    chosen = recipe(arguments.task)
+    chosen = RECIPES[arguments.task]
     folder = arguments.out or Path("work", "training", chosen.name)
     target = arguments.export or ASSETS / chosen.name
-    tokenizer = Tokenizer.from_file(str(ASSETS / "tiny" / "tokenizer.json"))
     cores = 1 if arguments.device != "cpu" else cpu_count()
     workers = arguments.workers or max(n for n in (1, 2, 4) if n <= cores)
-    options = RunOptions(folder, arguments.device, compile=not arguments.no_compile)
-    launch(chosen, options, tokenizer, workers)
+    launch(chosen, RunOptions(folder, arguments.device, not arguments.no_compile), workers)
     checkpoint = folder / "checkpoint.safetensors"
-    export(load_trained(checkpoint, chosen.config), tokenizer, target)
+    export(load_trained(checkpoint, chosen.config), target)
     steps, seconds = checkpoint_progress(checkpoint, chosen.name)
     machine = cpu_name() if arguments.device == "cpu" else arguments.device
     record = {
@@ -99,39 +87,13 @@ def train_variants(arguments: argparse.Namespace) -> str:
     return f"{variants.publish(folder, target)} runs are in {target}."
 
 
-def learn_tokenizer(arguments: argparse.Namespace) -> str:
-    """Train the vocabulary on the training split."""
-    from minillm.lab.training.tokenizer import sample_texts, save_tokenizer, train_tokenizer
-
-    target = arguments.export or ASSETS / "tiny"
-    tokenizer = train_tokenizer(sample_texts(corpus.load_manifest()))
-    save_tokenizer(tokenizer, target, recipe("tiny").config.max_position_embeddings)
-    return f"The tokenizer is in {target}."
-
-
 def run(arguments: argparse.Namespace) -> str:
     """Run one task, and return a message about its result."""
-    if arguments.task == "manifest":
-        manifest = corpus.build_manifest()
-        corpus.save_manifest(manifest)
-        return f"{corpus.MANIFEST.name} lists {len(manifest.files)} files."
     if arguments.task == "verify":
         manifest = corpus.load_manifest()
         size = corpus.verify(manifest)
         return f"All {len(manifest.files)} files of the corpus match the manifest: {size:,} bytes."
-    if arguments.task == "calibration":
-        from minillm.lab.training.calibration import write_calibration_text
-
-        return write_calibration_text(corpus.load_manifest(), ASSETS / "calibration.txt.gz")
-    if arguments.task == "tokenizer":
-        return learn_tokenizer(arguments)
-    if arguments.task == "variants":
-        return train_variants(arguments)
-    if arguments.task == "card":
-        from minillm.lab.training.model_card import write_model_card
-
-        return f"Wrote {write_model_card(ASSETS)}."
-    return train(arguments)
+    return (train_variants if arguments.task == "variants" else train)(arguments)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Packs files into rows of tokens, and defines the order of the rows."""
+"""Encodes the corpus, packs it into rows of tokens, and defines the order of the rows."""
 
 import random
 from dataclasses import dataclass
@@ -11,8 +11,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minillm.lab.training import corpus
-from minillm.lab.training.tokenizer import end_of_text_id
+from minillm.models.checkpoint import ASSETS
 
+TOKENIZER = ASSETS / "tiny" / "tokenizer.json"  # of all models that are trained here
+END_OF_TEXT = 0  # id of the token between two files, which is also the end of a sequence
 CUT_EVERY = 4000  # a line break is separated from its indentation every 2000 to 4000 characters
 
 
@@ -43,15 +45,14 @@ def encode_file(tokenizer: Tokenizer, text: str, generator: random.Random) -> li
 def encode_corpus(manifest: corpus.Manifest, tokenizer: Tokenizer, seed: int = 0) -> TokenStreams:
     """Tokens of the training split, files in an order drawn from `seed`."""
     generator = random.Random(seed)
-    end = end_of_text_id(tokenizer)
     streams = []
     for stdlib in (True, False):
         files = manifest.select(held_out=False, stdlib=stdlib)
         generator.shuffle(files)
-        ids: list[int] = [end]
+        ids: list[int] = [END_OF_TEXT]
         for file in tqdm(files, desc="Encoding", unit="file"):
             ids += encode_file(tokenizer, corpus.read(file).decode(), generator)
-            ids.append(end)
+            ids.append(END_OF_TEXT)
         streams.append(np.array(ids, dtype=np.uint16))
     return TokenStreams(*streams)
 

@@ -1,7 +1,5 @@
-"""Evaluation of a trained model: bits per byte, draft acceptance, completions that parse."""
+"""Evaluation of a trained model: bits per byte."""
 
-import ast
-import codeop
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,54 +63,3 @@ def bits_per_byte(
         num_bytes=sum(len(text.encode()) for text in texts),
         num_tokens=sum(len(ids) - 1 for ids in encoded),
     )
-
-
-def matches(draft: Decoder, prompt: Sequence[int], continuation: Sequence[int]) -> list[bool]:
-    """Whether the draft's greedy choice is the given token, at each position of `continuation`."""
-    ids = [*prompt, *continuation]
-    choices = logits_of(draft, ids[:-1]).argmax(-1)[len(prompt) - 1 :]
-    return [a == b for a, b in zip(choices.tolist(), continuation, strict=True)]
-
-
-def count_accepted(agreed: Sequence[bool], num_draft: int = 4) -> tuple[int, int]:
-    """(accepted, drafted) of greedy speculative decoding, for a known text of the target.
-
-    A round drafts `num_draft` tokens, keeps those before the first mismatch, and the target adds
-    one. Drafts follow the target's own text, so one teacher-forced pass of the draft model over
-    that text gives the drafts of every round.
-    """
-    accepted = drafted = position = 0
-    while position < len(agreed):
-        window = agreed[position : position + num_draft]
-        run = window.index(False) if False in window else len(window)
-        accepted += run
-        drafted += len(window)
-        position += run + 1
-    return accepted, drafted
-
-
-def complete_statements(source: str) -> str:
-    """`source` without its incomplete last line and last statements.
-
-    Only text that could be completed by more text is removed (an open bracket, string or block);
-    errors stay, so that `parses` finds them.
-    """
-    lines = source.splitlines()[:-1]
-    while lines and _is_open(lines):
-        lines.pop()
-    return "\n".join(lines) + "\n"
-
-
-def _is_open(lines: Sequence[str]) -> bool:
-    try:
-        return codeop.compile_command("\n".join(lines) + "\n", symbol="exec") is None
-    except (SyntaxError, ValueError, OverflowError):
-        return False
-
-
-def parses(source: str) -> bool:
-    """Whether the text has at least one statement and `ast.parse` accepts it."""
-    try:
-        return bool(ast.parse(source).body)
-    except (SyntaxError, ValueError):
-        return False

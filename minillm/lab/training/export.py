@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 
 from minillm.config import MLAConfig, ModelConfig
-from minillm.lab.training.tokenizer import end_of_text_id, save_tokenizer
+from minillm.lab.training.data import END_OF_TEXT, TOKENIZER
 from minillm.models.decoder import Decoder
 
 
-def huggingface_config(config: ModelConfig, eos_token_id: int) -> dict[str, Any]:
+def huggingface_config(config: ModelConfig) -> dict[str, Any]:
     """config.json of a Qwen3 or, with latent attention, a DeepSeek-V2 model; RoPE's theta is under
     its new and its old name."""
     mla = config.mla
@@ -38,8 +37,8 @@ def huggingface_config(config: ModelConfig, eos_token_id: int) -> dict[str, Any]
         "initializer_range": 0.02,
         "use_sliding_window": False,
         "sliding_window": None,
-        "bos_token_id": eos_token_id,
-        "eos_token_id": eos_token_id,
+        "bos_token_id": END_OF_TEXT,
+        "eos_token_id": END_OF_TEXT,
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
     }
@@ -58,20 +57,29 @@ def dense_deepseek(config: ModelConfig, mla: MLAConfig) -> dict[str, Any]:
     }
 
 
-def export(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write config, bf16 weights, generation defaults and tokenizer into `folder`."""
+def export(model: Decoder, folder: Path) -> None:
+    """Write config, bf16 weights, generation defaults and tokenizer into `folder`. There is no chat
+    template, because the models are not trained on chats."""
     folder.mkdir(parents=True, exist_ok=True)
-    eos_token_id = end_of_text_id(tokenizer)
-    config = huggingface_config(model.config, eos_token_id)
-    generation = {f"{name}_token_id": eos_token_id for name in ("bos", "eos", "pad")}
-    for name, content in (("config.json", config), ("generation_config.json", generation)):
+    files: dict[str, dict[str, Any]] = {
+        "config.json": huggingface_config(model.config),
+        "generation_config.json": {f"{n}_token_id": END_OF_TEXT for n in ("bos", "eos", "pad")},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|endoftext|>",
+            "eos_token": "<|endoftext|>",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": model.config.max_position_embeddings,
+        },
+    }
+    for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    (folder / TOKENIZER.name).write_bytes(TOKENIZER.read_bytes())
     tensors = {
         name: tensor.target.to(torch.bfloat16).contiguous()
         for name, tensor in model.checkpoint_tensors().items()
     }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    save_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
 
 
 def load_trained(checkpoint: Path, config: ModelConfig) -> Decoder:

@@ -30,22 +30,3 @@ def held_out_prompts(
     ids = [i for text in held_out_texts(manifest) for i in tokenizer.encode(text, False)]
     step = (len(ids) - length) // count
     return [ids[start : start + length] for start in range(0, step * count, step)]
-
-
-def held_out_headers(manifest: corpus.Manifest, count: int = 64, context: int = 96) -> list[str]:
-    """The first lines of `count` top-level functions and classes of the held-out standard library:
-    at least `context` characters each, without the last line break.
-
-    They start at column 0, so a model's completion can be parsed by itself.
-    """
-    found = []
-    for text in held_out_texts(manifest):
-        lines = text.splitlines()
-        for number, line in enumerate(lines):
-            if line.startswith(("def ", "class ")):
-                end, size = number, 0
-                while end < len(lines) and size < context:
-                    size += len(lines[end]) + 1
-                    end += 1
-                found.append("\n".join(lines[number:end]))
-    return [found[i * len(found) // count] for i in range(count)]

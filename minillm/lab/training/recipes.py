@@ -1,9 +1,10 @@
 """Training recipes of the embedded models."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from minillm.config import ModelConfig, RopeConfig
-from minillm.errors import ConfigError, did_you_mean
 
 VOCAB_SIZE = 4096
 
@@ -93,32 +94,20 @@ def _qwen3(
     )
 
 
-RECIPES = (
-    Recipe(
-        "tiny",
-        _qwen3(width=256, layers=7, heads=4, kv_heads=2, head_dim=64, mlp=768),
-        phases=(Phase(1300, 6), Phase(1700, 10, windows=(512, 512, 512, 512, 512, 2048))),
-        decay_steps=1700,
-    ),
-    Recipe(
-        "tiny-draft",
-        _qwen3(width=128, layers=3, heads=2, kv_heads=1, head_dim=64, mlp=256),
-        phases=(Phase(1000, 8), Phase(1400, 5)),
-        decay_steps=2000,
-        matrix_lr=8e-3,
-        embedding_lr=4e-3,
-        teacher="tiny",
-        own_batches=40,
-    ),
+_TINY = Recipe(
+    "tiny",
+    _qwen3(width=256, layers=7, heads=4, kv_heads=2, head_dim=64, mlp=768),
+    phases=(Phase(1300, 6), Phase(1700, 10, windows=(512, 512, 512, 512, 512, 2048))),
+    decay_steps=1700,
 )
-
-
-def recipe(name: str) -> Recipe:
-    """The recipe called `name`."""
-    for candidate in RECIPES:
-        if candidate.name == name:
-            return candidate
-    known = [candidate.name for candidate in RECIPES]
-    raise ConfigError(
-        f"There is no recipe {name!r}; there are {', '.join(known)}.{did_you_mean(name, known)}"
-    )
+_DRAFT = Recipe(
+    "tiny-draft",
+    _qwen3(width=128, layers=3, heads=2, kv_heads=1, head_dim=64, mlp=256),
+    phases=(Phase(1000, 8), Phase(1400, 5)),
+    decay_steps=2000,
+    matrix_lr=8e-3,
+    embedding_lr=4e-3,
+    teacher="tiny",
+    own_batches=40,
+)
+RECIPES: Mapping[str, Recipe] = MappingProxyType({each.name: each for each in (_TINY, _DRAFT)})

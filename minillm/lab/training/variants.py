@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer as FastTokenizer
 from tqdm import tqdm
 
 from minillm.config import MLAConfig, ModelConfig, RopeConfig
@@ -34,6 +33,7 @@ from minillm.lab.training.data import TokenStreams
 from minillm.lab.training.evaluate import bits_per_byte
 from minillm.lab.training.export import export, load_trained
 from minillm.lab.training.launch import TOKENS, prepare_tokens
+from minillm.lab.training.prompts import held_out_texts
 from minillm.lab.training.recipes import VOCAB_SIZE, Phase, Recipe
 from minillm.lab.training.trainer import RunOptions, Trainer, checkpoint_progress
 from minillm.models.checkpoint import ASSETS
@@ -134,8 +134,7 @@ def judge(recipe: Recipe, folder: Path) -> dict[str, dict[str, float]]:
     manifest, tokenizer = corpus.load_manifest(), Tokenizer.from_folder(ASSETS / "tiny")
     scores = {}
     for name, stdlib in (("stdlib", True), ("jinja2", False)):
-        files = manifest.select(held_out=True, stdlib=stdlib)
-        texts = [corpus.read(file).decode() for file in files]
+        texts = held_out_texts(manifest, stdlib=stdlib)
         found = bits_per_byte(model, tokenizer, texts, WINDOW)
         scores[name] = {
             "bits_per_byte": found.bits_per_byte,
@@ -157,7 +156,7 @@ def train_variants(folder: Path, workers: int, compiled: bool = True) -> None:
 
     Independent runs use two cores better than two processes of one run.
     """
-    prepare_tokens(folder, fast_tokenizer())
+    prepare_tokens(folder)
     recipes = [variant_recipe(name, seed) for name, seed in RUNS]
     spawn = multiprocessing.get_context("spawn")
     with (
@@ -172,11 +171,6 @@ def train_variants(folder: Path, workers: int, compiled: bool = True) -> None:
             logs = [run_log(folder / recipe.name) for recipe in recipes]
             bar.n = sum(int(log[-1]["step"]) for log in logs if log)
             bar.refresh()
-
-
-def fast_tokenizer() -> FastTokenizer:
-    """The vocabulary of the embedded models, which the variants share."""
-    return FastTokenizer.from_file(str(ASSETS / "tiny" / "tokenizer.json"))
 
 
 def finished(recipe: Recipe, folder: Path) -> bool:
@@ -224,7 +218,7 @@ def publish(folder: Path, target: Path) -> int:
         }
         if seed == SEEDS[0] and name in VARIANTS:
             model = load_trained(run / "checkpoint.safetensors", recipe.config)
-            export(model, fast_tokenizer(), target / name)
+            export(model, target / name)
     if not runs:  # keep the results of an earlier training
         raise ConfigError(f"No run in {folder} has all its steps; train first.")
     record = {

@@ -16,9 +16,7 @@ from minillm.__main__ import main
 from minillm.errors import ConfigError
 from minillm.lab.comparison import candidates, metrics, run, sizes, table, windows
 from minillm.lab.comparison.candidates import open_candidate, parse
-from minillm.lab.comparison.outliers import plant_outliers
 from minillm.models.checkpoint import ASSETS, open_model
-from minillm.models.loader import load_model
 from tests.lab.comparison import checks
 
 TINY = str(ASSETS / "tiny")
@@ -130,16 +128,6 @@ def test_inputs_in_8_bits_change_little() -> None:
     assert 1e-4 < difference < 0.05
     x = torch.tensor([[1.0, -127.0, 0.4], [0.0, 0.0, 0.0]])
     assert candidates.rounded(x).tolist() == [[1.0, -127.0, 0.0], [0.0, 0.0, 0.0]]
-
-
-def test_planted_outliers_do_not_change_the_model() -> None:
-    plain, planted = (load_model(open_model("tiny"), torch.float32) for _ in range(2))
-    plant_outliers(planted)
-    text = checks.windows()
-    one, two = (metrics.hidden_states(each, text) for each in (plain, planted))
-    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
-    largest = planted.layers[0].input_norm.weight.abs()
-    assert largest.max() > 20 * largest.median()
 
 
 # ---- the command ------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.lab.drawings.figure import ENDS, IDLE, STATES, figure, widget
 from minillm.lab.drawings.figure_blocks import FREE, USED, block_image, owner_colour, shared_runs
 from minillm.lab.drawings.page import page
+from minillm.lab.drawings.timeline import timeline
 from minillm.lab.simulated_drafts import SimulatedDrafts
 from minillm.lab.simulation import Simulation
 from tests.trace.simulation import data
@@ -53,28 +54,19 @@ def bars(sequence: dict[str, Any]) -> Iterator[str]:
         yield from [kind] * (1 if kind in IDLE else len(list(spans)))
 
 
-def test_there_is_a_patch_for_each_span(drawing: dict[str, Any]) -> None:
-    expected = Counter(kind for sequence in drawing["sequences"] for kind in bars(sequence))
-    drawn = {kind: len(c.get_paths()) for kind, c in patches(figure(drawing), "gantt").items()}
-    assert drawn == expected
+def test_each_span_has_a_patch_of_its_columns(drawing: dict[str, Any]) -> None:
+    counts = Counter(kind for sequence in drawing["sequences"] for kind in bars(sequence))
+    widths: Counter[str] = Counter()
+    for kind, first, last, *_ in (span for s in drawing["sequences"] for span in s["spans"]):
+        widths[kind] += last - first + 1
+    drawn = patches(figure(drawing), "gantt")
+    assert {kind: len(c.get_paths()) for kind, c in drawn.items()} == counts
+    assert {kind: round(sum(path.get_extents().width for path in c.get_paths()))
+            for kind, c in drawn.items()} == widths  # fmt: skip
     assert {"w", "d", "p"} < set(drawn)
     assert set(drawn) & {"x", "o"}
-
-
-def test_patches_cover_the_columns_of_their_spans(drawing: dict[str, Any]) -> None:
-    def columns(kind: str) -> int:
-        spans = [span for s in drawing["sequences"] for span in s["spans"] if span[0] == kind]
-        return sum(last - first + 1 for _, first, last, *_ in spans)
-
-    for kind, collection in patches(figure(drawing), "gantt").items():
-        widths = [path.get_extents().width for path in collection.get_paths()]
-        assert round(sum(widths)) == columns(kind)
-
-
-def test_states_differ_without_colour() -> None:
-    looks = [(state.height, state.hatch) for state in STATES.values()]
-    assert len(set(looks)) == len(looks)
-    assert len({state.colour for state in STATES.values()}) == len(looks)
+    looks = {(state.height, state.hatch) for state in STATES.values()}  # without colour
+    assert len(looks) == len(STATES) == len({state.colour for state in STATES.values()})
 
 
 def test_marks_say_who_came_and_how_each_ended(drawing: dict[str, Any]) -> None:
@@ -117,15 +109,9 @@ def test_drafts_are_filled_as_far_as_they_were_accepted() -> None:
             if box in ends[0]:  # the axis points down
                 assert all(other.y1 <= box.y0 + 1e-9 for other in others)
     assert filled.get_facecolor().tolist() != hollow.get_facecolor().tolist()
-    labels = [text.get_text() for text in sim.trace.figure().legends[0].get_texts()]
-    assert {"accepted draft", "rejected draft"} <= set(labels)
-
-
-def test_without_drafts_no_legend_names_them(drawing: dict[str, Any]) -> None:
-    fig = figure(drawing)
-    labels = [text.get_text() for text in fig.legends[0].get_texts()]
-    labels += [text.get_text() for ax in fig.axes if ax.legend_ for text in ax.legend_.get_texts()]
-    assert not [label for label in labels if "draft" in label]
+    for data_of, named in ((timeline(sim.trace), True), (data(8, 24), False)):
+        labels = {text.get_text() for text in figure(data_of).legends[0].get_texts()}
+        assert ({"accepted draft", "rejected draft"} <= labels) == named
 
 
 def test_any_name_is_a_label() -> None:
@@ -139,10 +125,12 @@ def test_any_name_is_a_label() -> None:
 
 
 def test_curves_are_the_columns(drawing: dict[str, Any]) -> None:
-    fig, steps = figure(drawing, panels=("queue", "budget", "free", "time")), drawing["steps"]
+    names = ("queue", "budget", "free", "time")
+    fig, steps = figure(drawing, panels=names), drawing["steps"]
+    assert [ax.get_label() for ax in fig.axes] == [*names]  # from top to bottom
     stairs = {
         (name, patch.get_label()): patch.get_data()
-        for name in ("queue", "budget", "free", "time")
+        for name in names
         for patch in ax_of(fig, name).patches
     }
     assert list(stairs["queue", "waiting"].values) == steps["waiting"]
@@ -202,41 +190,18 @@ def test_a_large_pool_shows_only_what_was_used() -> None:
     ax = ax_of(figure(drawing, panels=["blocks"]), "blocks")
     assert ax.images[0].get_array().shape[0] == used < 200
     assert ax.get_ylabel() == "blocks in use"
-
-
-def test_a_large_map_is_thinned() -> None:
-    drawing = data(200, 40, pause=9)
-    assert len(drawing["steps"]["step"]) > 1200
-    assert block_image(drawing).shape[1] <= 1200
+    large = data(200, 40, pause=9)  # a large map is thinned
+    assert block_image(large).shape[1] <= 1200 < len(large["steps"]["step"])
 
 
 # ---- what people choose --------------------------------------------------------------------------
 
 
-def test_panels_stand_in_the_order_given(drawing: dict[str, Any]) -> None:
-    for panels in (("gantt",), ("blocks", "gantt"), ("time", "free", "queue")):
-        assert [ax.get_label() for ax in figure(drawing, panels=panels).axes] == list(panels)
-
-
-def test_sizes_are_inches(drawing: dict[str, Any]) -> None:
-    assert tuple(figure(drawing, width=5, height=4).get_size_inches()) == (5, 4)
-    tall, low = (figure(data(n, 24)).get_size_inches()[1] for n in (30, 8))
-    assert low < tall < 20
-
-
-@pytest.mark.parametrize("width", [6, 10])
-def test_the_legend_fits(drawing: dict[str, Any], width: float) -> None:
-    fig = figure(drawing, width=width, title="a title")
-    fig.canvas.draw()
-    box = fig.legends[0].get_window_extent()
-    assert box.x0 >= 0
-    assert box.x1 <= fig.bbox.width
-    assert box.y0 >= fig.axes[0].title.get_window_extent().y0
-
-
 def test_many_rows_are_limited_and_that_is_said() -> None:
-    ax = ax_of(figure(data(30, 24), rows=10), "gantt")
+    fig = figure(data(30, 24), rows=10, width=5, height=4, title="a title")
+    ax = ax_of(fig, "gantt")
     assert "the first 10 of" in ax.get_title(loc="right")
+    assert (ax.get_title(loc="left"), *fig.get_size_inches()) == ("a title", 5, 4)
     assert ax.get_ylim()[0] == pytest.approx(9.6)
 
 
@@ -296,10 +261,3 @@ def test_a_few_blocks_are_named_in_the_middle_of_their_rows():
     labels = {label.get_text(): label.get_position()[1] for label in ax.get_yticklabels()}
     assert labels == {f"{block}": row + 0.5 for row, block in enumerate(range(3))}
     assert [text.get_text() for text in fig.legends[0].get_texts()] == ["free again"]
-
-
-def test_the_legend_of_a_budget_names_only_what_was_computed():
-    simulation = Simulation(9, 4)
-    simulation.add(6, 6)
-    ax = ax_of(simulation.run().figure(panels=("budget",)), "budget")
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["decode", "prefill"]

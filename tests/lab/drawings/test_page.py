@@ -78,24 +78,20 @@ def test_the_data_comes_back_unchanged(drawing: dict[str, Any], written: Element
     assert json.loads(written.inline["script"][0]) == drawing
 
 
-def test_no_text_ends_its_element(written: Elements) -> None:
+def test_no_text_ends_its_element(
+    drawing: dict[str, Any], written: Elements, tmp_path: Path
+) -> None:
     assert [tag for tag, _ in written.tags].count("script") == 2
     assert len(written.inline["script"]) == 2
     assert "img" not in [tag for tag, _ in written.tags]
     assert not re.search("[<>&]", written.inline["script"][0])
     assert written.inline["script"][0].isascii()
-
-
-def test_a_title_is_text(drawing: dict[str, Any]) -> None:
     for title in HOSTILE:
-        found = Elements(page(drawing, title))
-        assert [tag for tag, _ in found.tags].count("script") == 2
-        assert html.escape(title.replace("\ud800", "?")) in page(drawing, title)
-
-
-def test_the_page_can_be_written_whatever_is_in_it(drawing: dict[str, Any], tmp_path: Path) -> None:
-    write_page(drawing, tmp_path / "page.html", "\ud800")
-    assert MARKER in (tmp_path / "page.html").read_text("utf-8")
+        write_page(drawing, tmp_path / "page.html", title)
+        text = (tmp_path / "page.html").read_text("utf-8")
+        assert [tag for tag, _ in Elements(text).tags].count("script") == 2
+        assert html.escape(title.replace("\ud800", "?")) in text
+        assert MARKER in text
 
 
 def test_numbers_that_json_does_not_have_are_refused() -> None:
@@ -116,9 +112,6 @@ def test_the_policy_allows_exactly_this_script_and_this_style(written: Elements)
         "base-uri": "'none'",
         "form-action": "'none'",
     }
-
-
-def test_the_policy_comes_before_all_that_it_rules(written: Elements) -> None:
     names = [attrs.get("http-equiv") or tag for tag, attrs in written.tags]
     assert names.index("Content-Security-Policy") < min(names.index("style"), names.index("script"))
 
@@ -129,28 +122,18 @@ def test_nothing_is_loaded_from_anywhere(written: Elements) -> None:
     own = written.inline["script"][1] + written.inline["style"][0]
     loads = r"https?:|//\w+\.\w|url\(|@import|\bimport\b|\bfetch\(|XMLHttp|WebSocket|sendBeacon"
     assert re.findall(loads, own) == []
-
-
-def test_no_attribute_runs_or_styles_anything(written: Elements) -> None:
+    ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|Function\(|srcdoc"
+    assert re.findall(ways, written.inline["script"][1]) == []  # texts never become HTML
     assert not [name for _, attrs in written.tags for name in attrs if name.startswith("on")]
     assert written.attributes("style") == []  # the policy would ignore it
-
-
-def test_texts_never_become_html(written: Elements) -> None:
-    ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|Function\(|srcdoc"
-    assert re.findall(ways, written.inline["script"][1]) == []
 
 
 def test_every_place_of_the_template_is_filled_once() -> None:
     assert sorted(re.findall(r"\{\{(\w+)\}\}", source("page.html"))) == [
         "data", "policy", "reload", "script", "style", "title", "title",
     ]  # fmt: skip
-    assert (
-        "{{script}} {{data}}"
-        in json.loads(
-            Elements(page({"name": "{{script}} {{data}}"}, "x")).inline["script"][0]
-        ).values()
-    )
+    named = Elements(page({"name": "{{script}} {{data}}"}, "x"))
+    assert json.loads(named.inline["script"][0]) == {"name": "{{script}} {{data}}"}
 
 
 def test_every_element_that_a_script_asks_for_is_there(written: Elements) -> None:
@@ -239,34 +222,26 @@ def test_the_scripts_tell_and_draw_drafts(survival: tuple[float, ...] | None) ->
     assert [call[0] for call in hollow] == [ink, back]
 
 
-def test_each_script_is_read_in_one_go() -> None:
+def test_every_script_is_in_the_page_which_is_small_without_its_data() -> None:
     folder = Path(str(resources.files("minillm.lab.drawings")))
-    names = {path.name for path in folder.glob("page_*.js")}
-    assert names == {f"page_{name}.js" for name in SCRIPTS}
-    for name in names:
-        assert len(source(name).splitlines()) <= 420, name
-
-
-def test_the_page_is_small_without_its_data() -> None:
+    assert {path.name for path in folder.glob("page_*.js")} == {f"page_{n}.js" for n in SCRIPTS}
     assert len(page({}, "x").encode()) < 150_000
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def test_a_page_may_be_replaced(drawing: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    write_page(drawing, path, "one")
-    write_page(drawing, path, "two")
-    assert "<title>two</title>" in path.read_text("utf-8")
-
-
-def test_another_file_is_not_replaced(drawing: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "thesis.html"
-    path.write_text("three years of work")
+def test_a_page_may_be_replaced_and_another_file_not(
+    drawing: dict[str, Any], tmp_path: Path
+) -> None:
+    page, thesis = tmp_path / "page.html", tmp_path / "thesis.html"
+    for title in ("one", "two"):
+        write_page(drawing, page, title)
+        assert f"<title>{title}</title>" in page.read_text("utf-8")
+    thesis.write_text("three years of work")
     with pytest.raises(TraceFileError, match="is not a trace page; give another name"):
-        write_page(drawing, path)
-    assert path.read_text() == "three years of work"
+        write_page(drawing, thesis)
+    assert thesis.read_text() == "three years of work"
 
 
 def test_what_cannot_be_written_is_one_sentence(drawing: dict[str, Any], tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
-"""The models in the package: what transformers makes of them, and what they promise."""
+"""The embedded models are what transformers makes of them; their corpus keeps its splits apart."""
 
 import json
+import math
+import platform
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,12 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from minillm.errors import CheckpointError, ConfigError
 from minillm.lab.training import corpus, evaluate, prompts
+from minillm.lab.training.recipes import RECIPES
 from minillm.models.checkpoint import ASSETS, open_model
+from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 from minillm.text.tokenizer import Tokenizer
 
 NAMES = ("tiny", "tiny-draft")
+MANIFEST = corpus.load_manifest()
 SOURCE = (
     'import os\n\n\nclass A:\n    """Größe 日本 🎉."""\n\n    def f(self, x=0x1F):\r\n\treturn x'
 )
@@ -24,24 +31,26 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_folder(ASSETS / "tiny")
 
 
+@pytest.fixture(scope="module")
+def models() -> dict[str, Decoder]:
+    return {name: load_model(open_model(name), torch.float32) for name in NAMES}
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_equal_transformers(name: str, tokenizer: Tokenizer) -> None:
+def test_models_and_tokenizer_equal_transformers(
+    name: str, tokenizer: Tokenizer, models: dict[str, Decoder]
+) -> None:
     ids = tokenizer.encode(SOURCE * 3)
     reference = AutoModelForCausalLM.from_pretrained(ASSETS / name, dtype=torch.float32)
     with torch.no_grad():
         wanted = reference(torch.tensor([ids])).logits[0]
-    logits = evaluate.logits_of(load_model(open_model(name), torch.float32), ids)
+    logits = evaluate.logits_of(models[name], ids)
     assert float((logits - wanted).abs().max() / wanted.abs().max()) < 1e-5
     assert reference.generation_config.eos_token_id == tokenizer.eos_token_id == 0
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_tokenizer_is_the_same_everywhere(name: str, tokenizer: Tokenizer) -> None:
     theirs = AutoTokenizer.from_pretrained(ASSETS / name)
-    assert theirs(SOURCE).input_ids == tokenizer.encode(SOURCE)
-    assert len(theirs) == 4096
-    assert theirs.bos_token == theirs.eos_token == "<|endoftext|>"
-    assert theirs(SOURCE).input_ids[0] == 0  # a prompt is the start of a file
+    assert theirs(SOURCE * 3).input_ids == ids
+    assert ids[0] == 0  # a prompt is the start of a file
+    assert (len(theirs), theirs.bos_token, theirs.eos_token) == (4096, *["<|endoftext|>"] * 2)
     assert theirs.chat_template is None
     file = "tokenizer.json"
     assert (ASSETS / name / file).read_bytes() == (ASSETS / "tiny" / file).read_bytes()
@@ -54,38 +63,81 @@ def test_every_text_survives(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_sizes() -> None:
+def test_sizes_are_those_of_the_recipes(models: dict[str, Decoder]) -> None:
     limits = {"tiny": (6_000_000, 8_000_000, 16_000_000), "tiny-draft": (0, 1_000_000, 2_000_000)}
     for name, (least, most, size) in limits.items():
-        model = load_model(open_model(name), torch.bfloat16)
-        assert least <= sum(p.numel() for p in model.parameters()) <= most
+        counts = [
+            sum(p.numel() for p in model.parameters())
+            for model in (models[name], Decoder(RECIPES[name].config, device="meta"))
+        ]
+        assert least <= counts[0] == counts[1] <= most
         assert (ASSETS / name / "model.safetensors").stat().st_size <= size
         config = json.loads((ASSETS / name / "config.json").read_text())
         assert config["num_key_value_heads"] < config["num_attention_heads"]  # GQA
 
 
-def test_they_predict_held_out_python(tokenizer: Tokenizer) -> None:
+def test_they_predict_held_out_python(tokenizer: Tokenizer, models: dict[str, Decoder]) -> None:
     """A quarter of one held-out module; the model card has the figures of all of them."""
     text = (corpus.install_root("stdlib") / "webbrowser.py").read_text()[:6000]
-    limits = {"tiny": 1.0, "tiny-draft": 1.3}
-    for name, limit in limits.items():
-        model = load_model(open_model(name), torch.float32)
-        assert evaluate.bits_per_byte(model, tokenizer, [text]).bits_per_byte < limit
+    for name, limit in {"tiny": 1.0, "tiny-draft": 1.3}.items():
+        score = evaluate.bits_per_byte(models[name], tokenizer, [text])
+        assert score.num_bytes == len(text.encode())
+        assert score.bits_per_byte < limit
 
 
-def test_draft_agrees_with_tiny(tokenizer: Tokenizer) -> None:
+def test_draft_agrees_with_tiny(tokenizer: Tokenizer, models: dict[str, Decoder]) -> None:
     """Argmax agreement on fixed text, far above what two unrelated models would reach."""
     ids = tokenizer.encode("".join(prompts.TEN_PROMPTS))
-    target, draft = (
-        evaluate.logits_of(load_model(open_model(name), torch.float32), ids).argmax(-1)
-        for name in NAMES
-    )
+    target, draft = (evaluate.logits_of(models[name], ids).argmax(-1) for name in NAMES)
     assert float((target == draft).float().mean()) > 0.4
 
 
-def test_model_card_names_what_it_must() -> None:
+@pytest.mark.parametrize("context", [4, 7, 10, 64])
+def test_windows_predict_every_token_once_with_enough_context(
+    context: int, models: dict[str, Decoder]
+) -> None:
+    ids = [(i * i + i // 3) % 61 for i in range(25)]
+    total, stride = 0.0, context // 2
+    for position in range(1, len(ids)):
+        start = max(0, math.ceil((position - context) / stride)) * stride
+        logits = evaluate.logits_of(models["tiny-draft"], ids[start:position])[-1]
+        total -= float(logits.log_softmax(-1)[ids[position]])
+    found = evaluate.text_nats(models["tiny-draft"], ids, context)
+    assert found == pytest.approx(total, rel=1e-5)
+
+
+def test_the_manifest_keeps_the_splits_apart_and_the_card_names_them() -> None:
+    train, held_out = MANIFEST.select(held_out=False), MANIFEST.select(held_out=True)
+    assert not {file.sha256 for file in train} & {file.sha256 for file in held_out}
+    modules = {file.path.split("/")[0] for file in held_out if file.source == "stdlib"}
+    assert {"pathlib.py", "inspect.py", "doctest.py", "wsgiref"} <= modules
+    assert not [f for f in train if f.source == "stdlib" and f.path.split("/")[0] in modules]
+    assert "jinja2" not in {file.source for file in train}
+    assert not [f.path for f in MANIFEST.files if f.path.startswith(("/", ".."))]
     card = (ASSETS / "MODEL_CARD.md").read_text()
-    for words in ("PSF-2.0", "Apache-2.0", "bits per byte", "python -m minillm.lab.training tiny"):
+    for words in ("PSF-2.0", "bits per byte", "lab.training tiny\n", *prompts.TEN_PROMPTS):
         assert words in card
-    for prompt in prompts.TEN_PROMPTS:
-        assert prompt in card
+    for name in {file.source for file in MANIFEST.files} - {"stdlib"}:
+        assert f"| {name} |" in card
+
+
+@pytest.mark.skipif(
+    platform.python_version() != MANIFEST.python,
+    reason="the manifest is for another version of Python",
+)
+def test_the_manifest_fits_this_standard_library() -> None:
+    files = [file for file in MANIFEST.files if file.source == "stdlib"]
+    assert corpus.verify(replace(MANIFEST, files=tuple(files))) > 9_000_000
+
+
+def test_a_file_that_is_not_there_or_differs_is_named(tmp_path, monkeypatch) -> None:
+    file = corpus.CorpusFile("stdlib", "queue.py", "0" * 64, False)
+    monkeypatch.setattr(corpus, "install_root", lambda source: tmp_path)
+    with pytest.raises(CheckpointError, match=r"queue\.py is not installed"):
+        corpus.read(file)
+    (tmp_path / "queue.py").write_text("x = 1\n")
+    with pytest.raises(CheckpointError, match=r"queue\.py differs from the corpus manifest"):
+        corpus.read(file)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="no-such-package"):
+        corpus.install_root("no-such-package")

@@ -1,6 +1,7 @@
 """The trainer on a toy text: it learns, it resumes with the same bits, it distils."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,14 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
 
+from minillm import LLM
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
 from minillm.lab.training.corpus import load_manifest
-from minillm.lab.training.data import TokenStreams
-from minillm.lab.training.launch import fingerprint, train
-from minillm.lab.training.recipes import RECIPES, Phase, Recipe, recipe
+from minillm.lab.training.data import TOKENIZER, TokenStreams, encode_file, row
+from minillm.lab.training.evaluate import logits_of
+from minillm.lab.training.launch import fingerprint, own_text, train
+from minillm.lab.training.recipes import RECIPES, Phase, Recipe
 from minillm.lab.training.trainer import (
     RunOptions,
     Trainer,
@@ -25,7 +28,6 @@ from minillm.lab.training.trainer import (
     row_logits,
     text_loss,
 )
-from minillm.models.checkpoint import ASSETS
 
 CONFIG = ModelConfig(
     family="qwen3",
@@ -43,7 +45,7 @@ CONFIG = ModelConfig(
 TOY = Recipe(
     "toy",
     CONFIG,
-    phases=(Phase(12, 8), Phase(28, 4, windows=(16, 16, 32))),
+    phases=(Phase(12, 8, windows=(32,)), Phase(28, 4, windows=(16, 16, 32))),
     decay_steps=20,
     batch_tokens=512,
     micro_tokens=256,
@@ -60,18 +62,13 @@ def streams() -> TokenStreams:
     return TokenStreams((numbers % 61).astype(np.uint16), (numbers * 3 % 61).astype(np.uint16))
 
 
-@pytest.fixture
-def toy() -> Recipe:
-    return replace(TOY, phases=(replace(TOY.phases[0], windows=(32,)), TOY.phases[1]))
-
-
-def trainer(toy: Recipe, streams: TokenStreams, folder: Path) -> Trainer:
+def trainer(recipe: Recipe, streams: TokenStreams, folder: Path) -> Trainer:
     options = RunOptions(folder, compile=False, save_every=20, evaluate_every=10, progress=False)
-    return Trainer(toy, streams, options)
+    return Trainer(recipe, streams, options)
 
 
-def test_it_learns(toy: Recipe, streams: TokenStreams, tmp_path: Path) -> None:
-    run = trainer(toy, streams, tmp_path)
+def test_it_learns(streams: TokenStreams, tmp_path: Path) -> None:
+    run = trainer(TOY, streams, tmp_path)
     rows = run.step_rows(0)[:4]
     before = run.evaluate(rows)
     run.run(rows)
@@ -82,15 +79,13 @@ def test_it_learns(toy: Recipe, streams: TokenStreams, tmp_path: Path) -> None:
     assert log[-1]["held_out"] == pytest.approx(run.evaluate(rows))
 
 
-def test_resuming_continues_with_the_same_bits(
-    toy: Recipe, streams: TokenStreams, tmp_path: Path
-) -> None:
-    whole = trainer(toy, streams, tmp_path / "whole")
+def test_resuming_continues_with_the_same_bits(streams: TokenStreams, tmp_path: Path) -> None:
+    whole = trainer(TOY, streams, tmp_path / "whole")
     whole.run(until=9)
-    first = trainer(toy, streams, tmp_path / "parts")
+    first = trainer(TOY, streams, tmp_path / "parts")
     assert not first.resume()
     first.run(until=5)
-    second = trainer(toy, streams, tmp_path / "parts")
+    second = trainer(TOY, streams, tmp_path / "parts")
     assert second.resume()
     assert second.step == 5
     second.run(until=9)
@@ -98,16 +93,14 @@ def test_resuming_continues_with_the_same_bits(
         assert torch.equal(tensor.target, second.model.checkpoint_tensors()[name].target), name
 
 
-def test_a_checkpoint_of_another_recipe_is_refused(
-    toy: Recipe, streams: TokenStreams, tmp_path: Path
-) -> None:
-    trainer(toy, streams, tmp_path).save()
+def test_a_checkpoint_of_another_recipe_is_refused(streams: TokenStreams, tmp_path: Path) -> None:
+    trainer(TOY, streams, tmp_path).save()
     with pytest.raises(CheckpointError, match=r"belongs to the recipe 'toy'.*--out"):
-        trainer(replace(toy, name="other"), streams, tmp_path).resume()
+        trainer(replace(TOY, name="other"), streams, tmp_path).resume()
 
 
-def test_every_step_has_its_mix_and_row_length(toy: Recipe, streams: TokenStreams) -> None:
-    run = trainer(toy, streams, Path())
+def test_every_step_has_its_mix_and_row_length(streams: TokenStreams) -> None:
+    run = trainer(TOY, streams, Path())
     for step, window, from_stdlib in ((0, 32, 8), (11, 32, 8), (13, 16, 8), (14, 32, 4)):
         rows = run.step_rows(step)
         assert rows.shape == (512 // window, window + 1)
@@ -122,7 +115,7 @@ def test_learning_rate_warms_up_and_falls_to_zero() -> None:
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert factors[19:22] == [1.0, 1.0, 0.95]
     assert factors[-1] == pytest.approx(0.05)
-    assert [TOY.window_at(step) for step in (11, 12, 13, 14, 15)] == [512, 16, 16, 32, 16]
+    assert [TOY.window_at(step) for step in (11, 12, 13, 14, 15)] == [32, 16, 16, 32, 16]
 
 
 def test_distillation_is_cross_entropy_with_the_teacher() -> None:
@@ -142,8 +135,6 @@ def test_distillation_is_cross_entropy_with_the_teacher() -> None:
 
 
 def test_autocast_loss_is_near_the_float32_loss() -> None:
-    from minillm.lab.training.evaluate import logits_of
-
     model, ids = build_model(CONFIG, 0), (torch.arange(33) * 7) % 61
     exact = nn.functional.cross_entropy(logits_of(model, ids[:-1].tolist()), ids[1:])
     assert text_loss(model, ids[:-1], ids[1:], 32).item() == pytest.approx(exact.item(), rel=0.01)
@@ -151,34 +142,56 @@ def test_autocast_loss_is_near_the_float32_loss() -> None:
 
 def test_workers_must_share_equally(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"3 workers cannot divide the rows .*1, 2 or 4"):
-        train(recipe("tiny"), RunOptions(tmp_path), None, workers=3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"no recipe 'tiny-daft'.*Did you mean 'tiny-draft'"):
-        recipe("tiny-daft")
+        train(RECIPES["tiny"], RunOptions(tmp_path), workers=3)
 
 
-def test_recipes_have_the_promised_sizes() -> None:
-    sizes = {}
-    for one in RECIPES:
-        sizes[one.name] = sum(p.numel() for p in build_model(one.config, 0).parameters())
-    assert 6_000_000 <= sizes["tiny"] <= 8_000_000
-    assert sizes["tiny-draft"] <= 1_000_000
+def test_rows_visit_each_window_once_per_epoch_and_depend_on_nothing_else() -> None:
+    stream, window = np.arange(10_000, dtype=np.uint16), 64
+    count = (len(stream) - 1) // window - 1
+    epochs = [[row(stream, e * count + i, window, seed=3) for i in range(count)] for e in (0, 1)]
+    starts, again = ([int(each[0]) for each in epoch] for epoch in epochs)
+    assert len(set(starts)) == count
+    assert {b - a for a, b in zip(sorted(starts), sorted(starts)[1:], strict=False)} == {window}
+    assert starts != sorted(starts)
+    assert again != starts
+    assert again[0] % window != starts[0] % window  # cut at other places
+    for number, one in enumerate(epochs[0]):
+        assert one.dtype == np.int64
+        assert np.array_equal(one, np.arange(one[0], one[0] + window + 1))
+        assert np.array_equal(one, row(stream, number, window, seed=3))
+    assert not np.array_equal(epochs[0][5], row(stream, 5, window, seed=2))
+
+
+def test_training_files_keep_their_text_and_show_split_line_breaks() -> None:
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    text = "class A:\n" + "".join(f"    def f{i}(self):\n        return {i}\n" for i in range(900))
+    ids = encode_file(tokenizer, text, random.Random(0))
+    assert tokenizer.decode(ids) == text
+    extra = len(ids) - len(tokenizer.encode(text, add_special_tokens=False).ids)
+    assert 1 <= extra <= len(text) / 1000
+
+
+def test_own_text_depends_on_the_batch_number_alone() -> None:
+    stream = np.arange(300, 3000, dtype=np.uint16)
+    with LLM("tiny", dtype="float32", max_model_len=64) as llm:
+        both, second = (own_text(llm, stream, which, 4, 3, 2) for which in ((0, 1), (1,)))
+    assert (both.shape, both.dtype) == ((2, 2 * 7), np.uint16)
+    assert np.array_equal(both[1], second[0])
+    assert np.array_equal(both[0, :4], np.arange(both[0, 0], both[0, 0] + 4))
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_does(
-    toy: Recipe, streams: TokenStreams, tmp_path: Path
-) -> None:
-    tokenizer = Tokenizer.from_file(str(ASSETS / "tiny" / "tokenizer.json"))
-    one = trainer(toy, streams, tmp_path / "one")
+def test_two_processes_learn_what_one_does(streams: TokenStreams, tmp_path: Path) -> None:
+    one = trainer(TOY, streams, tmp_path / "one")
     losses = [one.train_step() for _ in range(3)]
-    short = replace(toy, phases=(Phase(3, 8, (32,)),), decay_steps=1)
-    made_from = {"corpus": fingerprint(load_manifest(), tokenizer)}
+    short = replace(TOY, phases=(Phase(3, 8, (32,)),), decay_steps=1)
+    made_from = {"corpus": fingerprint(load_manifest(), Tokenizer.from_file(str(TOKENIZER)))}
     tensors = {"stdlib": torch.from_numpy(streams.stdlib)}
     tensors |= {"packages": torch.from_numpy(streams.packages), "held_out": one.step_rows(0)}
     (tmp_path / "two").mkdir()
     save_file(tensors, tmp_path / "two" / "tokens.safetensors", made_from)
     options = RunOptions(tmp_path / "two", compile=False, evaluate_every=1, progress=False)
-    train(short, options, tokenizer, workers=2)
+    train(short, options, workers=2)
     two = trainer(short, streams, tmp_path / "two")
     assert two.resume()
     log = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]

@@ -55,7 +55,7 @@ def test_they_are_of_one_size_and_differ_in_their_cache() -> None:
 def test_transformers_reads_what_is_exported(name: str, tmp_path: Path) -> None:
     model = build_model(variants.VARIANTS[name], 0)
     model.initialize(std=0.15, seed=1)
-    variants.export(model, variants.fast_tokenizer(), tmp_path)
+    variants.export(model, tmp_path)
     again = load_model(open_model(str(tmp_path)), torch.float32)
     wanted = transformers_logits(tmp_path)
     assert wanted.std() > 0.5

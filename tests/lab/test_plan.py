@@ -1,0 +1,277 @@
+"""``minillm plan`` of several GPUs and of quantised weights: bytes, bounds, and what it refuses."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from minillm.cli.terminal import seconds
+from minillm.errors import ConfigError
+from minillm.lab.commands.plan_parallel import layouts
+from minillm.lab.commands.quantised_weights import check_fetched
+from minillm.lab.links import LINKS, all_reduce
+from minillm.lab.parallel_cost import Devices, decode_time
+from minillm.lab.parallel_layout import Layout
+from minillm.models.checkpoint import open_model
+from minillm.models.presets import preset
+from minillm.plan.hardware import DATASHEET
+from minillm.plan.weight_sizes import WeightSizes
+from tests.quantization.test_golden import GOLDEN
+
+H100, NF4 = DATASHEET["h100-sxm"], GOLDEN / "nf4"
+
+
+def plan_of(cli, *argv):
+    """The JSON object of a plan."""
+    code, out, err = cli("plan", *argv, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def parallel(cli, *argv):
+    """The JSON object, and its entries by (tensor, pipeline, link)."""
+    data = plan_of(cli, *argv)
+    entries = {(each["layout"]["tensor"], each["layout"]["pipeline"], each["link"]): each
+               for each in data["parallel"]}  # fmt: skip
+    assert len(entries) == len(data["parallel"])
+    return data, entries
+
+
+# ---- several GPUs --------------------------------------------------------------------------------
+
+L70 = "preset:llama-3.1-70b"
+
+
+def test_70b_on_four_h100(cli):
+    _, out, _ = cli("plan", L70, "-tp", 4, "--gpu", "h100")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "on 4 x NVIDIA H100 SXM: predictions" in out
+    assert "32.9 GiB on each GPU" in out
+    assert "445,952 tokens of 80 KiB" in out
+    took = seconds(all_reduce(LINKS["nvlink"], 4, 16384).seconds)
+    assert f"161 in a step; at batch 1, 16 KiB each: {took} on nvlink" in " ".join(out.split())
+    table = [line.split() for line in out.splitlines() if re.match(r"  \d  ", line)]
+    assert [(row[0], row[1]) for row in table] == [
+        ("1", "-"),
+        *((n, link) for n in "248" for link in ("nvlink", "pcie")),
+    ]
+    assert " ".join(table[0][4:]) == "does not fit - - -"
+    by_place = {(row[0], row[1]): row for row in table}
+    assert by_place["4", "nvlink"][4:8] == ["445,952", "75.9", "(6%)", "3,598"]
+    assert by_place["4", "pcie"][5:7] == ["60.2", "(25%)"]
+    assert by_place["2", "nvlink"][4] == "7,120"  # holds one sequence, and not 64
+    assert by_place["2", "nvlink"][7] == "-"
+    for word in ("Predictions from counts", "datasheet rates", "nothing was measured here"):
+        assert word in " ".join(out.split())
+
+
+def test_json_holds_what_the_table_shows(cli):
+    data, entries = parallel(cli, L70, "-tp", 4, "--gpu", "h100")
+    assert set(data["links"]) == {"nvlink", "pcie"}
+    assert data["context"] == 1024
+    four = entries[4, 1, "nvlink"]
+    assert four["devices"] == 4
+    assert four["fits"]
+    assert four["memory"]["weight_bytes"] == pytest.approx(35.3e9, rel=0.002)
+    assert four["cached_tokens"] == four["memory"]["num_tokens"] == 445_952
+    assert four["decode"]["1"]["tokens_per_second"] == pytest.approx(75.9, abs=0.05)
+    assert four["decode"]["64"]["tokens_per_second"] == pytest.approx(3598, abs=0.5)
+    (stage,) = four["decode"]["1"]["stages"]
+    parts = max(stage["memory_seconds"], stage["compute_seconds"]) + stage["overhead_seconds"]
+    assert parts + stage["communication_seconds"] == pytest.approx(four["decode"]["1"]["seconds"])
+    share = stage["communication_seconds"] / stage["seconds"]
+    assert four["decode"]["1"]["communication"] == pytest.approx(share)
+    assert not entries[1, 1, None]["fits"]
+    assert entries[2, 1, "pcie"]["decode"]["1"]["fits"]
+    assert not entries[2, 1, "pcie"]["decode"]["64"]["fits"]
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v2-lite"])
+def test_one_gpu_is_what_the_plan_says_without_the_option(cli, name):
+    options = "--gpu", "h200", "--max-model-len", 4096, "--max-num-seqs", 32
+    before = json.loads(cli("plan", f"preset:{name}", *options, "--json")[1])
+    _, entries = parallel(cli, f"preset:{name}", *options, "-tp", 1)
+    one = entries[1, 1, None]
+    assert one["memory"] == before["plan"]
+    assert one["decode"]["1"]["seconds"] == before["predictions"]["decode"]["seconds"]
+    assert one["prefill"]["seconds"] == before["predictions"]["prefill"]["seconds"]
+
+
+def test_options_of_the_plan_hold_on_every_gpu(cli):
+    options = ("--memory", "40GB", "--max-model-len", 512, "--gpu-memory-utilization", 0.5,
+               "--kv-cache-dtype", "float32")  # fmt: skip
+    data, entries = parallel(cli, "preset:llama-3.1-8b", "-tp", 2, "--gpu", "h100", *options)
+    assert data["context"] == 512
+    memory = entries[2, 1, "pcie"]["memory"]
+    assert memory["memory_bytes"] == 40 * 10**9
+    assert memory["reserve_bytes"] == 20 * 10**9
+    assert memory["settings"]["max_model_len"] == 512
+    assert memory["kv_bytes_per_token"] == 131_072  # half of the heads, twice the bytes
+
+
+def test_a_link_may_be_named(cli):
+    _, entries = parallel(cli, L70, "-tp", 4, "--gpu", "h100", "--link", "InfiniBand")
+    assert {link for _, _, link in entries} == {None, "infiniband"}
+    _, out, _ = cli("plan", L70, "-tp", 4, "--gpu", "h100", "--link", "pcie")
+    assert "pcie" in out
+    assert "nvlink" not in out
+
+
+def test_stages(cli):
+    _, entries = parallel(cli, L70, "-pp", 4, "--gpu", "h100", "--link", "nvlink")
+    assert [(tensor, stages) for tensor, stages, _ in entries] == [(1, 1), (1, 2), (1, 4), (1, 8)]
+    assert len(entries[1, 4, "nvlink"]["decode"]["64"]["stages"]) == 4
+    _, both = parallel(cli, L70, "-tp", 2, "-pp", 3, "--gpu", "h100", "--link", "nvlink")
+    assert [(tensor, stages) for tensor, stages, _ in both] == [(1, 3), (2, 3), (4, 3), (8, 3)]
+    assert both[2, 3, "nvlink"]["devices"] == 6
+    _, out, _ = cli("plan", L70, "-tp", 2, "-pp", 3, "--gpu", "h100")
+    assert re.search(r"^  2 x 3 +nvlink", out, re.MULTILINE)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_whole_experts(cli):
+    """Of the experts of one token the fullest GPU reads more than its share."""
+    common = "preset:deepseek-v3", "-tp", 8, "--gpu", "h200", "--link", "nvlink"
+    split, whole = (parallel(cli, *common, *more)[1][8, 1, "nvlink"] for more in ((), ("-ep",)))
+    assert whole["layout"]["expert_parallel"]
+    assert whole["decode"]["1"]["seconds"] > 1.1 * split["decode"]["1"]["seconds"]
+    assert whole["memory"] == split["memory"]
+
+
+def test_sizes_that_are_compared():
+    config = preset("smollm2-135m")  # 9 heads over 3 KV heads
+    assert [each.tensor for each in layouts(config, Layout(3))] == [1, 3]
+    assert [each.pipeline for each in layouts(config, Layout(1, 3))] == [1, 2, 3, 4, 8]
+    sizes = [each.tensor for each in layouts(preset("llama-3.1-70b"), Layout(16))]
+    assert sizes == [1, 2, 4, 8, 16]
+
+
+def test_a_context_that_does_not_fit_is_said_with_one_that_does(cli):
+    _, out, _ = cli("plan", L70, "-tp", 2, "--gpu", "h100")
+    shown = " ".join(out.split())
+    assert "One sequence of 131,072 tokens does not fit; --max-model-len 7120 does." in shown
+    _, out, _ = cli("plan", L70, "-tp", 2, "--gpu", "h100", "--max-model-len", 7120)
+    assert "One sequence of" not in out
+    _, out, _ = cli("plan", L70, "-tp", 1, "--gpu", "h100")
+    assert "does not fit: no memory is left" in out
+
+
+MISTAKES = [
+    ([L70, "-tp", "3", "--gpu", "h100"], "does not divide 64 attention heads"),
+    ([L70, "-tp", "0", "--gpu", "h100"], "both must be at least 1"),
+    ([L70, "-pp", "81", "--gpu", "h100"], "it must be at most 80"),
+    ([L70, "-tp", "4", "--gpu", "h100", "--link", "nvlnk"], "Did you mean 'nvlink'?"),
+    ([L70, "-tp", "4", "--gpu", "h1000"], "is not in the datasheet"),
+    ([L70, "-tp", "4"], "add one, such as --hardware h100"),
+    ([L70, "-tp", "4", "--memory", "80GB"], "add one, such as --hardware h100"),
+    ([L70, "--link", "pcie", "--gpu", "h100"], "--link and -ep need -tp or -pp"),
+    ([L70, "-ep", "--gpu", "h100"], "--link and -ep need -tp or -pp"),
+    ([L70, "-tp", "4", "-ep", "--gpu", "h100"], "has no experts; leave"),
+    ([L70, "-tp", "4", "--gpu", "h100", "--load"], "leave out --load"),
+    ([L70, "-tp", "4", "--gpu", "h100", "--speculate", "ngram"], "leave out --load"),
+    ([L70, "-tp", "4", "--gpu", "h100", "--dtype", "fp8"], "dtype is 'fp8'"),
+    ([L70, "-tp", "4", "--gpu", "h100", "--max-model-len", "0"], "--max-model-len is 0"),
+    (["tiny", "--quantization", "int3"], "--quantization is 'int3'; it must be int8 or int4."),
+    ([NF4, "--speculate", "ngram", "--hardware", "h100"], "--speculate predicts with 16-bit"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), MISTAKES)
+def test_a_mistake_is_one_sentence(cli, argv, message):
+    shown = cli("plan", *argv)
+    assert shown.refused(message), shown
+
+
+# ---- quantised weights ---------------------------------------------------------------------------
+
+
+def test_int4_of_a_preset(cli):
+    """0.5 bytes and 4 per group of 32; output matrix in int8, 2 per group; embedding in bf16."""
+    found, plain = (
+        plan_of(cli, "preset:llama-3.1-8b", "--hardware", "h100", *more)
+        for more in (("--quantization", "int4"), ())
+    )
+    assert (found["weights"]["name"], plain["weights"]) == ("int4", None)
+    table = 128256 * 4096
+    linears = 8030261248 - 2 * table - 65 * 4096
+    due = linears * (0.5 + 4 / 32) + 2 * table + 2 * 65 * 4096 + table * (1 + 2 / 32)
+    assert found["plan"]["weight_bytes"] == pytest.approx(due, rel=1e-9)
+    more_cache = found["plan"]["kv_cache_bytes"] - plain["plan"]["kv_cache_bytes"]
+    assert more_cache == plain["plan"]["weight_bytes"] - found["plan"]["weight_bytes"]
+    step = found["predictions"]["decode"]
+    assert step["weight_bytes"] == pytest.approx(due - 2 * table, rel=1e-5)
+    assert step["memory_seconds"] == pytest.approx(
+        (step["weight_bytes"] + step["kv_read_bytes"] + step["kv_write_bytes"]) / H100.bandwidth
+    )
+
+
+@pytest.mark.parametrize("how", ["int8", "int4"])
+def test_a_gpu_multiplies_at_the_rate_of_16_bits(cli, how):
+    """There activations keep 16 bits: in 8, one scale for a row would cost a real model quality."""
+    asked = ("preset:llama-3.1-8b", "--hardware", "h100", "--quantization", how)
+    prefill = plan_of(cli, *asked)["predictions"]["prefill"]
+    assert prefill["dtype"] == "bfloat16"
+    flops = prefill["linear_flops"] + prefill["attention_flops"]
+    assert prefill["compute_seconds"] == pytest.approx(flops / 989e12)
+    assert "989 TFLOP/s (bfloat16)" in cli("plan", *asked)[1]
+
+
+def test_a_device_without_a_known_int8_rate_has_that_of_bf16(cli):
+    asked = ("preset:llama-3.1-8b", "--hardware", "laptop", "--quantization", "int8")
+    prefill = plan_of(cli, *asked)["predictions"]["prefill"]
+    flops = prefill["linear_flops"] + prefill["attention_flops"]
+    assert prefill["compute_seconds"] == pytest.approx(flops / 0.9e12)
+    assert "900 GFLOP/s (bfloat16)" in " ".join(cli("plan", *asked)[1].split())
+
+
+@pytest.mark.parametrize("name", ["nf4", "gptq-sym", "llm-int8"])
+def test_a_quantised_folder(name, cli):
+    source = open_model(GOLDEN / name)
+    found = plan_of(cli, GOLDEN / name, "--memory", "1GiB")
+    assert found["plan"]["weight_bytes"] < found["weights"]["norms"] * 35_000 * 1.2
+    assert found["plan"]["weight_bytes"] > 35_008 / 2
+    out = cli("plan", GOLDEN / name, "--memory", "1GiB")[1]
+    assert found["weights"]["name"] in " ".join(out.split())
+    assert found["weights"]["name"] in " ".join(cli("info", GOLDEN / name)[1].split())
+    assert source.quantization
+
+
+def test_devices_share_quantised_weights(cli):
+    asked = ("preset:llama-3.1-70b", "--hardware", "h100", "-tp", 2)
+    out = cli("plan", *asked, "--quantization", "int4")[1]
+    assert "21.4 GiB on each GPU, in int4" in out
+    found = plan_of(cli, *asked, "--quantization", "int4")["parallel"]
+    plain = plan_of(cli, *asked)["parallel"]
+    ratios = [four["memory"]["weight_bytes"] / all["memory"]["weight_bytes"]
+              for four, all in zip(found, plain, strict=True)]  # fmt: skip
+    assert all(0.31 < ratio < 0.34 for ratio in ratios)
+
+
+def test_experts_are_read_with_their_own_bytes():
+    """Also on the most loaded of several devices, which reads more experts than the others."""
+    config, plain = preset("mixtral-8x7b"), WeightSizes.plain("bfloat16")
+    layout = Layout(tensor=2, expert_parallel=True)
+
+    def read(weights):
+        devices = Devices(H100, LINKS["nvlink"], layout, weights=weights)
+        return decode_time(config, devices, batch=4, context=9).stages[0].cost.weight_bytes
+
+    whole, half, none = (read(replace(plain, experts=size)) for size in (2.0, 1.0, 0.0))
+    assert read(None) == whole
+    assert half - none == pytest.approx((whole - none) / 2, rel=1e-9)
+    assert none < 0.1 * whole
+
+
+def test_weights_of_a_hub_are_not_fetched_for_a_plan(tmp_path):
+    source = replace(open_model(GOLDEN / "nf4"), hub_id="org/name", folder=tmp_path)
+    with pytest.raises(ConfigError, match="not fetched yet; load it once"):
+        check_fetched(source)
+    check_fetched(replace(source, folder=GOLDEN / "nf4"))
+
+
+def test_published_rates_of_eight_bits():
+    assert (H100.rate("int8"), H100.rate("fp8")) == (1979e12, 1979e12)
+    assert DATASHEET["a100-sxm"].rate("int8") == 624e12
+    assert DATASHEET["a100-sxm"].rate("fp8") == 312e12  # no FP8: as in bf16
+    assert DATASHEET["apple-m2"].rate("int8") == DATASHEET["apple-m2"].rate("bfloat16")
