@@ -905,7 +905,7 @@ def no_gpu():
     [
         (
             ["mlaa"],
-            "There is no kernel family 'mlaa'; the families are flash_attention, .* mean mla?",
+            "There is no kernel family 'mlaa'; the families are paged_attention, .* mean mla?",
         ),
         (["mla", "--seconds", "0"], r"--seconds is 0\.0; it must be a number above 0"),
         (["mla", "--seconds", "nan"], "--seconds is nan"),

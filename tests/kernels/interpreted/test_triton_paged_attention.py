@@ -1,54 +1,31 @@
 """`paged_attention` interpreted: every case against float64, bits in the batch-invariant mode, bad
 input, and deliberate bugs that `verify` must find."""
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernels.mutants import mutant
-from triton.runtime.errors import InterpreterError
 
 from minillm_kernels import paged_attention, paged_decode, paged_prefill
-from minillm_kernels.bench.paged_attention import measurements
 from minillm_kernels.check.case import Mismatch
 from minillm_kernels.check.paged_attention import (
     BLOCK_N,
-    CASES,
     MIXED,
     Case,
     inputs,
-    random_case,
     verify,
     verify_invariant,
 )
-from minillm_kernels.interpreter import OutOfBoundsError, ordered_dots
+from minillm_kernels.interpreter import ordered_dots
 from minillm_kernels.launch import KernelError
 from minillm_kernels.paged_config import choose, count_splits
+from tests.kernels.mutants import convicted, mutant
 
 # exp2 of a soft cap's argument is infinite for large scores, on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
-
-
-@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-def test_case(case: Case) -> None:
-    verify(case)
-
-
-@pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])
-def test_any_call(count: int) -> None:
-    @settings(max_examples=count, derandomize=True, deadline=None)
-    @given(st.integers(0, 10**6))
-    def check(seed: int) -> None:
-        verify(random_case(random.Random(seed)))
-
-    check()
 
 
 def test_no_rows_and_no_sequences() -> None:
@@ -341,27 +318,7 @@ def test_a_cache_without_blocks() -> None:
 # ---- deliberate bugs --------------------------------------------------------------------------
 
 
-def broken(old: str, new: str, folder: Path) -> ModuleType:
-    """The launcher with a bug in whichever of its files has `old`."""
-    files = (paged_attention, paged_decode, paged_prefill)
-    sources = [Path(str(file.__file__)).read_text("utf-8") for file in files]
-    counts = [source.count(old) for source in sources]
-    module = files[counts.index(max(counts))]
-    bad = mutant(module, old, new, folder, count=max(counts))
-    if module is paged_attention:
-        return bad
-    if module is paged_decode:  # the other file imports helpers from it
-        line = "from minillm_kernels.paged_decode import"
-        mutant(paged_prefill, line, "from mutant_paged_decode import", folder)
-    imports = "from minillm_kernels import paged_decode, paged_prefill"
-    new_imports = "import mutant_paged_prefill as paged_prefill"
-    if module is paged_decode:
-        new_imports += ", mutant_paged_decode as paged_decode"
-    else:
-        new_imports += "; from minillm_kernels import paged_decode"
-    return mutant(paged_attention, imports, new_imports, folder)
-
-
+FILES = (paged_attention, paged_prefill, paged_decode)
 DECODE = Case(((1, 37), (1, 70)), 2, 1, form="rows", max_query_len=1)
 SPLIT = replace(DECODE, sequences=((1, 20), (1, 150)), splits=3)
 LONG_SPLIT = Case(
@@ -497,12 +454,4 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
     ("old", "new", "case"), [bug[1:] for bug in BUGS], ids=[bug[0] for bug in BUGS]
 )
 def test_bug_is_found(old: str, new: str, case: Case, tmp_path: Path) -> None:
-    kernels = broken(old, new, tmp_path)
-    with pytest.raises((Mismatch, OutOfBoundsError, InterpreterError)):
-        verify(case, kernels=kernels)
-
-
-def test_every_measurement_runs() -> None:
-    for measurement in measurements(tiny=True):
-        measurement.run(0)
-        measurement.run(measurement.num_sets - 1)
+    assert convicted(verify, [case], mutant(FILES, old, new, tmp_path))
