@@ -8,7 +8,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from minillm_kernels import families
@@ -109,7 +109,7 @@ def made_with(text: str) -> str:
     return found[1]
 
 
-def replaced(text: str, new: Mapping[str, str]) -> str:
+def replaced(text: str, new: dict[str, str]) -> str:
     """A README with the tables of `new`; those of other families are unchanged."""
     tables = read(text) | new
     source = "Compiled with Triton {}, from launches with the shapes of real models.\n\n"

@@ -290,8 +290,15 @@ def scaled_linear(
     columns = min(columns, max(size, 1))
     integers = codes.dtype == torch.int8
     return _product(
-        *(_scaled_tile, x, codes if integers else codes.view(torch.uint8), (scales,)),
-        *(bias, out, (scales.shape[1],), config, batch_invariant),
+        _scaled_tile,
+        x,
+        codes if integers else codes.view(torch.uint8),
+        (scales,),
+        bias,
+        out,
+        (scales.shape[1],),
+        config,
+        batch_invariant,
         0 if columns >= size else columns,
         SCALE_ROWS=rows,
         SCALE_COLUMNS=columns,

@@ -45,7 +45,7 @@ def test_bits_depend_on_a_tokens_own_keys_only(case: check.Case) -> None:
 
 def test_nothing_to_do() -> None:
     given = check.inputs(check.Case(((0, 5),)), "cpu")
-    assert given.run(check.Case(((0, 5),)), mla).shape == (0, 4, 32)
+    assert check.run(check.Case(((0, 5),)), mla, given).shape == (0, 4, 32)
 
 
 # ---- several queries of a sequence ---------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_a_workspace_has_a_limit(launches: Launches) -> None:
     splits = -(-given_.pages.block_tables.shape[1] * case.block_size // 32)
     needed = 4 * 2 * 5 * case.num_heads * splits * case.value_dim
     for limit, grids in ((needed, [(2, splits, 2)]), (needed - 1, [(4,)])):
-        given_.run(case, mla, max_query_len=5, config=replace(config, max_workspace=limit))
+        check.run(case, mla, given_, max_query_len=5, config=replace(config, max_workspace=limit))
         assert launches.grids == grids
         launches.grids.clear()
 
@@ -123,10 +123,10 @@ def decode_fewer_than_there_are(longest: int, split: int, kernels: ModuleType = 
     """A sequence longer than `max_query_len` has no place in the workspace, and no result."""
     case = check.Case(((9, 150), (2, longest)), form="rows", tokens=4, split=split)
     given_ = check.inputs(case, "cpu")
-    wanted = given_.run(case, mla)
+    wanted = check.run(case, mla, given_)
     out = torch.full_like(wanted, check.UNTOUCHED)
     with poisoned_memory():
-        given_.run(case, kernels, max_query_len=2, out=out)
+        check.run(case, kernels, given_, max_query_len=2, out=out)
     torch.testing.assert_close(out[9:], wanted[9:])
     assert bool((out[:9] == check.UNTOUCHED).all())
 

@@ -16,6 +16,7 @@ from minillm_kernels.check.paged_attention import (
     MIXED,
     Case,
     inputs,
+    run,
     verify,
     verify_invariant,
 )
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:Run
 
 def test_no_rows_and_no_sequences() -> None:
     given_ = inputs(Case(((0, 20), (0, 0))), "cpu")
-    assert given_.run(Case(()), paged_attention).shape == (0, 4, 32)
+    assert run(Case(()), paged_attention, given_).shape == (0, 4, 32)
     empty = replace(
         given_,
         q=torch.ones(3, 4, 32),
@@ -42,8 +43,8 @@ def test_no_rows_and_no_sequences() -> None:
         ),
     )
     case = Case((), batch_invariant=True)
-    assert torch.equal(empty.run(case, paged_attention), torch.zeros(3, 4, 32))
-    assert empty.run(Case(()), paged_attention).isnan().all()
+    assert torch.equal(run(case, paged_attention, empty), torch.zeros(3, 4, 32))
+    assert run(Case(()), paged_attention, empty).isnan().all()
 
 
 # ---- the batch-invariant mode ----------------------------------------------------------------
@@ -185,7 +186,7 @@ def test_splits_in_registers_and_apart_have_one_signature(monkeypatch: pytest.Mo
     case = Case(((1, 70), (1, 20)), batch_invariant=True, form="rows", dtype=torch.bfloat16)
     for splits, max_query_len in ((1, 1), (2, 1), (2, None)):
         config = replace(case.config, splits=splits)  # type: ignore[type-var]
-        inputs(case, "cpu").run(case, paged_attention, config=config, max_query_len=max_query_len)
+        run(case, paged_attention, inputs(case, "cpu"), config=config, max_query_len=max_query_len)
     types = {tuple(getattr(arg, "dtype", type(arg)) for arg in args) for _, args in launches.seen}
     assert len(launches.seen) == 3
     assert len(types) == 1
@@ -261,7 +262,7 @@ def test_a_workspace_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(((5, 70), (3, 20)), batch_invariant=True, form="rows", splits=2, max_query_len=5)
     for limit, splits in ((2**26, 2), (2000, 1)):
         monkeypatch.setattr(paged_attention, "MAX_WORKSPACE", limit)
-        inputs(case, "cpu").run(case, paged_attention)
+        run(case, paged_attention, inputs(case, "cpu"))
         assert launches.seen.pop()[0][2] == splits
     monkeypatch.undo()
     monkeypatch.setattr(paged_attention, "MAX_WORKSPACE", 2000)
@@ -273,8 +274,8 @@ def test_more_queries_than_said_write_nothing_else(batch_invariant: bool) -> Non
     """A sequence longer than `max_query_len` has no place in the workspace."""
     case = Case(((9, 150), (2, 70)), form="rows", splits=2, batch_invariant=batch_invariant)
     given_ = inputs(case, "cpu")
-    wanted = given_.run(case, paged_attention)
-    got = given_.run(case, paged_attention, max_query_len=2)
+    wanted = run(case, paged_attention, given_)
+    got = run(case, paged_attention, given_, max_query_len=2)
     torch.testing.assert_close(got[9:], wanted[9:])
     if batch_invariant:
         torch.testing.assert_close(got, wanted)
@@ -288,12 +289,10 @@ def test_heads_may_lie_far_apart() -> None:
     for invariant in (False, True):
         q = memory.as_strided((4, 3, 8), (16, far, 1)).copy_(near.q)
         out = memory.as_strided((4, 3, 8), (16, far, 1), 2048)
-        options = {"batch_invariant": invariant, "config": None}
-        case = Case(())
-        wanted = near.run(case, paged_attention, **options)
+        wanted = run(Case((), head_dim=8), paged_attention, near, batch_invariant=invariant)
         got = paged_attention.paged_attention(
             q, *near.pages.caches, near.query_start, near.pages.seq_lens, near.pages.block_tables,
-            near.scale, batch_invariant=invariant, out=out,
+            8**-0.5, batch_invariant=invariant, out=out,
         )  # fmt: skip
         assert torch.equal(got, wanted)
     cache = memory.as_strided((4, 1, 2, 8), (8, 8, 2**30, 1))  # positions cannot
@@ -311,7 +310,8 @@ def test_a_cache_without_blocks() -> None:
     case = Case(((1, 0), (2, 0)), form="bulk", block_size=32)
     given_ = inputs(case, "cpu")
     caches = tuple(cache[:0] for cache in given_.pages.caches)
-    out = replace(given_, pages=replace(given_.pages, caches=caches)).run(case, paged_attention)
+    empty = replace(given_, pages=replace(given_.pages, caches=caches))
+    out = run(case, paged_attention, empty)
     assert torch.equal(out, torch.zeros_like(out))
 
 
@@ -419,12 +419,14 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
     ("diagonal of several without a mask", "tl.maximum(first_position + 1, 0) // BLOCK_N), begin)",
      "tl.maximum(high, 0) // BLOCK_N), begin)", replace(SEVERAL, sequences=((5, 64),))),
     ("less nothing from nothing", "finite = tl.where(new_m == float(\"-inf\"), 0.0, new_m)\n"
-     "        p = tl.exp2(tl.fma(scores, factor, -tl.expand", "p = tl.exp2(tl.fma(scores, factor, "
-     "-tl.expand", replace(SEVERAL, sequences=((5, 66), (3, 70)), splits=4)),
+     "        p = tl.exp2(tl.fma(scores, factor, -tl.expand", "finite = new_m\n"
+     "        p = tl.exp2(tl.fma(scores, factor, -tl.expand",
+     replace(SEVERAL, sequences=((5, 66), (3, 70)), splits=4)),
     ("splits of one query's window", "seq_len, window + query_len - 1, num_splits, BLOCK_N, 0",
      "seq_len, window, num_splits, BLOCK_N, 0", replace(WINDOWS, sequences=((5, 84), (3, 70)))),
-    ("another cut where parts are joined", "window + query_len - 1, num_splits, BLOCK_N, SPLIT_T",
-     "window, num_splits, BLOCK_N, SPLIT_T",
+    ("another cut where parts are joined",
+     "window + query_len - 1, num_splits, BLOCK_N, SPLIT_TILES, M",
+     "window, num_splits, BLOCK_N, SPLIT_TILES, M",
      replace(WINDOWS, sequences=((5, 93), (3, 70)), window=60)),
     ("the first tile's queries again", "sequence % tiles * BLOCK_Q", "sequence % tiles * 0", TILES),
     ("a tile too few", "num_tiles = call.num_sequences * -(-few // block_q)",
