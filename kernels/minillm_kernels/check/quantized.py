@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 
 from minillm_kernels import quantized, quantized_reference
-from minillm_kernels.check.case import Launch, Mismatch, compare, generator, guarded, normal
+from minillm_kernels.check.case import (
+    Launch,
+    Mismatch,
+    compare_products,
+    generator,
+    guarded,
+    in_rows,
+    normal,
+    surrounded,
+)
 
 FP32, FP16, BF16, E4M3 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 DTYPES = (FP32, FP16, BF16)
-POISON = 0x7F  # around codes: the largest int8, and NaN in e4m3
 Kind = Literal["int4", "int8", "e4m3"]
 
 
@@ -58,12 +66,8 @@ def verify(case: Case, device: str = "cpu", kernels: ModuleType = quantized) -> 
     }
     run, x = getattr(quantized_reference, name), known.pop("x").double()
     expected = run(x, **known)
-    # Each row by its own scale: how far apart sums of such products are, even if one is near 0.
-    weight = run(torch.eye(case.size).double(), **known | {"bias": None})  # [in, out]
-    spread = (x**2 @ weight**2).sqrt()  # [rows, num_out]
-    for row in range(case.rows if case.num_out else 0):
-        floor = max(1e-6, float(spread[row].max()))
-        compare(out.view[row], expected[row], f"row {row}", floor=floor)
+    weight = run(torch.eye(case.size).double(), **known | {"bias": None}).T
+    compare_products(out.view, expected, x, weight, floor=1e-6)
 
 
 def verify_invariant(case: Case, device: str = "cpu", kernels: ModuleType = quantized) -> None:
@@ -91,7 +95,8 @@ def options_of(case: Case, kernels: ModuleType) -> Arguments:
 def inputs(case: Case, device: str) -> tuple[str, Arguments]:
     """The launcher's name, and its tensors."""
     rng = generator(1000 * case.seed + 7)
-    arguments: Arguments = {"x": activations(case, rng, device), "bias": None}
+    x = normal(rng, (case.rows, case.size), case.dtype, device)
+    arguments: Arguments = {"x": in_rows(x, 16 if case.view else 0, powers=True), "bias": None}
     if case.bias:
         arguments["bias"] = surrounded(normal(rng, (case.num_out,), case.dtype, device))
     if case.kind == "int4":
@@ -103,29 +108,9 @@ def inputs(case: Case, device: str) -> tuple[str, Arguments]:
     return "scaled_linear", arguments | {"block": case.block}
 
 
-def activations(case: Case, rng: torch.Generator, device: str) -> Tensor:
-    """Random rows that differ by powers of two, with NaN between them if `view`."""
-    gap = 16 if case.view else 0
-    place = guarded((case.rows, case.size + gap), case.dtype, device).view[:, : case.size]
-    place.copy_(normal(rng, (case.rows, case.size), case.dtype, device))
-    place *= 2.0 ** (torch.arange(case.rows, device=device) % 3).to(case.dtype)[:, None]
-    return place
-
-
-def surrounded(values: Tensor) -> Tensor:
-    """The same numbers between guard bands."""
-    if not values.is_floating_point():
-        return wide(values, True, whole=True)
-    return guarded(values.shape, values.dtype, str(values.device)).view.copy_(values)
-
-
-def wide(codes: Tensor, view: bool, whole: bool = False) -> Tensor:
-    """The same codes in rows with poison after each (`view`), or once after all (`whole`)."""
-    bits = codes.view(torch.uint8)
-    flat = bits.reshape(1, -1) if whole else bits
-    memory = bits.new_full((len(flat), flat.shape[1] + 32 * view), POISON)
-    memory[:, : flat.shape[1]] = flat
-    return memory[:, : flat.shape[1]].view(codes.dtype).view(codes.shape if whole else flat.shape)
+def wide(codes: Tensor, view: bool) -> Tensor:
+    """The same codes, with poison after each row if `view`."""
+    return in_rows(codes.view(torch.uint8), 32 * view).view(codes.dtype)
 
 
 def four_bits(case: Case, rng: torch.Generator, device: str) -> Arguments:
