@@ -5,10 +5,10 @@ without a GPU. The resources of its machine code become the table in kernels/REA
 """
 
 import argparse
+import difflib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from minillm_kernels import families
@@ -19,13 +19,10 @@ from minillm_kernels.offline import ARCHITECTURES, Compiled, compile_for
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN = "<!-- compiled: begin (python -m minillm_kernels.compiled_table --write) -->"
 END = "<!-- compiled: end -->"
-MADE_WITH = re.compile(r"Made with Triton ([\w.]+)")
+MADE_WITH = re.compile(r"Compiled with Triton (\S+),")
 ABSENT = "-"
 # Instructions shown in the table, in this order; local memory is shown as spilled bytes.
-SHOWN = (
-    *("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "QGMMA", "UTCQMMA"),
-    *("LDGSTS", "UTMALDG", "UBLKCP", "USETMAXREG"),
-)
+SHOWN = ("HMMA", "HGMMA", "UTCHMMA", "LDGSTS", "UTMALDG", "UBLKCP")
 EXAMPLES = """\
 examples:
   python -m minillm_kernels.compiled_table                    the whole table, to the screen
@@ -39,24 +36,6 @@ exit codes: 0, 1 if --check found a difference, 2 if it cannot be done here.
 
 class TableError(ValueError):
     """The table is missing, or was compiled with another version of Triton."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One kernel with one set of figures.
-
-    Attributes:
-        kernel: name of the Triton function, numbered if a launch uses it several times.
-        launches: the launches of its family that compile to exactly these figures.
-        cells: the figures by architecture, in the order of `ARCHITECTURES`.
-    """
-
-    kernel: str
-    launches: tuple[str, ...]
-    cells: tuple[str, ...]
-
-
-Table = Mapping[str, Sequence[Line]]  # by family
 
 
 def figures(compiled: Compiled) -> str:
@@ -82,91 +61,62 @@ def cells(launch: Launch, capability: int) -> dict[str, str]:
     return found
 
 
-def compile_table(names: Sequence[str]) -> dict[str, list[Line]]:
-    """The table of these families; launches with equal figures share a line."""
-    table: dict[str, list[Line]] = {}
-    for family in names:
-        merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-        for launch in families.launches(family):
-            by_arch = [cells(launch, capability) for capability in ARCHITECTURES]
-            for kernel in dict.fromkeys(name for found in by_arch for name in found):
-                found = tuple(each.get(kernel, ABSENT) for each in by_arch)
-                merged.setdefault((kernel, found), []).append(launch.name)
-        table[family] = [Line(kernel, tuple(of), found) for (kernel, found), of in merged.items()]
-    return table
+def compile_table(family: str) -> str:
+    """The table of a family, Markdown; launches with equal figures share a line."""
+    merged: dict[tuple[str, ...], list[str]] = {}
+    for launch in families.launches(family):
+        by_arch = [cells(launch, capability) for capability in ARCHITECTURES]
+        for kernel in dict.fromkeys(name for found in by_arch for name in found):
+            line = (f"`{kernel}`", *(found.get(kernel, ABSENT) for found in by_arch))
+            merged.setdefault(line, []).append(launch.name)
+    lines = [("kernel", "launch", *(f"sm_{capability}" for capability in ARCHITECTURES))]
+    lines += [("---",) * len(lines[0])]
+    lines += [(line[0], "; ".join(names), *line[1:]) for line, names in merged.items()]
+    rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"### `{family}`\n\n{rows}\n"
 
 
-def render(table: Table, version: str) -> str:
-    """The table as Markdown, with the version of Triton that compiled it."""
-    count = sum(len(line.launches) for lines in table.values() for line in lines)
-    source = f"{count} compiled kernels, from launches with the shapes of real models"
-    parts = [f"Made with Triton {version}: {source}.", ""]
-    for family, lines in table.items():
-        heads = " | ".join(f"sm_{capability}" for capability in ARCHITECTURES)
-        parts += [f"### `{family}`", "", f"| kernel | launch | {heads} |"]
-        parts += ["|---|---|" + "---|" * len(ARCHITECTURES)]
-        for line in lines:
-            found = " | ".join(line.cells)
-            parts.append(f"| `{line.kernel}` | {'; '.join(line.launches)} | {found} |")
-        parts.append("")
-    return "\n".join(parts)
-
-
-def parse(text: str) -> dict[str, list[Line]]:
-    """Parse the Markdown that `render` wrote."""
-    table: dict[str, list[Line]] = {}
-    family = ""
-    for row in text.splitlines():
-        if row.startswith("### `"):
-            family = row.strip("#` ")
-            table[family] = []
-        elif row.startswith("| `"):
-            kernel, launches, *found = (part.strip() for part in row.strip("|").split(" | "))
-            found[-1] = found[-1].rstrip("| ")
-            table[family].append(Line(kernel.strip("`"), tuple(launches.split("; ")), tuple(found)))
-    return table
-
-
-def section(text: str) -> str:
-    """The text between the markers of a README; raises TableError if there are none."""
+def read(text: str) -> dict[str, str]:
+    """The tables of a README by family; raises TableError if it has no place for them."""
     begin, end = text.find(BEGIN), text.find(END)
     if begin < 0 or end < begin:
         raise TableError(f"{README.name} has no lines '{BEGIN}' and '{END}'; add them.")
-    return text[begin + len(BEGIN) : end]
+    _, *tables = text[begin:end].split("### `")
+    return {table.partition("`")[0]: f"### `{table}" for table in tables}
+
+
+def rows(table: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Each row of a family's table: the kernel, the names of launches, the figures by
+    architecture."""
+    for row in table.splitlines():
+        if row.startswith("| `"):
+            kernel, launches, *found = row.removeprefix("| ").removesuffix(" |").split(" | ")
+            yield kernel.strip("`"), launches.split("; "), found
+
+
+def stated(table: str, launch: str, capability: int) -> dict[str, str]:
+    """The figures of a family's table for the kernels of one launch on one architecture."""
+    column = ARCHITECTURES.index(capability)
+    found = {kernel: each[column] for kernel, launches, each in rows(table) if launch in launches}
+    return {kernel: text for kernel, text in found.items() if text != ABSENT}
 
 
 def made_with(text: str) -> str:
-    """The Triton version of a README's table; raises TableError if the table is empty."""
-    found = MADE_WITH.search(section(text))
-    if found is None:
+    """The Triton version of a README's tables; raises TableError if there are none yet."""
+    found = MADE_WITH.search(text)
+    if found is None or not read(text):
         raise TableError(f"The table in {README.name} is empty; fill it with --write.")
     return found[1]
 
 
-def stated(table: Table, family: str, launch: str, capability: int) -> dict[str, str]:
-    """The figures of a table for the kernels of one launch on one architecture."""
-    column = ARCHITECTURES.index(capability)
-    lines = [line for line in table.get(family, ()) if launch in line.launches]
-    return {line.kernel: line.cells[column] for line in lines if line.cells[column] != ABSENT}
-
-
-def replaced(text: str, old: Table, new: Table) -> str:
-    """A README whose table has the families of `new`; other families are unchanged."""
-    whole = {
-        family: new.get(family) or old.get(family) or []
-        for family in families.FAMILIES
-        if family in new or family in old
-    }
+def replaced(text: str, new: dict[str, str]) -> str:
+    """A README with the tables of `new`; those of other families are unchanged."""
+    tables = read(text) | new
+    source = "Compiled with Triton {}, from launches with the shapes of real models.\n\n"
+    whole = source.format(triton.__version__)
+    whole += "".join(tables[family] for family in families.CHECKED if family in tables)
     before, after = text.index(BEGIN) + len(BEGIN), text.index(END)
-    return text[:before] + "\n" + render(whole, triton.__version__) + "\n" + text[after:]
-
-
-def differences(old: Table, new: Table) -> Iterator[str]:
-    """Lines that are only in `new` or only in `old`."""
-    for family, lines in new.items():
-        had = set(old.get(family, ()))
-        yield from (f"+ {family}: {line}" for line in lines if line not in had)
-        yield from (f"- {family}: {line}" for line in old.get(family, ()) if line not in lines)
+    return f"{text[:before]}\n{whole}{text[after:]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -182,36 +132,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare with kernels/README.md")
     options = parser.parse_args(arguments)
     try:
-        wanted = families.chosen(options.family)
+        wanted = families.chosen(options.family, families.CHECKED)
         text = README.read_text("utf-8") if options.write or options.check else ""
-        old = parse(section(text)) if text else {}
+        old = read(text) if text else {}
         if options.check and made_with(text) != triton.__version__:
             raise TableError(
                 f"The table was compiled with Triton {made_with(text)}, and {triton.__version__} "
                 "is installed: figures of different versions cannot be compared."
             )
-        return _act(options, wanted, old)
+        new = {family: compile_table(family) for family in wanted}
+        if options.check:
+            before = "".join(old.get(family, "") for family in wanted).splitlines()
+            after = "".join(new.values()).splitlines()
+            found = difflib.unified_diff(before, after, n=0, lineterm="")
+            different = "".join(f"{line}\n" for line in list(found)[2:])
+            sys.stdout.write(different or "The table is up to date.\n")
+            return int(bool(different))
     except (ValueError, OSError, ImportError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-
-
-def _act(options: argparse.Namespace, wanted: Sequence[str], old: Table) -> int:
-    new = compile_table(wanted)
-    if options.check:
-        return _say(differences({family: old.get(family, ()) for family in wanted}, new))
     if options.write:
         text = README.read_text("utf-8")  # may have changed during minutes of compiling
-        README.write_text(replaced(text, parse(section(text)), new), "utf-8")
-    else:
-        sys.stdout.write(render(new, triton.__version__))
+        README.write_text(replaced(text, new), "utf-8")
+    elif not options.check:
+        sys.stdout.write("".join(new.values()))
     return 0
-
-
-def _say(lines: Iterable[str]) -> int:
-    found = list(lines)
-    sys.stdout.write("".join(f"{line}\n" for line in found) or "The table is up to date.\n")
-    return int(bool(found))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The kernel families and their modules.
 
 A family FAMILY consists of `minillm_kernels.FAMILY` (launchers), `minillm_kernels.check.FAMILY`
-(test cases and launches to compile) and `minillm_kernels.bench.FAMILY` (measurements). They are
-imported lazily, because launchers need Triton.
+(test cases and launches to compile) and `minillm_kernels.bench.FAMILY` (measurements; not of
+kernels for reading, which the engine does not call). They are imported lazily, because launchers
+need Triton.
 """
 
 import difflib
@@ -15,31 +16,24 @@ if TYPE_CHECKING:
     from minillm_kernels.bench.case import Measurement
     from minillm_kernels.check.case import Launch
 
-FAMILIES = (
-    *("flash_attention", "paged_attention", "mla", "fused", "gemv", "sampling", "moe"),
-    "quantized",
-)
+FAMILIES = ("paged_attention", "mla", "fused", "gemv", "sampling", "moe", "quantized")
+CHECKED = ("flash_attention", *FAMILIES)
 
 
 class UnknownFamilyError(ValueError):
     """There is no kernel family with this name."""
 
 
-def chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """The named families in the order of `FAMILIES`; all families if none is named."""
+def chosen(names: Sequence[str], known: Sequence[str] = FAMILIES) -> tuple[str, ...]:
+    """The named families in the order of `known`; all of `known` if none is named."""
     for name in names:
-        if name not in FAMILIES:
-            near = difflib.get_close_matches(name, FAMILIES, n=1)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise UnknownFamilyError(
-                f"There is no kernel family '{name}'; the families are {', '.join(FAMILIES)}.{hint}"
+                f"There is no kernel family '{name}'; the families are {', '.join(known)}.{hint}"
             )
-    return tuple(family for family in FAMILIES if family in names or not names)
-
-
-def launchers(family: str) -> ModuleType:
-    """The module with a family's kernels and launchers; needs Triton."""
-    return import_module(f"minillm_kernels.{family}")
+    return tuple(family for family in known if family in names or not names)
 
 
 def checks(family: str) -> ModuleType:

@@ -30,14 +30,14 @@ With `batch_invariant=True` one row is computed by the kernel for 2 to 16 rows, 
 splits do not depend on M: a row has the same bits for every M (He et al., Defeating Nondeterminism
 in LLM Inference, 2025).
 
-Quantised weights would be unpacked and scaled between load and product, with a constexpr for the
-format and an argument for the scales in both kernels.
+`quantized.py` computes the same with weights of 4 and 8 bits.
 
 Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,8 +57,6 @@ from minillm_kernels.launch import (
     tl,
     triton,
 )
-
-__all__ = ["MAX_ROWS", "Config", "config_for", "linear", "norm_linear"]
 
 MAX_ROWS = 16  # rows of x; the narrowest efficient tile of the matrix units
 LEAST_SPLIT = 512  # columns; a shorter split ends before its pipeline is full
@@ -160,9 +158,20 @@ def norm_scales(
     return tl.rsqrt(tl.sum(squares, axis=1) / SIZE + eps)[:, None]
 
 
+@triton.jit
+def store_tile(total, bias_ptr, out_ptr, out, row, num_rows, num_out, out_stride):
+    """Store a tile of y^T [BLOCK_OUT, ROWS], plus the bias."""
+    here = out < num_out
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + out, mask=here, other=0.0).to(tl.float32)[:, None]
+    place = out_ptr + row.to(tl.int64)[None, :] * out_stride + out[:, None]
+    mask = here[:, None] & (row < num_rows)[None, :]
+    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _several_rows(
-    x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, eps, num_rows, num_out,
+    x_ptr, weight_ptr, norm_weight_ptr, bias_ptr, out_ptr, eps, num_rows, num_out,
     x_stride, weight_stride, out_stride, split_stride,
     SIZE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr, NORM_BLOCK: tl.constexpr, VECTOR: tl.constexpr,
@@ -192,13 +201,8 @@ def _several_rows(
             normed = x.to(tl.float32) * scale * norm_weight.to(tl.float32)[None, :]
             x = normed.to(x.dtype)  # rounded, as if the norm had stored it
         total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
-    mask = (out < num_out)[:, None] & (row < num_rows)[None, :]
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + out, mask=out < num_out, other=0.0).to(tl.float32)
-        total += bias[:, None]
-    place = out_ptr + tl.program_id(1).to(tl.int64) * split_stride
-    place += row.to(tl.int64)[None, :] * out_stride + out[:, None]
-    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=mask)
+    out_ptr += tl.program_id(1).to(tl.int64) * split_stride
+    store_tile(total, bias_ptr, out_ptr, out, row, num_rows, num_out, out_stride)
 
 
 @triton.jit
@@ -278,9 +282,7 @@ def _product(
             "torch.nn.functional.linear for more."
         )
     check_last_contiguous(x=x, weight=weight)
-    if bias is not None:
-        check_shape("bias", bias, num_out)
-        check_contiguous(bias=bias)
+    check_bias(bias, num_out)
     out = output(out, (num_rows, num_out), x)
     if not out.numel():
         return out
@@ -288,66 +290,73 @@ def _product(
     config = config or config_for(
         several, num_out, size, x.dtype, arch(), num_multiprocessors(device)
     )
-    tensors = (x, norm_weight, weight, bias)
-    (_launch_several if several else _launch_one)(*tensors, out, eps, config)
-    return out
-
-
-def _launch_one(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    eps: float,
-    config: Config,
-) -> None:
-    num_out, size = weight.shape
-    _one_row[(triton.cdiv(num_out, config.block_out),)](
+    blocks, vector = (triton.cdiv(num_out, config.block_out),), 16 // x.element_size()
+    if several:
+        launch_tiles(
+            *(_several_rows, blocks, x, weight, (norm_weight,), bias, out, (eps,), config),
+            ROWS=MAX_ROWS,
+            NORM_BLOCK=1024,
+            VECTOR=vector,
+        )
+        return out
+    _one_row[blocks](
         *(x, norm_weight, weight, bias, out, eps, num_out, weight.stride(0)),
         SIZE=size,
         BLOCK_OUT=config.block_out,
         BLOCK_IN=config.block_in,
-        VECTOR=16 // x.element_size(),
+        VECTOR=vector,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
     )
+    return out
 
 
-def _launch_several(
+def check_bias(bias: Tensor | None, num_out: int) -> None:
+    """Check the shape and the layout of a bias."""
+    if bias is not None:
+        check_shape("bias", bias, num_out)
+        check_contiguous(bias=bias)
+
+
+def launch_tiles(
+    kernel: Any,
+    blocks: tuple[int, ...],
     x: Tensor,
-    norm_weight: Tensor | None,
     weight: Tensor,
+    others: tuple[Tensor | None, ...],
     bias: Tensor | None,
     out: Tensor,
-    eps: float,
-    config: Config,
+    numbers: tuple[float, ...],
+    config: Any,
+    **constants: int | bool,
 ) -> None:
-    (num_out, size), num_rows = weight.shape, len(x)
-    # Each split has whole tiles; rounding up may give fewer splits than configured.
-    split = triton.cdiv(triton.cdiv(max(size, 1), config.splits), config.block_in) * config.block_in
+    """Launch a kernel that computes y^T [out, M] in tiles: a program per block and split of `size`.
+
+    Several splits go to a float32 workspace, and `_sum_splits` adds them. Each split has whole
+    tiles; rounding up may give fewer splits than configured.
+    """
+    size, shape = x.shape[1], out.shape
+    tiles = triton.cdiv(max(size, 1), config.block_in)
+    split = triton.cdiv(tiles, config.splits) * config.block_in
     splits = max(1, triton.cdiv(size, split))
-    target, target_bias = out, bias
+    target = out
     if splits > 1:
-        target = torch.empty(splits, num_rows, num_out, dtype=torch.float32, device=x.device)
-        target_bias = None  # added once, by the second kernel
-    _several_rows[(triton.cdiv(num_out, config.block_out), splits)](
-        *(x, norm_weight, weight, target_bias, target, eps, num_rows, num_out),
+        target = torch.empty(splits, *shape, dtype=torch.float32, device=out.device)
+    kernel[(*blocks, splits)](
+        *(x, weight, *others, None if splits > 1 else bias, target, *numbers, *shape),
         *(x.stride(0), weight.stride(0), target.stride(-2), target.stride(0)),
         SIZE=size,
         SPLIT=split,
-        ROWS=MAX_ROWS,
         BLOCK_OUT=config.block_out,
         BLOCK_IN=config.block_in,
-        NORM_BLOCK=1024,
-        VECTOR=16 // x.element_size(),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **constants,
     )
     if splits > 1:
         block = 8192 if INTERPRETED else 512
-        _sum_splits[(triton.cdiv(num_rows * num_out, block),)](
-            *(target, bias, out, num_rows * num_out, num_out, out.stride(0)),
+        _sum_splits[(triton.cdiv(shape.numel(), block),)](
+            *(target, bias, out, shape.numel(), shape[1], out.stride(0)),
             SPLITS=splits,
             BLOCK=block,
             num_warps=4,

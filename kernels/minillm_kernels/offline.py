@@ -22,11 +22,11 @@ from minillm_kernels.launch import INTERPRETED, SHARED_MEMORY, KernelError, trit
 
 ARCHITECTURES = (80, 90, 100)
 # Counted instructions: tensor cores of Ampere, Hopper and Blackwell; asynchronous and bulk copies;
-# a change of the register budget (warp specialisation); local memory (spilled registers).
-MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "QGMMA", "UTCQMMA")
+# local memory (spilled registers).
+MATRIX = ("HMMA", "HGMMA", "UTCHMMA")
 COPIES = ("LDGSTS", "UTMALDG", "UBLKCP")
 LOCAL = ("LDL", "STL")
-OPCODES = (*MATRIX, *COPIES, "USETMAXREG", "FFMA", *LOCAL)
+OPCODES = (*MATRIX, *COPIES, "FFMA", *LOCAL)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Compiled:
         registers: per thread.
         stack: bytes of local memory per thread; above 0 means that registers were spilled.
         shared: bytes of shared memory per program.
-        num_warps: warps of a program, including producer warps.
+        num_warps: warps of a program.
         opcodes: number of occurrences of each instruction of `OPCODES` in the code.
     """
 
@@ -139,7 +139,7 @@ def inspect(kernel: Any, capability: int) -> Compiled:
         registers=registers,
         stack=stack,
         shared=kernel.metadata.shared,
-        num_warps=_num_warps(kernel),
+        num_warps=kernel.metadata.num_warps,
         opcodes=Counter(dict(counts)),
     )
 
@@ -163,12 +163,6 @@ def _machine_code(binary: bytes) -> tuple[int, int, tuple[tuple[str, int], ...]]
 
     counts = Counter(re.findall(r"\b(" + "|".join(OPCODES) + r")\b", code))
     return number("REG"), number("STACK"), tuple(counts.items())
-
-
-def _num_warps(kernel: Any) -> int:
-    """Number of warps, including those that warp specialisation adds."""
-    found = re.search(r"\.reqntid\s+(\d+)", kernel.asm["ptx"])
-    return int(found[1]) // 32 if found else kernel.metadata.num_warps
 
 
 def _tool(name: str, *arguments: str | Path) -> str:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-E4M3_MAX = 448.0
 BLOCK = 32  # columns whose 4-bit codes share 16 bytes
 
 
@@ -64,40 +63,6 @@ def int4_linear(
     return out.to(x.dtype)
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """Round each row of activations to 8 bits: codes [M, in] (int8, or e4m3), float32 scales [M].
-
-    A row's scale is max |x| / 127 (448 for e4m3); a row of zeros has scale 0. A row with NaN or
-    infinity has the scale NaN, so that its results are NaN, too.
-    """
-    most = 127.0 if dtype == torch.int8 else E4M3_MAX
-    wide = x.float()
-    largest = wide.abs().amax(1) if x.shape[1] else wide.new_zeros(len(x))
-    largest = largest.where(wide.isfinite().all(1), torch.nan)
-    scales = largest / most
-    safe = scales.where(scales > 0, 1.0)[:, None]  # also of NaN
-    numbers = (wide / safe).nan_to_num(0.0).clamp(-most, most)
-    codes = numbers.round() if dtype == torch.int8 else numbers
-    return codes.to(dtype), scales
-
-
-def int8_linear(
-    x_codes: Tensor,
-    x_scales: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    bias: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """Products of int8 rows, exact in integers: [M, in], [out, in] -> [M, out] in `dtype`.
-
-    `x_scales` float32 [M], `scales` [out] of the rows of both factors.
-    """
-    total = x_codes.double() @ codes.double().T  # exact below 2^53
-    out = total.float() * x_scales[:, None] * scales.float()
-    return (out if bias is None else out + bias.float()).to(dtype)
-
-
 def scaled_linear(
     x: Tensor,
     codes: Tensor,
@@ -105,21 +70,12 @@ def scaled_linear(
     bias: Tensor | None = None,
     *,
     block: tuple[int, int],
-    x_scales: Tensor | None = None,
-    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x W^T + b with 8-bit weights (e4m3 or int8) and scales of blocks: x [M, in] -> [M, out].
 
     `scales` [ceil(in / columns), ceil(out / rows)] for `block` = (rows, columns); the last blocks
-    may be incomplete. x has 16 or 32 bits, or is e4m3 with a scale for each row (`x_scales`
-    float32 [M]); `dtype` is then that of the result. Computed in float32, or
-    in float64 for x in float64.
+    may be incomplete. Computed in float32, or in float64 for x in float64.
     """
-    wide = torch.promote_types(x.dtype, torch.float32) if x_scales is None else scales.dtype
-    wide = torch.promote_types(wide, torch.float32)
+    wide = torch.promote_types(x.dtype, torch.float32)
     weight = codes.to(wide) * by_column(scales.to(wide), *block, (codes.shape[0], codes.shape[1]))
-    out = F.linear(x.to(wide), weight)
-    if x_scales is not None:
-        out = out * x_scales[:, None].to(wide)
-    out = out if bias is None else out + bias.to(wide)
-    return out.to(dtype or x.dtype)
+    return F.linear(x.to(wide), weight, None if bias is None else bias.to(wide)).to(x.dtype)

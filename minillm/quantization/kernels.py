@@ -3,8 +3,8 @@
     4 bits, groups of a multiple of 32    codes interleaved, x in 16 bits       int4_linear
     e4m3; int8                            x in 16 bits                          scaled_linear
 
-x keeps 16 bits, because one scale for a row of x in 8 bits (`int8_linear`) costs a real model with
-outlying channels up to 5% of perplexity.
+x keeps 16 bits, because one scale for a row of x in 8 bits costs a real model with outlying
+channels up to 5% of perplexity.
 
 Everything else (NF4, zero points of 8 bits, other groups) stays as it is, and is made dense for
 each product. All operations have shapes that do not depend on values, so steps can be captured as

@@ -301,8 +301,8 @@ def test_on_a_gpu_the_kernel_gets_tensors_of_the_gpu(monkeypatch):
 
     seen = []
 
-    def kernel(*arguments, config):
-        seen.append((arguments, config.block_m))
+    def kernel(*arguments, block):
+        seen.append((arguments, block))
         return torch.full((9, 1, 16), 7.0)
 
     monkeypatch.setattr(ch10_tables, "kernel_device", lambda q: torch.device("meta"))

@@ -698,7 +698,7 @@ def full_run():
     run.ceilings_at_end = run.ceilings
     run.results = [
         Result(
-            "flash_attention", "causal 1 x 16k, bf16", "matmul", 10**8, 2 * 10**12, 3, 0.65,
+            "paged_attention", "causal 1 x 16k, bf16", "matmul", 10**8, 2 * 10**12, 3, 0.65,
             timing(4e-3),
             (
                 Peer("SDPA flash", timing(6e-3), target=1.55),
@@ -736,8 +736,8 @@ def test_targets_that_were_missed_or_not_judged():
     whole = report.as_json(full_run(), date(2026, 1, 2), False)
     assert whole["targets"] == 7
     assert [(each["family"], each["what"]) for each in whole["misses"]] == [
-        ("flash_attention", "share of the matmul ceiling"),
-        ("flash_attention", "times as fast as SDPA flash"),
+        ("paged_attention", "share of the matmul ceiling"),
+        ("paged_attention", "times as fast as SDPA flash"),
         ("sampling", "microseconds"),
     ]
     assert [each["why"] for each in whole["not_judged"]] == [
@@ -767,7 +767,7 @@ and again at the end:       copy 4,300 GB/s (read + written), bf16 matmul 790 TF
 
                              time  spread       achieved  of ceiling  ratio   target  reached
 
-flash_attention
+paged_attention
   causal 1 x 16k, bf16    4.00 ms    1.2%  500.0 TFLOP/s       63.3%             65%       NO
     against SDPA flash    6.00 ms    1.2%  333.3 TFLOP/s       42.2%  1.50x    1.55x       NO
     against cuDNN        3.80 ms*    1.2%  526.3 TFLOP/s       66.6%  0.95x    0.92x      yes
@@ -790,10 +790,10 @@ moe
 * launched one by one, because a CUDA graph of it could not be captured
 ratio: a peer's time over ours, so that above 1 ours is faster; spread: distance of the quartiles
 2 of 5 targets reached; 2 could not be judged.
-  missed: flash_attention, causal 1 x 16k, bf16: share of the matmul ceiling, wanted 0.65, got 0.633
-  missed: flash_attention, causal 1 x 16k, bf16: times as fast as SDPA flash, wanted 1.55, got 1.5
+  missed: paged_attention, causal 1 x 16k, bf16: share of the matmul ceiling, wanted 0.65, got 0.633
+  missed: paged_attention, causal 1 x 16k, bf16: times as fast as SDPA flash, wanted 1.55, got 1.5
   missed: sampling, greedy: microseconds, wanted 5, got 6.1
-  not judged: flash_attention, causal 1 x 16k, bf16: times as fast as varlen_attn, wanted 1.2: \
+  not judged: paged_attention, causal 1 x 16k, bf16: times as fast as varlen_attn, wanted 1.2: \
 ImportError: not in this torch
   not judged: moe, decode: share of the copy ceiling, wanted 0.72: the time budget was used up
 1 of 5 measurements failed.
@@ -905,7 +905,7 @@ def no_gpu():
     [
         (
             ["mlaa"],
-            "There is no kernel family 'mlaa'; the families are flash_attention, .* mean mla?",
+            "There is no kernel family 'mlaa'; the families are paged_attention, .* mean mla?",
         ),
         (["mla", "--seconds", "0"], r"--seconds is 0\.0; it must be a number above 0"),
         (["mla", "--seconds", "nan"], "--seconds is nan"),

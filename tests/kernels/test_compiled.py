@@ -8,7 +8,7 @@ fits, products run on tensor cores and tiles come by bulk copies where a launch 
 import os
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 
 import pytest
 
@@ -18,14 +18,15 @@ import torch
 
 from minillm_kernels import compiled_table
 from minillm_kernels.check.case import Launch
-from minillm_kernels.compiled_table import README, Line, TableError
-from minillm_kernels.families import FAMILIES, launches
+from minillm_kernels.compiled_table import README
+from minillm_kernels.families import CHECKED, launches
 from minillm_kernels.launch import SHARED_MEMORY, KernelError, TensorDescriptor, tl, triton
 from minillm_kernels.mla import mla_attention
 from minillm_kernels.offline import ARCHITECTURES, Compiled, compile_for, compiling
 from minillm_kernels.paged_attention import paged_attention
 
-CALLS = [(family, launch, place) for family in FAMILIES
+TABLES = compiled_table.read(README.read_text("utf-8"))
+CALLS = [(family, launch, place) for family in CHECKED
          for place, launch in enumerate(launches(family))]  # fmt: skip
 
 
@@ -35,25 +36,17 @@ def first_architecture(launch: Launch, place: int) -> int:
     return claimed[place % len(claimed)]
 
 
-def readme_table():
-    return compiled_table.parse(compiled_table.section(README.read_text("utf-8")))
-
-
-def kernels_of_launches() -> dict[tuple[str, str], set[str]]:
-    """Which kernels each launch runs, by the README: to know it otherwise is to compile them."""
-    found = defaultdict(set)
-    for family, lines in readme_table().items():
-        for line in lines:
-            for name in line.launches:
-                found[family, name].add(line.kernel.partition(" ")[0])
-    return found
+def stated(family: str, launch: Launch, capability: int) -> dict[str, str]:
+    return compiled_table.stated(TABLES.get(family, ""), launch.name, capability)
 
 
 def parameters():
     """Every launch on every architecture. The first of each kernel is not slow, on one of them."""
-    known, seen = kernels_of_launches(), set()
+    seen: set[tuple[str, str]] = set()
     for family, launch, place in CALLS:
-        kernels = {(family, kernel) for kernel in known.get((family, launch.name), {launch.name})}
+        # To know without the README which kernels a launch has is to compile it.
+        names = [name for each in ARCHITECTURES for name in stated(family, launch, each)]
+        kernels = {(family, name.partition(" ")[0]) for name in names or [launch.name]}
         first = None if kernels <= seen else first_architecture(launch, place)
         seen |= kernels
         for capability in ARCHITECTURES:
@@ -138,7 +131,7 @@ def test_mla_of_several_queries_is_compiled_once():
 
 
 def test_every_family_has_launches_with_names_of_their_own():
-    for family in FAMILIES:
+    for family in CHECKED:
         names = [launch.name for launch in launches(family)]
         assert names
         assert len(set(names)) == len(names)
@@ -152,9 +145,8 @@ def test_every_architecture_is_compiled_for():
 
 def test_attention_and_products_claim_the_newest_hardware():
     """A claim that is dropped would not be missed otherwise."""
-    for family in ("flash_attention", "moe"):
+    for family in ("paged_attention", "mla", "moe"):
         assert any(90 in launch.bulk_copies for launch in launches(family)), family
-    for family in ("flash_attention", "paged_attention", "mla", "moe"):
         for capability in ARCHITECTURES:
             claims = [launch for launch in launches(family) if capability in launch.tensor_cores]
             assert claims, f"{family} on sm_{capability}"
@@ -353,29 +345,26 @@ def test_interpreted_kernels_are_not_compiled():
 
 
 def test_the_table_has_a_line_for_every_launch_and_architecture():
-    table = readme_table()
-    assert list(table) == list(FAMILIES)
+    assert list(TABLES) == list(CHECKED)
     for family, launch, _ in CALLS:
         for capability in ARCHITECTURES:
-            assert compiled_table.stated(table, family, launch.name, capability), (
+            assert stated(family, launch, capability), (
                 f"{family}, {launch.name}, sm_{capability}: run "
                 "python -m minillm_kernels.compiled_table --write"
             )
-    known = {(family, launch.name) for family, launch, _ in CALLS}
-    listed = {(family, name) for family in table for line in table[family]
-              for name in line.launches}  # fmt: skip
-    assert listed == known
+    listed = {(family, name) for family, table in TABLES.items()
+              for _, names, _ in compiled_table.rows(table) for name in names}  # fmt: skip
+    assert listed == {(family, launch.name) for family, launch, _ in CALLS}
 
 
 def differs_from_the_table(family: str, launch: Launch, capability: int) -> bool:
     made_with = compiled_table.made_with(README.read_text("utf-8"))
     if made_with != triton.__version__:
         pytest.skip(f"the table is of Triton {made_with}, this is {triton.__version__}")
-    found = compiled_table.cells(launch, capability)
-    return found != compiled_table.stated(readme_table(), family, launch.name, capability)
+    return compiled_table.cells(launch, capability) != stated(family, launch, capability)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CHECKED)
 def test_a_sample_of_the_table_agrees(family):
     launch = launches(family)[0]
     capability = first_architecture(launch, 0)  # compiled above, too
@@ -385,75 +374,47 @@ def test_a_sample_of_the_table_agrees(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CHECKED)
 def test_the_whole_table_agrees(family):
-    different = [
-        f"{launch.name} on sm_{capability}"
-        for launch in launches(family)
-        for capability in ARCHITECTURES
-        if differs_from_the_table(family, launch, capability)
-    ]
-    assert not different, "run python -m minillm_kernels.compiled_table --write"
-
-
-TABLE = {
-    "mla": [Line("k", ("a", "b"), ("8 regs, 4 warps", "9 regs", "-"))],
-    "moe": [Line("k", ("c",), ("1", "2", "3")), Line("k (2)", ("c",), ("4", "5", "6"))],
-}
-
-
-def test_a_table_can_be_read_back():
-    text = compiled_table.render(TABLE, "3.7.1")
-    assert compiled_table.parse(text) == TABLE
-    whole = f"{compiled_table.BEGIN}\n{text}\n{compiled_table.END}"
-    assert compiled_table.made_with(whole) == "3.7.1"
-    assert compiled_table.stated(TABLE, "mla", "b", 90) == {"k": "9 regs"}
-    assert compiled_table.stated(TABLE, "mla", "b", 100) == {}
-    assert compiled_table.stated(TABLE, "moe", "c", 80) == {"k": "1", "k (2)": "4"}
-    assert compiled_table.stated(TABLE, "mla", "c", 80) == {}
-
-
-def test_writing_replaces_the_families_that_were_compiled():
-    text = f"before\n{compiled_table.BEGIN}\n{compiled_table.END}\nbehind"
-    new = {"mla": [Line("new", ("a",), ("1", "2", "3"))]}
-    written = compiled_table.replaced(text, TABLE, new)
-    assert written.startswith("before\n")
-    assert written.endswith("\nbehind")
-    assert compiled_table.parse(compiled_table.section(written)) == TABLE | new
-    again = compiled_table.replaced(written, compiled_table.parse(written), new)
-    assert again == written
-
-
-def test_differences_are_told():
-    changed = {"mla": [Line("k", ("a", "b"), ("8 regs, 4 warps", "10 regs", "-"))]}
-    told = list(compiled_table.differences(TABLE, changed))
-    assert [line[:6] for line in told] == ["+ mla:", "- mla:"]
-    assert "10 regs" in told[0]
-    assert list(compiled_table.differences(TABLE, TABLE)) == []
-
-
-def test_a_readme_without_a_table_is_refused():
-    with pytest.raises(TableError, match="has no lines '<!-- compiled: begin"):
-        compiled_table.section("nothing")
-    with pytest.raises(TableError, match="is empty; fill it with --write"):
-        compiled_table.made_with(f"{compiled_table.BEGIN}\n{compiled_table.END}")
+    assert compiled_table.main([family, "--check"]) == 0, (
+        "run python -m minillm_kernels.compiled_table --write"
+    )
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
+    """Two kernels with equal figures share a row; other families and texts stay as they are."""
     x = torch.empty(1000)
-    launch = Launch("tiny", lambda: add[(8,)](x, x, 1000, 128))
-    monkeypatch.setattr(compiled_table.families, "launches", lambda family: (launch,))
+    tiny = [Launch(name, lambda: add[(8,)](x, x, 1000, 128)) for name in ("one", "two")]
+    monkeypatch.setattr(compiled_table.families, "launches", lambda family: tiny)
     file = tmp_path / "README.md"
-    file.write_text(f"before\n{compiled_table.BEGIN}\n{compiled_table.END}\n")
     monkeypatch.setattr(compiled_table, "README", file)
-    assert compiled_table.main(["mla", "--check"]) == 2
-    assert compiled_table.main(["mla", "--write"]) == 0
-    assert "| `add` | tiny |" in file.read_text()
-    assert compiled_table.main(["mla", "--check"]) == 0
-    assert "The table is up to date." in capsys.readouterr().out
-    file.write_text(file.read_text().replace(" regs", "9 regs"))
-    assert compiled_table.main(["mla", "--check"]) == 1
-    file.write_text(file.read_text().replace(f"Triton {triton.__version__}", "Triton 1.0"))
-    assert compiled_table.main(["mla", "--check"]) == 2
-    assert "figures of different versions cannot be compared" in capsys.readouterr().err
+
+    def run(*arguments: str) -> str:
+        compiled_table.main(arguments)
+        said = capsys.readouterr()
+        return said.out + said.err
+
+    file.write_text("nothing")
+    assert "has no lines '<!-- compiled: begin" in run("mla", "--write")
+    file.write_text(f"before\n{compiled_table.BEGIN}\n{compiled_table.END}\nbehind")
+    assert "is empty; fill it with --write" in run("mla", "--check")
+    assert run("moe", "mla", "--write") == ""
+    written = file.read_text()
+    assert written.startswith("before\n")
+    assert written.endswith("\nbehind")
+    tables = compiled_table.read(written)
+    assert list(tables) == ["mla", "moe"]
+    ((kernel, names, figures),) = compiled_table.rows(tables["moe"])
+    assert (kernel, names) == ("add", ["one", "two"])
+    assert compiled_table.stated(tables["moe"], "two", 90) == {"add": figures[1]}
+    assert compiled_table.stated(tables["moe"], "three", 90) == {}
+    assert run("mla", "--check") == "The table is up to date.\n"
+    file.write_text(written.replace(" regs", "9 regs", 1))
+    told = run("--check", "mla").splitlines()
+    assert [line[:7] for line in told] == ["@@ -5 +", "-| `add", "+| `add"]
+    assert "9 regs" in told[1]
+    assert run("moe", "--check") == "The table is up to date.\n"
+    file.write_text(written.replace(f"Triton {triton.__version__}", "Triton 1.0"))
+    assert "figures of different versions cannot be compared" in run("mla", "--check")
+    assert "There is no kernel family 'mlaa'" in run("mlaa")
     assert compiled_table.main(["mlaa"]) == 2

@@ -108,139 +108,103 @@ def test_any_tensor_will_do_for_compiling(monkeypatch):
     assert launch.num_multiprocessors(CPU.device) == 132
 
 
-# ---- dtypes -----------------------------------------------------------------------------------
+# ---- everything else -------------------------------------------------------------------------
 
-
-def test_a_wrong_dtype():
-    check_dtype((torch.int32, torch.int64), ids=torch.zeros(2, dtype=torch.int64), other=None)
-    with refused(r"ids is torch\.float32; it must be int32 or int64\."):
-        check_dtype((torch.int32, torch.int64), ids=CPU)
-
-
-def test_dtypes_that_differ():
-    assert check_same_dtype(q=CPU, k=None, v=CPU) == torch.float32
-    with refused(r"q is torch\.float32 and v torch\.float16; they must be the same\."):
-        check_same_dtype(q=CPU, k=None, v=CPU.half())
-    with refused(r"q is torch\.int64; it must be float32 or float16 or bfloat16\."):
-        check_same_dtype(q=CPU.long(), v=CPU.long())
-    assert len(FLOATS) == 3
-
-
-# ---- shapes -----------------------------------------------------------------------------------
-
-
-def test_a_wrong_shape():
-    check_shape("q", torch.zeros(3, 4), "tokens", 4)
-    check_shape("q", torch.zeros(0, 4), "tokens", 4)
-    for wrong in ((3, 5), (4,), (1, 3, 4), ()):
-        sizes = ", ".join(map(str, wrong))
-        with refused(rf"q is \[{sizes}\]; it must be \[tokens, 4\]\."):
-            check_shape("q", torch.zeros(wrong), "tokens", 4)
-
-
-def test_gaps_in_the_last_dimension():
-    whole = torch.zeros(4, 6)
-    check_last_contiguous(x=whole, y=whole[:, 1:3], z=whole[::2], one=whole.t()[:, :1], none=None)
-    with refused(
-        r"x has strides \(1, 6\); its last dimension must be contiguous \(stride 1\): call "
-        r"x\.contiguous\(\)\."
-    ):
-        check_last_contiguous(x=whole.t())
-
-
-def test_gaps_anywhere():
-    whole = torch.zeros(4, 6)
-    check_contiguous(x=whole, y=whole[1:], none=None)
-    with refused(
-        r"x has shape \[4, 3\] and strides \(6, 1\); it must be contiguous: call "
-        r"x\.contiguous\(\)\."
-    ):
-        check_contiguous(x=whole[:, :3])
-
-
-@pytest.mark.parametrize("head_dim", [0, -8, 4, 12, 100, 264])
-def test_a_head_that_does_not_fit(head_dim):
-    with refused(f"q has a head_dim of {head_dim}; it must be a multiple of 8 and at most 256."):
-        check_head_dim("q", head_dim)
-
-
-def test_heads_that_fit():
-    for head_dim in (8, 64, 80, 96, 128, 256):
-        check_head_dim("q", head_dim)
-    check_head_dim("latent", 576, most=576)
-    with refused("latent has a head_dim of 584; it must be a multiple of 8 and at most 576."):
-        check_head_dim("latent", 584, most=576)
-
-
-def test_groups():
-    assert check_groups(32, 8) == 4
-    assert check_groups(3, 1) == 3
-    for heads, kv_heads in ((6, 4), (4, 0), (2, 4)):
-        with refused(
-            f"{heads} query heads cannot share {kv_heads} KV heads evenly; the first must be a "
-            "multiple of the second."
-        ):
-            check_groups(heads, kv_heads)
-
-
-def test_blocks_are_powers_of_two():
-    assert [padded(size) for size in (1, 16, 17, 80, 128, 129)] == [16, 16, 32, 128, 128, 256]
-    assert padded(3, least=1) == 4
-    assert padded(1, least=1) == 1
-
-
-# ---- outputs ----------------------------------------------------------------------------------
-
-
-def test_an_output_is_made_or_checked():
-    like = torch.zeros(2, 3, dtype=torch.float16)
-    made = output(None, (4, 5), like)
-    assert (made.shape, made.dtype, made.device) == ((4, 5), like.dtype, like.device)
-    mine = torch.zeros(4, 8, dtype=torch.float16)[:, :5]
-    assert output(mine, (4, 5), like) is mine
-    with refused(r"out is \[4, 4\]; it must be \[4, 5\]\."):
-        output(mine[:, :4], (4, 5), like)
-    with refused(r"sum is torch\.float32 on cpu; it must be torch\.float16 on cpu\."):
-        output(mine.float(), (4, 5), like, "sum")
-    with refused(r"out has strides \(1, 4\); its last dimension must be contiguous .*"):
-        output(torch.zeros(5, 4, dtype=torch.float16).t(), (4, 5), like)
-
-
-# ---- block tables -----------------------------------------------------------------------------
+WHOLE, HALF = torch.zeros(4, 6), torch.zeros(2, 3, dtype=torch.float16)
+MINE = torch.zeros(4, 8, dtype=torch.float16)[:, :5]
+IDS = (torch.int32, torch.int64)
 
 
 def tables(*rows):
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def test_block_tables_are_looked_at_when_debugging(monkeypatch):
-    wrong, lengths = tables([0, 99]), torch.tensor([20])
-    check_block_tables(wrong, lengths, num_blocks=4, block_size=16)  # a GPU would have to wait
-    monkeypatch.setattr(launch, "DEBUG", True)
-    with refused(r"block_tables\[0, 1\] is 99; the cache has blocks 0 to 3\."):
-        check_block_tables(wrong, lengths, num_blocks=4, block_size=16)
+def test_what_fits_is_let_through():
+    check_dtype(IDS, ids=torch.zeros(2, dtype=torch.int64), other=None)
+    assert check_same_dtype(q=CPU, k=None, v=CPU) == torch.float32
+    assert len(FLOATS) == 3
+    check_shape("q", torch.zeros(3, 4), "tokens", 4)
+    check_shape("q", torch.zeros(0, 4), "tokens", 4)
+    check_last_contiguous(x=WHOLE, y=WHOLE[:, 1:3], z=WHOLE[::2], one=WHOLE.t()[:, :1], none=None)
+    check_contiguous(x=WHOLE, y=WHOLE[1:], none=None)
+    for head_dim in (8, 64, 80, 96, 128, 256):
+        check_head_dim("q", head_dim)
+    check_head_dim("latent", 576, most=576)
+    assert check_groups(32, 8) == 4
+    assert check_groups(3, 1) == 3
+    assert [padded(size) for size in (1, 16, 17, 80, 128, 129)] == [16, 16, 32, 128, 128, 256]
+    assert [padded(size, least=1) for size in (1, 3)] == [1, 4]
+    made = output(None, (4, 5), HALF)
+    assert (made.shape, made.dtype, made.device) == ((4, 5), HALF.dtype, HALF.device)
+    assert output(MINE, (4, 5), HALF) is MINE
 
 
-def test_block_tables_are_looked_at_when_interpreted(monkeypatch):
-    monkeypatch.setattr(launch, "INTERPRETED", True)
-    check_block_tables(tables([3, 99], [-1, -1]), torch.tensor([16, 0]), 4, 16)
-    with refused(r"block_tables\[1, 0\] is -1; the cache has blocks 0 to 3\."):
-        check_block_tables(tables([3, 99], [-1, -1]), torch.tensor([16, 1]), 4, 16)
-    with refused(r"seq_lens\[1\] is 33, which needs 3 blocks of 16; its block table has 2\."):
-        check_block_tables(tables([0, 1], [2, 3]), torch.tensor([32, 33]), 4, 16)
-    with refused(r"seq_lens\[0\] is -3; it must be 0 or more\."):
-        check_block_tables(tables([0, 1]), torch.tensor([-3]), 4, 16)
+HEAD_DIM = "it must be a multiple of 8 and at most"
+GROUPS = "evenly; the first must be a multiple of the second."
 
 
-@pytest.mark.parametrize("bounds", [[1, 2], [0, 3, 1], [0, 2, 6], []])
-def test_bounds_of_sequences_are_looked_at_when_debugging(bounds, monkeypatch):
-    starts = torch.tensor(bounds, dtype=torch.int32)
-    check_starts("query_start", starts, 5)
-    monkeypatch.setattr(launch, "DEBUG", True)
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: check_dtype(IDS, ids=CPU), "ids is torch.float32; it must be int32 or int64."),
+        (lambda: check_same_dtype(q=CPU, k=None, v=CPU.half()),
+         "q is torch.float32 and v torch.float16; they must be the same."),
+        (lambda: check_same_dtype(q=CPU.long(), v=CPU.long()),
+         "q is torch.int64; it must be float32 or float16 or bfloat16."),
+        *((lambda wrong=wrong: check_shape("q", torch.zeros(wrong), "tokens", 4),
+           f"q is {list(wrong)}; it must be [tokens, 4].")
+          for wrong in ((3, 5), (4,), (1, 3, 4), ())),
+        (lambda: check_last_contiguous(x=WHOLE.t()),
+         "x has strides (1, 6); its last dimension must be contiguous (stride 1): call "
+         "x.contiguous()."),
+        (lambda: check_contiguous(x=WHOLE[:, :3]),
+         "x has shape [4, 3] and strides (6, 1); it must be contiguous: call x.contiguous()."),
+        *((lambda size=size: check_head_dim("q", size),
+           f"q has a head_dim of {size}; {HEAD_DIM} 256.")
+          for size in (0, -8, 4, 12, 100, 264)),
+        (lambda: check_head_dim("latent", 584, most=576),
+         f"latent has a head_dim of 584; {HEAD_DIM} 576."),
+        *((lambda heads=heads, kv=kv: check_groups(heads, kv),
+           f"{heads} query heads cannot share {kv} KV heads {GROUPS}")
+          for heads, kv in ((6, 4), (4, 0), (2, 4))),
+        (lambda: output(MINE[:, :4], (4, 5), HALF), "out is [4, 4]; it must be [4, 5]."),
+        (lambda: output(MINE.float(), (4, 5), HALF, "sum"),
+         "sum is torch.float32 on cpu; it must be torch.float16 on cpu."),
+        (lambda: output(torch.zeros(5, 4, dtype=torch.float16).t(), (4, 5), HALF),
+         "out has strides (1, 4); its last dimension must be contiguous (stride 1): call "
+         "out.contiguous()."),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(call, sentence):
+    with refused(re.escape(sentence)):
+        call()
+
+
+VALUES = [  # which are looked at when debugging and when interpreted; a GPU would have to wait
+    (lambda: check_block_tables(tables([0, 99]), torch.tensor([20]), 4, 16),
+     "block_tables[0, 1] is 99; the cache has blocks 0 to 3."),
+    (lambda: check_block_tables(tables([3, 99], [-1, -1]), torch.tensor([16, 1]), 4, 16),
+     "block_tables[1, 0] is -1; the cache has blocks 0 to 3."),
+    (lambda: check_block_tables(tables([0, 1], [2, 3]), torch.tensor([32, 33]), 4, 16),
+     "seq_lens[1] is 33, which needs 3 blocks of 16; its block table has 2."),
+    (lambda: check_block_tables(tables([0, 1]), torch.tensor([-3]), 4, 16),
+     "seq_lens[0] is -3; it must be 0 or more."),
+    *((lambda bounds=bounds: check_starts("query_start", torch.tensor(bounds).int(), 5),
+       f"query_start is {bounds}; it must begin with 0, not decrease, and end with at most 5, the "
+       "number of rows.")
+      for bounds in ([1, 2], [0, 3, 1], [0, 2, 6], [])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", ["DEBUG", "INTERPRETED"])
+@pytest.mark.parametrize(("call", "sentence"), VALUES)
+def test_values_are_looked_at_when_debugging(call, sentence, flag, monkeypatch):
+    call()
+    monkeypatch.setattr(launch, flag, True)
+    check_block_tables(tables([3, 99], [-1, -1]), torch.tensor([16, 0]), 4, 16)  # stale entries
     check_starts("query_start", torch.tensor([0, 0, 3, 5]), 5)
-    with refused(rf"query_start is {re.escape(str(bounds))}; it must begin with 0, not decrease, "
-                 "and end with at most 5, the number of rows."):  # fmt: skip
-        check_starts("query_start", starts, 5)
+    with refused(re.escape(sentence)):
+        call()
 
 
 # ---- without Triton ---------------------------------------------------------------------------

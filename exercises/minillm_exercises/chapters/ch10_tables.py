@@ -1,4 +1,4 @@
-"""The tables and times of chapter 10, and the engine's own attention to compare with."""
+"""The tables and times of chapter 10, and minillm's own attention to compare with."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +87,7 @@ def times(
 
 
 def engine(q: Tensor, k: Tensor, v: Tensor, causal: bool, block: int) -> tuple[str, Tensor]:
-    """Attention of q [N, d] over k and v [S, d] by the engine, and by which part of it.
+    """Attention of q [N, d] over k and v [S, d] by minillm, and by which part of it.
 
     With Triton that is the "kernel" in tiles of `block`: compiled, on CUDA, where there is a GPU,
     and in Triton's interpreter with TRITON_INTERPRET=1. Otherwise it is the "reference" that the
@@ -102,10 +102,8 @@ def engine(q: Tensor, k: Tensor, v: Tensor, causal: bool, block: int) -> tuple[s
     scale = 1 / math.sqrt(q.shape[-1])
     if device is not None:
         from minillm_kernels import flash_attention as kernel
-        from minillm_kernels.flash_attention_config import Config
 
-        config = Config(block, block, 4, 2)
-        out = kernel.flash_attention(q, k, v, query_start, key_start, scale, causal, config=config)
+        out = kernel.flash_attention(q, k, v, query_start, key_start, scale, causal, block=block)
         return "kernel", out[:, 0].to(home)
     from minillm_kernels import reference
 
@@ -114,7 +112,7 @@ def engine(q: Tensor, k: Tensor, v: Tensor, causal: bool, block: int) -> tuple[s
 
 
 def kernel_device(q: Tensor) -> torch.device | None:
-    """Where the engine's kernel can run: on the CPU if kernels are interpreted, else on a GPU; None
+    """Where the kernel can run: on the CPU if kernels are interpreted, else on a GPU; None
     without Triton or without both."""
     if not find_spec("triton"):
         return None

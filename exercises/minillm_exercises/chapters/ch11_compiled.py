@@ -62,14 +62,13 @@ def show_compiled(
 def show_recorded() -> None:
     """What kernels/README.md says of the engine's decode kernel, if this is a checkout."""
     try:
-        text = compiled_table.section(compiled_table.README.read_text("utf-8"))
-    except (OSError, ValueError):
+        table = compiled_table.read(compiled_table.README.read_text("utf-8"))[FAMILY]
+    except (OSError, ValueError, KeyError):
         return
-    table = compiled_table.parse(text)
     rows = [
         (f"engine, {LAUNCH}", f"sm_{arch}", text)
         for arch in (80, 90)
-        for kernel, text in compiled_table.stated(table, FAMILY, LAUNCH, arch).items()
+        for kernel, text in compiled_table.stated(table, LAUNCH, arch).items()
         if kernel == "decode_kernel"
     ]
     say("kernels/README.md has, from a machine where they can:")

@@ -180,6 +180,6 @@ def draw_walk(traffic: Traffic, tokens: int, heads: int, kv_heads: int) -> None:
     square = (tokens // size) ** 2
     show(
         fig,
-        f"The tiles that the engine's prefill kernel visits for one head of {tokens} tokens: "
+        f"The tiles that the kernel visits for one head of {tokens} tokens: "
         f"{seen} of {square}. Only the hatched ones, on the diagonal, need a mask.",
     )

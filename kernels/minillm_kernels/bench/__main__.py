@@ -19,7 +19,7 @@ RESULTS = Path(__file__).resolve().parents[3] / "notebooks" / "results"
 EXAMPLES = """\
 examples:
   python -m minillm_kernels.bench                       everything, within 8 minutes
-  python -m minillm_kernels.bench flash_attention mla   two families
+  python -m minillm_kernels.bench fused mla             two families
   python -m minillm_kernels.bench --quick               a first impression, within 2 minutes
   python -m minillm_kernels.bench --json h200.json      write the numbers there
   python -m minillm_kernels.bench --list                what would be measured; needs no GPU

@@ -1,7 +1,6 @@
 """Benchmarks of quantised products: a layer of an 8B model, by format and number of rows.
 
-The peers are `torch.mm` with the weight in bfloat16, which reads 2 to 4 times the bytes, and
-torch's own quantised products where they exist (`_int_mm`, `_scaled_mm`).
+The peer is `torch.mm` with the weight in bfloat16, which reads 2 to 4 times the bytes.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from minillm_kernels import quantized, quantized_reference
 from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-Format = Literal["int4", "int8", "e4m3", "e4m3 rows"]
+Format = Literal["int4", "int8", "e4m3"]
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,11 @@ SIZES = (
     Size("int8", 2048, *DOWN, (1, 14336)),
     Size("e4m3", 1, *DOWN, (1, 14336), target=0.78),
     Size("e4m3", 16, *DOWN, (128, 128)),
-    Size("e4m3 rows", 16, *DOWN, (128, 128)),
-    Size("e4m3 rows", 2048, *DOWN, (128, 128)),
-    Size("e4m3 rows", 2048, *DOWN, (1, 14336)),
 )
 TINY = (
     Size("int4", 1, 24, 64, (1, 32), target=0.50, over_bf16=3.0),
     Size("int8", 3, 24, 40, (1, 40)),
     Size("e4m3", 2, 24, 64, (16, 32)),
-    Size("e4m3 rows", 20, 24, 64, (16, 32)),
 )
 BOUND_BY_OPERATIONS = 512  # rows from which matrix units are the limit
 
@@ -137,44 +132,17 @@ class Sets:
         return weight, x, dense.to(BF16)
 
     def ours(self, number: int) -> object:
-        """The kernel, with the rounding of activations if the format has it."""
+        """The kernel."""
         weight, x, _ = self.inputs(number)
         if self.size.format == "int4":
             return quantized.int4_linear(x, **weight)
-        if self.size.format == "int8":
-            rows = quantized.quantize_rows(x)
-            return quantized.int8_linear(*rows, weight["codes"], weight["scales"][0])
-        options: dict[str, Any] = {"block": self.size.block}
-        if self.size.format == "e4m3 rows":
-            x, options["x_scales"] = quantized.quantize_rows(x, E4M3)
-        return quantized.scaled_linear(x, **weight, **options)
+        return quantized.scaled_linear(x, **weight, block=self.size.block)
 
     def bf16(self, number: int) -> object:
         """cuBLAS with the dense weight."""
         _, x, dense = self.inputs(number)
         return torch.mm(x, dense.T)
 
-    def int_mm(self, number: int) -> object:
-        """cuBLAS's product of int8, with the same rounding and scaling."""
-        weight, x, _ = self.inputs(number)
-        codes, x_scales = quantized.quantize_rows(x)
-        total = torch._int_mm(codes, weight["codes"].T)
-        return (total.float() * x_scales[:, None] * weight["scales"][0]).to(BF16)
-
-    def scaled_mm(self, number: int) -> object:
-        """cuBLAS's product of e4m3 with a scale per row of both."""
-        weight, x, _ = self.inputs(number)
-        codes, x_scales = quantized.quantize_rows(x, E4M3)
-        scales = x_scales[:, None], weight["scales"]
-        return torch._scaled_mm(codes, weight["codes"].T, *scales, out_dtype=BF16)
-
     def peers(self) -> Mapping[str, Call]:
-        """torch in bfloat16, and with the same format on a GPU."""
-        found: dict[str, Call] = {"torch": self.bf16}
-        if self.device == "cpu":
-            return found
-        if self.size.format == "int8" and self.size.num_rows > 16:
-            found["torch._int_mm"] = self.int_mm
-        if self.size.format == "e4m3 rows" and self.size.block[1] >= self.size.size:
-            found["torch._scaled_mm"] = self.scaled_mm
-        return MappingProxyType(found)
+        """torch in bfloat16."""
+        return MappingProxyType({"torch": self.bf16})

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from minillm_kernels.check.suite import Outcome, run_family
-from minillm_kernels.families import UnknownFamilyError, chosen
+from minillm_kernels.families import CHECKED, UnknownFamilyError, chosen
 
 EXAMPLES = """\
 examples:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     try:
-        families = chosen(args.family)
+        families = chosen(args.family, CHECKED)
     except UnknownFamilyError as error:
         return say(str(error), code=2)
     reason = why_not()

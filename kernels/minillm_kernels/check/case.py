@@ -71,7 +71,7 @@ class Guarded:
 
 def poisoned(count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Poisoned memory: a kernel that reads it, or leaves it unwritten, has a wrong result."""
-    value = math.nan if dtype.is_floating_point else -(2**30) - 7
+    value = math.nan if dtype.is_floating_point else 0x7F if dtype.itemsize == 1 else -(2**30) - 7
     return torch.full((count,), value, dtype=dtype, device=device)
 
 
@@ -80,6 +80,34 @@ def guarded(shape: Sequence[int], dtype: torch.dtype, device: str) -> Guarded:
     count = math.prod(shape)
     buffer = poisoned(count + 2 * GUARD, dtype, device)
     return Guarded(buffer, buffer[GUARD : GUARD + count].view(tuple(shape)))
+
+
+def surrounded(tensor: Tensor) -> Tensor:
+    """A copy between guard bands."""
+    return guarded(tensor.shape, tensor.dtype, str(tensor.device)).view.copy_(tensor)
+
+
+def in_rows(rows: Tensor, gap: int, powers: bool = False) -> Tensor:
+    """A copy of [rows, size] between guard bands, with `gap` numbers of poison after each row; rows
+    differ by `powers` of two."""
+    count, size = rows.shape
+    place = guarded((count, size + gap), rows.dtype, str(rows.device)).view[:, :size]
+    place.copy_(rows)
+    if powers:
+        place *= 2.0 ** (torch.arange(count, device=rows.device) % 3).to(rows.dtype)[:, None]
+    return place
+
+
+def compare_products(
+    got: Tensor, expected: Tensor, factors: Tensor, weight: Tensor, floor: float
+) -> None:
+    """`compare` products of `factors` [rows, in] and `weight` [out, in], each row by its own scale:
+    how far apart sums of such products are, even if one is near 0."""
+    if got.numel():
+        spread = (factors**2 @ weight.T**2).sqrt()  # [rows, out]
+        for row in range(len(got)):
+            least = max(floor, float(spread[row].max()))
+            compare(got[row], expected[row], f"row {row}", floor=least)
 
 
 def compare(

@@ -9,8 +9,8 @@ import torch
 
 from minillm_kernels import fused, reference
 from minillm_kernels.check import rope_cache
-from minillm_kernels.check.case import Launch, Mismatch, generator, guarded
-from minillm_kernels.check.rope_cache import BF16, DTYPES, FP16, FP32, Case, surrounded
+from minillm_kernels.check.case import Launch, Mismatch, generator, guarded, surrounded
+from minillm_kernels.check.rope_cache import BF16, DTYPES, FP16, FP32, Case
 
 WRONG_IDS = (-1, -(2**31), 2**31 - 1)
 

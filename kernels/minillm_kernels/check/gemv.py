@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from minillm_kernels import gemv, reference
-from minillm_kernels.check.case import Launch, compare, generator, guarded, normal
+from minillm_kernels.check.case import (
+    Launch,
+    compare_products,
+    generator,
+    guarded,
+    in_rows,
+    normal,
+    surrounded,
+)
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
@@ -43,10 +51,15 @@ class Case:
 
 def verify(case: Case, device: str = "cpu", kernels: ModuleType = gemv) -> None:
     """Run the case with the launchers of `kernels`; Mismatch if they are wrong."""
-    x = _rows(case, 1, (case.rows, case.size), device, case.scale)
-    weight = _rows(case, 2, (case.num_out, case.size), device, 1.0)
-    bias = _surrounded(case, 3, (case.num_out,), device) if case.bias else None
-    norm_weight = _surrounded(case, 4, (case.size,), device) if case.norm else None
+    rng, gap = generator(case.seed), 8 if case.view else 0
+
+    def numbers(*shape: int, scale: float = 1.0) -> Tensor:
+        return normal(rng, shape, case.dtype, device, scale)
+
+    x = in_rows(numbers(case.rows, case.size, scale=case.scale), gap, powers=True)
+    weight = in_rows(numbers(case.num_out, case.size), gap)
+    bias = surrounded(numbers(case.num_out)) if case.bias else None
+    norm_weight = surrounded(numbers(case.size)) if case.norm else None
     out = guarded((case.rows, case.num_out), case.dtype, device)
     options: dict[str, Any] = {"out": out.view, "batch_invariant": case.batch_invariant}
     if case.tile is not None:
@@ -59,33 +72,9 @@ def verify(case: Case, device: str = "cpu", kernels: ModuleType = gemv) -> None:
     else:
         kernels.norm_linear(x, norm_weight, case.eps, weight, bias, **options)
         factors = reference.rms_norm(factors, norm_weight.double().cpu(), case.eps)
-    expected = reference.linear(factors, *product)
     out.check()
-    # Each row by its own scale: how far apart sums of such products are, even if one is near 0.
-    spread = (factors**2 @ product[0].T ** 2).sqrt()  # [rows, num_out]
-    for row in range(case.rows if case.num_out else 0):
-        floor = max(1e-3, float(spread[row].max()))
-        compare(out.view[row], expected[row], f"row {row}", floor=floor)
-
-
-def _surrounded(
-    case: Case, salt: int, shape: tuple[int, ...], device: str, scale: float = 1.0
-) -> Tensor:
-    """Random numbers between guard bands."""
-    place = guarded(shape, case.dtype, device)
-    rng = generator(1000 * case.seed + salt)
-    return place.view.copy_(normal(rng, shape, case.dtype, device, scale))
-
-
-def _rows(case: Case, salt: int, shape: tuple[int, int], device: str, scale: float) -> Tensor:
-    """The same, with NaN between the rows if `view`; rows of x differ by powers of two."""
-    rows, size = shape
-    gap = 8 if case.view else 0
-    place = guarded((rows, size + gap), case.dtype, device).view[:, :size]
-    place.copy_(_surrounded(case, salt, shape, device, scale))
-    if salt == 1:
-        place *= 2.0 ** (torch.arange(rows, device=device) % 3).to(case.dtype)[:, None]
-    return place
+    expected = reference.linear(factors, *product)
+    compare_products(out.view, expected, factors, product[0], floor=1e-3)
 
 
 CASES: tuple[Case, ...] = (

@@ -1,6 +1,5 @@
 """Cases of `minillm_kernels.mla`: attention over a paged latent cache."""
 
-import math
 import random
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,15 +9,21 @@ import torch
 from torch import Tensor
 
 from minillm_kernels import launch, mla, reference
-from minillm_kernels.check.case import Launch, Mismatch, compare, generator, guarded, normal
-from minillm_kernels.check.pages import Paged, paged, poisoned_memory
+from minillm_kernels.check.case import Launch
+from minillm_kernels.check.pages import (
+    UNTOUCHED,
+    Inputs,
+    inputs_of,
+    random_sequences,
+    verify_bits,
+    verify_rows,
+)
 from minillm_kernels.mla_config import Config, Tile, choose
 from minillm_kernels.paged_config import FEW
 
 # Small tiles, so that short sequences have many of them; "chosen" is what the launcher takes.
 FORMS = ("chosen", "swap", "rows", "descriptors")
 BLOCK_N = 32
-UNTOUCHED = 7.0  # marks output rows that must stay unwritten; a NaN could come from the query
 
 
 @dataclass(frozen=True)
@@ -132,22 +137,14 @@ CASES = (
 
 
 def random_case(rng: random.Random) -> Case:
-    """Any call: up to four sequences of any mix of lengths, on the edge of a block too."""
+    """Any call."""
     form = rng.choice(FORMS)
     block_size = rng.choice((32, 64) if form == "descriptors" else (1, 3, 8, 16, 64, 256))
-    edges = (max(block_size - 1, 1), block_size, block_size + 1)
-    sequences = []
-    for _ in range(rng.randint(1, 4)):
-        seq_len = rng.choice((0, 1, *edges, rng.randint(2, 40), rng.randint(41, 200)))
-        most = min(seq_len, rng.choice((FEW, 24))) if seq_len else 3
-        sequences.append((rng.choice((1, 1, rng.randint(0, most))), seq_len))
-    longest = max(query_len for query_len, _ in sequences)
-    room = rng.choice((max(longest, 1), FEW))  # of a graph, which may be more
     dims = ((16, 16), (32, 16)) if form == "descriptors" else ((16, 4), (24, 8), (32, 8), (48, 20))
     value_dim, rope_dim = rng.choice(dims)
     split = rng.choice((0, 0, 32, 64)) if form != "chosen" else 0
     return Case(
-        sequences=tuple(sequences),
+        **random_sequences(rng, block_size, 24),
         num_heads=rng.choice((1, 2, 3, 4, 8, 16, 19)),
         value_dim=value_dim,
         rope_dim=rope_dim,
@@ -159,160 +156,44 @@ def random_case(rng: random.Random) -> Case:
         split=split,
         tokens=rng.choice((0, 1, 4)),
         batch_invariant=split > 0 or rng.random() < 0.3,
-        max_query_len=room if longest <= room and rng.random() < 0.7 else None,
         seed=rng.randrange(2**31),
     )
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The tensors of a case."""
-
-    q: Tensor
-    pages: Paged
-    query_start: Tensor
-    num_tokens: int
-
-    def run(self, case: Case, kernels: Any, **options: Any) -> Tensor:
-        """One call of the launcher of `kernels`."""
-        return kernels.mla_attention(
-            self.q,
-            self.pages.caches[0],
-            case.value_dim,
-            self.query_start,
-            self.pages.seq_lens,
-            self.pages.block_tables,
-            case.scale,
-            case.window,
-            **{"batch_invariant": case.batch_invariant, "config": case.config} | options,
-        )
-
-
 def inputs(case: Case, device: str) -> Inputs:
-    """Queries, a cache full of poison around what may be read, and where sequences begin."""
-    rng = generator(case.seed)
+    """The tensors of a case."""
     width = case.value_dim + case.rope_dim
-    query_lens = [query_len for query_len, _ in case.sequences]
-    seq_lens = [seq_len for _, seq_len in case.sequences]
-    pages = paged(rng, seq_lens, case.block_size, 1, (width,), case.dtype, device)
-    num_tokens = sum(query_lens)
-    q = normal(rng, (num_tokens + case.padding, case.num_heads, width), case.dtype, "cpu")
-    q[num_tokens:] = math.nan
-    query_start = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
-    tables = pages.block_tables.to(torch.int32 if case.seed % 2 else torch.int64)
-    pages = replace(pages, block_tables=tables)
-    return Inputs(q.to(device), pages, query_start.to(device), num_tokens)
+    return inputs_of(case, 1, (width,), width, device)
+
+
+def run(case: Case, kernels: Any, given: Inputs, **options: Any) -> Tensor:
+    """One call of the launcher of `kernels`."""
+    found: Tensor = kernels.mla_attention(
+        *(given.q, given.pages.caches[0], case.value_dim, *given.tensors, case.scale, case.window),
+        **{"batch_invariant": case.batch_invariant, "config": case.config} | options,
+    )
+    return found
 
 
 def verify(case: Case, device: str, kernels: Any = mla) -> None:
     """Mismatch if the launcher of `kernels` computes something else than the reference."""
     given = inputs(case, device)
-    out = guarded((len(given.q), case.num_heads, case.value_dim), case.dtype, device)
-    padding = out.view[given.num_tokens :].fill_(UNTOUCHED)
-    with poisoned_memory():
-        got = given.run(case, kernels, out=out.view, max_query_len=case.max_query_len)
-    out.check(written=False)
-    if got is not out.view:
-        raise Mismatch("the result is not in out")
-    pages = given.pages
+    starts, lengths, tables = (tensor.cpu() for tensor in given.tensors)
+    q, cache = given.q.cpu().double(), given.pages.caches[0].cpu().double()
     expected = reference.mla_attention(
-        given.q.cpu().double(),
-        pages.caches[0].cpu().double(),
-        case.value_dim,
-        given.query_start.cpu(),
-        pages.seq_lens.cpu(),
-        pages.block_tables.cpu().long(),
-        case.scale,
-        case.window,
+        q, cache, case.value_dim, starts, lengths, tables.long(), case.scale, case.window
     )
-    compare(got[: given.num_tokens], expected[: given.num_tokens], "attention")
-    if not bool((padding == UNTOUCHED).all()):
-        raise Mismatch("rows behind the last sequence were written")
-
-
-# ---- batch-invariant mode --------------------------------------------------------------------
-
-
-def repaged(case: Case, given: Inputs, block_size: int) -> Inputs:
-    """The same positions in pages of another size."""
-    cache, tables = given.pages.caches[0].cpu(), given.pages.block_tables.cpu().long()
-    new = paged(
-        generator(case.seed + 1), given.pages.seq_lens.tolist(), block_size, 1,
-        (cache.shape[-1],), case.dtype, "cpu",
-    )  # fmt: skip
-    for row, length in enumerate(given.pages.seq_lens.tolist()):
-        positions = torch.arange(length)
-        old_size = cache.shape[2]
-        source = cache[tables[row, positions // old_size], 0, positions % old_size]
-        blocks = new.block_tables[row, positions // block_size].long()
-        new.caches[0][blocks, 0, positions % block_size] = source
-    device = given.q.device
-    pages = Paged((new.caches[0].to(device),), new.block_tables.to(device), new.seq_lens.to(device))
-    return replace(given, pages=pages)
-
-
-def recut(given: Inputs, most: int) -> Inputs:
-    """The same tokens, at most `most` of a sequence at a time: chunks become sequences."""
-    starts, ends = given.query_start.tolist(), given.pages.seq_lens.tolist()
-    lens, seq_lens, rows = [], [], []
-    for row, end in enumerate(ends):
-        left = starts[row + 1] - starts[row]
-        while left > 0:
-            count = min(left, most)
-            left -= count
-            lens.append(count)
-            seq_lens.append(end - left if end else 0)
-            rows.append(row)
-    device = given.q.device
-    query_start = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
-    pages = replace(
-        given.pages,
-        block_tables=given.pages.block_tables[rows],
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-    )
-    return replace(given, pages=pages, query_start=query_start.to(device))
-
-
-def alone(given: Inputs, row: int) -> tuple[Inputs, slice]:
-    """One sequence without the others, and its rows in the batch."""
-    starts = given.query_start.tolist()
-    rows = slice(starts[row], starts[row + 1])
-    pages = replace(
-        given.pages,
-        block_tables=given.pages.block_tables[row : row + 1],
-        seq_lens=given.pages.seq_lens[row : row + 1],
-    )
-    query_start = given.query_start[row : row + 2] - starts[row]
-    return Inputs(given.q[rows], pages, query_start, rows.stop - rows.start), rows
+    call = partial(run, case, kernels, max_query_len=case.max_query_len)
+    verify_rows(case, given, case.value_dim, call, expected, UNTOUCHED)
 
 
 def verify_invariant(case: Case, device: str, kernels: Any = mla) -> None:
-    """Mismatch if the bits of a token depend on what it is computed with (`batch_invariant`).
-
-    Its sequence comes whole, in chunks, decoded one by one and several at a time, alone, in other
-    pages, and with splits computed one after another instead of by several programs.
-    """
-    given = inputs(replace(case, padding=0), device)
-    run = partial(Inputs.run, case=case, kernels=kernels, batch_invariant=True)
-    whole = run(given)
+    """Mismatch if the bits of a token depend on what it is computed with (`batch_invariant`);
+    splits are computed by programs of their own and one after another."""
+    call = partial(run, case, kernels, batch_invariant=True)
     tiles = case.config or choose(launch.arch(), case.dtype, case.num_heads, case.block_size, True)
-    bare = replace(tiles, max_workspace=0)
-    for count in (1, 3, 5, FEW):
-        cut = recut(given, count)
-        _same_bits(run(cut), whole, f"{count} at a time")
-        _same_bits(run(cut, max_query_len=count), whole, f"{count} at a time, decoded")
-        _same_bits(run(cut, config=bare), whole, f"{count} at a time, without a workspace")
-    _same_bits(run(repaged(case, given, 7)), whole, "in other pages")
-    for row in range(len(case.sequences)):
-        one, rows = alone(given, row)
-        _same_bits(run(one), whole[rows], f"alone, sequence {row}")
-
-
-def _same_bits(got: Tensor, whole: Tensor, name: str) -> None:
-    differ = (got != whole).flatten(1).any(1)
-    if bool(differ.any()):
-        tokens = differ.nonzero().flatten().tolist()
-        raise Mismatch(f"{name}, tokens {tokens} have other bits than in the whole batch")
+    ways = {"decoded": {}, "without a workspace": {"config": replace(tiles, max_workspace=0)}}
+    verify_bits(inputs(replace(case, padding=0), device), call, (1, 3, 5, FEW), ways)
 
 
 INVARIANT_CASES = (

@@ -5,15 +5,22 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillm_kernels import paged_attention, reference
-from minillm_kernels.check.case import Launch, Mismatch, compare, generator, guarded, normal
-from minillm_kernels.check.pages import Paged, paged, poisoned_memory
+from minillm_kernels.check.case import Launch
+from minillm_kernels.check.pages import (
+    UNTOUCHED,
+    Inputs,
+    inputs_of,
+    poisoned_memory,
+    random_sequences,
+    verify_bits,
+    verify_rows,
+)
 from minillm_kernels.paged_config import Config, Tiles
 
 # Ways to cut the work, small, so that short sequences have many tiles; "chosen" is the launcher's.
@@ -60,6 +67,11 @@ class Case:
     def dims(self) -> tuple[int, int]:
         """Of a key and of a value."""
         return self.head_dim, self.value_dim or self.head_dim
+
+    @property
+    def scaling(self) -> float:
+        """Of the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -122,19 +134,11 @@ CASES = (
 
 
 def random_case(rng: random.Random) -> Case:
-    """Any call: up to four sequences of any mix of lengths, on the edge of a block too."""
+    """Any call."""
     block_size = rng.choice((1, 3, 16, 64, 100, 256))
-    edges = (max(block_size - 1, 1), block_size, block_size + 1)
-    sequences = []
-    for _ in range(rng.randint(1, 4)):
-        seq_len = rng.choice((0, 1, *edges, rng.randint(2, 40), rng.randint(41, 250)))
-        most = min(seq_len, rng.choice((16, 90))) if seq_len else 3
-        sequences.append((rng.choice((1, 1, rng.randint(0, most))), seq_len))
-    longest = max(query_len for query_len, _ in sequences)
-    room = rng.choice((max(longest, 1), paged_attention.FEW))  # of a graph, which may be more
     num_kv_heads = rng.choice((1, 1, 2))
     return Case(
-        sequences=tuple(sequences),
+        **random_sequences(rng, block_size, 90),
         num_heads=num_kv_heads * rng.choice((1, 2, 3, 4, 8)),
         num_kv_heads=num_kv_heads,
         head_dim=rng.choice((8, 64, 80, 96, 128)),
@@ -146,40 +150,9 @@ def random_case(rng: random.Random) -> Case:
         form=rng.choice(FORMS),
         splits=rng.choice((None, 2, 5)),
         batch_invariant=rng.random() < 0.3,
-        max_query_len=room if longest <= room and rng.random() < 0.7 else None,
         strided=rng.random() < 0.2,
         seed=rng.randrange(2**31),
     )
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The tensors of a case."""
-
-    q: Tensor
-    pages: Paged
-    query_start: Tensor
-    num_tokens: int
-    scale: float
-
-    def run(self, case: Case, kernels: Any, **options: Any) -> Tensor:
-        """One call of the launcher of `kernels`."""
-        given = {"batch_invariant": case.batch_invariant, "config": case.config}
-        with poisoned_memory():
-            k_cache, v_cache = self.pages.caches
-            out: Tensor = kernels.paged_attention(
-                self.q,
-                k_cache,
-                v_cache,
-                self.query_start,
-                self.pages.seq_lens,
-                self.pages.block_tables,
-                self.scale,
-                case.window,
-                case.soft_cap,
-                **given | {"max_query_len": case.max_query_len} | options,
-            )
-        return out
 
 
 def spread(x: Tensor) -> Tensor:
@@ -191,140 +164,48 @@ def spread(x: Tensor) -> Tensor:
 
 
 def inputs(case: Case, device: str) -> Inputs:
-    """Queries, caches full of poison around what may be read, and where sequences begin."""
-    rng = generator(case.seed)
-    query_lens = [query_len for query_len, _ in case.sequences]
-    seq_lens = [seq_len for _, seq_len in case.sequences]
-    pages = paged(rng, seq_lens, case.block_size, case.num_kv_heads, case.dims, case.dtype, device)
-    num_tokens = sum(query_lens)
-    shape = (num_tokens + case.padding, case.num_heads, case.head_dim)
-    q = normal(rng, shape, case.dtype, device)
-    q[num_tokens:] = math.nan
-    tables = pages.block_tables.to(torch.int32 if case.seed % 2 else torch.int64)
-    caches = pages.caches
-    if case.strided:
-        q, caches = spread(q), tuple(map(spread, caches))
-    query_start = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32).to(device)
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    return Inputs(
-        q, replace(pages, caches=caches, block_tables=tables), query_start, num_tokens, scale
-    )
+    """The tensors of a case."""
+    given = inputs_of(case, case.num_kv_heads, case.dims, case.head_dim, device)
+    if not case.strided:
+        return given
+    pages = replace(given.pages, caches=tuple(map(spread, given.pages.caches)))
+    return replace(given, q=spread(given.q), pages=pages)
+
+
+def run(case: Case, kernels: Any, given: Inputs, **options: Any) -> Tensor:
+    """One call of the launcher of `kernels`."""
+    names = ("batch_invariant", "config", "max_query_len")
+    with poisoned_memory():
+        found: Tensor = kernels.paged_attention(
+            *(given.q, *given.pages.caches, *given.tensors),
+            *(case.scaling, case.window, case.soft_cap),
+            **{name: getattr(case, name) for name in names} | options,
+        )
+    return found
 
 
 def verify(case: Case, device: str = "cpu", kernels: Any = paged_attention) -> None:
     """Mismatch if the launcher of `kernels` computes something else than the reference."""
     given = inputs(case, device)
-    out = guarded((len(given.q), case.num_heads, case.dims[1]), case.dtype, device)
-    got = given.run(case, kernels, out=out.view)
-    out.check(written=False)
-    if got is not out.view:
-        raise Mismatch("the result is not in out")
-    k_cache, v_cache = (cache.cpu().double() for cache in given.pages.caches)
+    q, k_cache, v_cache = (x.cpu().double() for x in (given.q, *given.pages.caches))
+    starts, lengths, tables = (tensor.cpu() for tensor in given.tensors)
     expected = reference.paged_attention(
-        given.q.cpu().double(),
-        k_cache,
-        v_cache,
-        given.query_start.cpu(),
-        given.pages.seq_lens.cpu(),
-        given.pages.block_tables.cpu(),
-        given.scale,
-        case.window,
-        case.soft_cap,
+        q, k_cache, v_cache, starts, lengths, tables, case.scaling, case.window, case.soft_cap
     )
-    begin = 0
-    for query_len, seq_len in case.sequences:  # each by its own scale
-        rows = slice(begin, begin + query_len)
-        begin += query_len
-        compare(got[rows], expected[rows], f"attention of {query_len} rows, length {seq_len},")
-    padding = got[given.num_tokens :]
-    if case.batch_invariant and bool((padding != 0).any()):
-        raise Mismatch("padding rows are not 0")
-    if not case.batch_invariant and not bool(padding.isnan().all()):
-        raise Mismatch("padding rows were written")
-
-
-# ---- the batch-invariant mode -----------------------------------------------------------------
+    padding = 0.0 if case.batch_invariant else UNTOUCHED
+    verify_rows(case, given, case.dims[1], partial(run, case, kernels), expected, padding)
 
 
 def verify_invariant(case: Case, device: str = "cpu", kernels: Any = paged_attention) -> None:
-    """Mismatch if a row's bits depend on more than its query, its position and its keys.
-
-    The rows of the case together; each of its sequences alone, in chunks of 1 and of 7 (splits in
-    registers and apart) and as a whole; in other block sizes, with wider tables and with padding
-    behind.
-    """
-    case = replace(case, batch_invariant=True, max_query_len=None)
-    given = inputs(case, device)
-    together = given.run(case, kernels)[: given.num_tokens]
-    begin = 0
-    for row, (query_len, seq_len) in enumerate(case.sequences):
-        rows = slice(begin, begin + query_len)
-        begin += query_len
-        if not query_len or not seq_len:
-            continue
-        for chunk, block_size in ((1, 16), (7, 1), (query_len, 64)):
-            alone = _in_chunks(case, given, kernels, row, rows, chunk, block_size)
-            _same_bits(together[rows], alone, f"sequence {row} in chunks of {chunk}")
-
-
-def _same_bits(found: Tensor, wanted: Tensor, what: str) -> None:
-    """Of every number, but for the sign of zero, which no sum can tell."""
-    if not torch.equal(found, wanted):
-        place = [int(i) for i in (found != wanted).nonzero()[0]]
-        raise Mismatch(f"{what} has other bits than in its batch, at {place}")
-
-
-def _in_chunks(
-    case: Case, given: Inputs, kernels: Any, row: int, rows: slice, chunk: int, block_size: int
-) -> Tensor:
-    """The rows of one sequence, `chunk` at a time, from a cache of another block size.
-
-    Chunks of a few rows are one batch of decode rows, sequences which share their blocks.
-    """
-    seq_len = case.sequences[row][1]
-    first = seq_len - (rows.stop - rows.start)  # position of the first query
-    caches = tuple(
-        _repaged(cache, given.pages.block_tables[row], seq_len, block_size)
-        for cache in given.pages.caches
-    )
-    count = -(-seq_len // block_size)
-    table = torch.full((count + 3,), 10**6, dtype=torch.int32)
-    table[:count] = torch.arange(count - 1, -1, -1)
-    ends = [*range(first + chunk, seq_len, chunk), seq_len]
-    query_lens = [end - begin for begin, end in pairwise([first, *ends])]
-    device = given.q.device
-    alone = Inputs(
-        given.q[rows],
-        Paged(
-            caches,
-            table.expand(len(ends), -1).contiguous().to(device),
-            torch.tensor(ends, dtype=torch.int32, device=device),
-        ),
-        torch.tensor([0, *query_lens], device=device).cumsum(0).to(torch.int32),
-        rows.stop - rows.start,
-        given.scale,
-    )
-    longest = max(query_lens)
-    if longest > paged_attention.FEW:
-        return alone.run(case, kernels)
+    """Mismatch if a row's bits depend on more than its query, its position and its keys; splits are
+    computed in registers and by programs of their own."""
+    case = replace(case, batch_invariant=True, max_query_len=None, padding=0)
     config = case.config
-    apart = None if config is None else replace(config, splits=2)
-    inside = None if config is None else replace(config, splits=1)
-    out = alone.run(case, kernels, max_query_len=longest, config=apart)
-    same = alone.run(case, kernels, max_query_len=longest, config=inside)
-    _same_bits(out, same, f"sequence {row} with splits apart")
-    return out
-
-
-def _repaged(cache: Tensor, table: Tensor, seq_len: int, block_size: int) -> Tensor:
-    """One sequence's positions in a new cache, blocks in descending order, NaN behind its end."""
-    positions = reference.gather_blocks(cache, table, seq_len)  # [Hkv, S, D]
-    count = -(-seq_len // block_size)
-    room = positions.new_full(
-        (positions.shape[0], count * block_size, positions.shape[2]), math.nan
-    )
-    room[:, :seq_len] = positions
-    return room.unflatten(1, (count, block_size)).transpose(0, 1).flip(0).contiguous()
+    ways: dict[str, dict[str, Any]] = {
+        what: {"config": None if config is None else replace(config, splits=splits)}
+        for what, splits in (("splits apart", 2), ("splits in registers", 1))
+    }
+    verify_bits(inputs(case, device), partial(run, case, kernels), (1, 7), ways)
 
 
 # ---- compiled only ----------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from minillm_kernels.check.case import (
     generator,
     guarded,
     normal,
+    surrounded,
 )
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -56,12 +57,6 @@ class Case(ABC):
     def compare(self, got: Tensor, expected: Tensor, what: str, exact: bool = False) -> None:
         """Within this family's tolerance."""
         compare(got, expected, what, 0.0 if exact else ROUNDED[self.dtype])
-
-
-def surrounded(tensor: Tensor) -> Tensor:
-    """A copy between guard bands."""
-    place = guarded(tensor.shape, tensor.dtype, str(tensor.device))
-    return place.view.copy_(tensor)
 
 
 def wide(tensor: Tensor | None) -> Tensor | None:

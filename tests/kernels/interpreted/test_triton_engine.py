@@ -3,31 +3,13 @@
 from pathlib import Path
 
 import pytest
-from triton.runtime.interpreter import GridExecutor
 
 from minillm.models import deterministic
 from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
-from minillm.ops import dispatch
-from minillm.ops.dispatch import Backend
 from minillm_kernels import mla
 from minillm_kernels.interpreter import ordered_dots
 from tests.kernels.engine_cases import PROMPTS, TINY, generate, logprobs, open_engine, tokens
-
-
-@pytest.fixture
-def kernels(monkeypatch) -> set[str]:
-    """Send everything to kernels from now on; the names of those that ran."""
-    ran: set[str] = set()
-    call = GridExecutor.__call__
-
-    def counted(self, *args, **kwargs):
-        ran.add(self.fn.__name__)
-        return call(self, *args, **kwargs)
-
-    monkeypatch.setattr(GridExecutor, "__call__", counted)
-    monkeypatch.setattr(dispatch, "backend_of", lambda device: Backend("triton", "interpreted"))
-    return ran
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,6 @@ def test_at_full_size_they_are_consistent_and_cost_nothing_until_they_run(family
 @pytest.mark.parametrize(
     ("family", "target", "peers"),
     [
-        ("flash_attention", None, {1.55, 0.92}),
         ("paged_attention", 0.93, set()),
         ("paged_attention", 0.78, set()),
         ("mla", 0.85, set()),

@@ -1,17 +1,14 @@
 """`moe.moe_experts` interpreted: every case against float64, bits in the batch-invariant mode, bad
 input, and deliberate bugs that `verify` must find."""
 
-import random
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.mutants import mutant
 
 from minillm_kernels import moe, moe_config, moe_plan
-from minillm_kernels.bench.moe import measurements
 from minillm_kernels.check.case import Mismatch
 from minillm_kernels.check.moe import (
     BF16,
@@ -21,7 +18,6 @@ from minillm_kernels.check.moe import (
     SMALL_DIRECT,
     Case,
     inputs_of,
-    random_case,
     verify,
     verify_invariant,
 )
@@ -29,21 +25,11 @@ from minillm_kernels.interpreter import ordered_dots
 from minillm_kernels.launch import KernelError
 from minillm_kernels.moe_config import Config, choose_config
 from minillm_kernels.moe_plan import make_plan, max_blocks
+from tests.kernels.mutants import convicted, mutant
 
 # SiLU of -1e4 divides by an exponential that is infinite, on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 THREE = Case(2, 24, 16, 3, 3, config=SMALL)
-
-
-@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-def test_case(case: Case) -> None:
-    verify(case)
-
-
-@settings(max_examples=4, derandomize=True, deadline=None)
-@given(st.integers(0, 10**6))
-def test_any_call(seed: int) -> None:
-    verify(random_case(random.Random(seed)))
 
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -273,20 +259,12 @@ PLAN_BUGS = {
 }  # fmt: skip
 
 
-def convicted(case: Case, broken) -> None:
-    """What a wrong kernel does: a wrong result, or an access out of bounds."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        verify(case, kernels=broken)
-    text = str(caught.value)
-    assert isinstance(caught.value, Mismatch) or "OutOfBoundsError" in text, text
-
-
 @pytest.mark.mutation
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_found(bug: str, tmp_path: Path) -> None:
     old, new, case = BUGS[bug]
-    convicted(case, mutant(moe, old, new, tmp_path))
+    assert convicted(verify, [case], mutant(moe, old, new, tmp_path))
 
 
 @pytest.mark.mutation
@@ -296,28 +274,12 @@ def test_a_bug_of_the_plan_is_found(
     bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new, case = PLAN_BUGS[bug]
-    monkeypatch.setattr(moe, "make_plan", mutant(moe_plan, old, new, tmp_path).make_plan)
+    broken = mutant([moe, moe_plan], old, new, tmp_path)
     # Memory of an earlier call may hold what a broken plan forgets to write.
     fresh = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: fresh(*a, **k).fill_(7))
-    convicted(case, moe)
+    assert convicted(verify, [case], broken)
 
 
 def test_bugs_are_found_by_cases_that_are_tried_everywhere() -> None:
     assert {case for _, _, case in [*BUGS.values(), *PLAN_BUGS.values()]} <= set(CASES)
-
-
-# ---- the benchmark -------------------------------------------------------------------------------
-
-
-def test_every_measurement_runs() -> None:
-    for measurement in measurements(tiny=True):
-        got = measurement.run(measurement.num_sets - 1)
-        assert isinstance(got, torch.Tensor)
-        assert got.isfinite().all()
-        assert measurement.num_bytes > 0
-        assert "torch loop over experts" in measurement.peers
-        for peer in measurement.peers.values():
-            other = peer(measurement.num_sets - 1)
-            assert isinstance(other, torch.Tensor)
-            torch.testing.assert_close(got, other, rtol=0.05, atol=0.02)

@@ -1,59 +1,37 @@
 """`paged_attention` interpreted: every case against float64, bits in the batch-invariant mode, bad
 input, and deliberate bugs that `verify` must find."""
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernels.mutants import mutant
-from triton.runtime.errors import InterpreterError
 
 from minillm_kernels import paged_attention, paged_decode, paged_prefill
-from minillm_kernels.bench.paged_attention import measurements
 from minillm_kernels.check.case import Mismatch
 from minillm_kernels.check.paged_attention import (
     BLOCK_N,
-    CASES,
     MIXED,
     Case,
     inputs,
-    random_case,
+    run,
     verify,
     verify_invariant,
 )
-from minillm_kernels.interpreter import OutOfBoundsError, ordered_dots
+from minillm_kernels.interpreter import ordered_dots
 from minillm_kernels.launch import KernelError
 from minillm_kernels.paged_config import choose, count_splits
+from tests.kernels.mutants import convicted, mutant
 
 # exp2 of a soft cap's argument is infinite for large scores, on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 
 
-@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-def test_case(case: Case) -> None:
-    verify(case)
-
-
-@pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])
-def test_any_call(count: int) -> None:
-    @settings(max_examples=count, derandomize=True, deadline=None)
-    @given(st.integers(0, 10**6))
-    def check(seed: int) -> None:
-        verify(random_case(random.Random(seed)))
-
-    check()
-
-
 def test_no_rows_and_no_sequences() -> None:
     given_ = inputs(Case(((0, 20), (0, 0))), "cpu")
-    assert given_.run(Case(()), paged_attention).shape == (0, 4, 32)
+    assert run(Case(()), paged_attention, given_).shape == (0, 4, 32)
     empty = replace(
         given_,
         q=torch.ones(3, 4, 32),
@@ -65,8 +43,8 @@ def test_no_rows_and_no_sequences() -> None:
         ),
     )
     case = Case((), batch_invariant=True)
-    assert torch.equal(empty.run(case, paged_attention), torch.zeros(3, 4, 32))
-    assert empty.run(Case(()), paged_attention).isnan().all()
+    assert torch.equal(run(case, paged_attention, empty), torch.zeros(3, 4, 32))
+    assert run(Case(()), paged_attention, empty).isnan().all()
 
 
 # ---- the batch-invariant mode ----------------------------------------------------------------
@@ -208,7 +186,7 @@ def test_splits_in_registers_and_apart_have_one_signature(monkeypatch: pytest.Mo
     case = Case(((1, 70), (1, 20)), batch_invariant=True, form="rows", dtype=torch.bfloat16)
     for splits, max_query_len in ((1, 1), (2, 1), (2, None)):
         config = replace(case.config, splits=splits)  # type: ignore[type-var]
-        inputs(case, "cpu").run(case, paged_attention, config=config, max_query_len=max_query_len)
+        run(case, paged_attention, inputs(case, "cpu"), config=config, max_query_len=max_query_len)
     types = {tuple(getattr(arg, "dtype", type(arg)) for arg in args) for _, args in launches.seen}
     assert len(launches.seen) == 3
     assert len(types) == 1
@@ -284,7 +262,7 @@ def test_a_workspace_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(((5, 70), (3, 20)), batch_invariant=True, form="rows", splits=2, max_query_len=5)
     for limit, splits in ((2**26, 2), (2000, 1)):
         monkeypatch.setattr(paged_attention, "MAX_WORKSPACE", limit)
-        inputs(case, "cpu").run(case, paged_attention)
+        run(case, paged_attention, inputs(case, "cpu"))
         assert launches.seen.pop()[0][2] == splits
     monkeypatch.undo()
     monkeypatch.setattr(paged_attention, "MAX_WORKSPACE", 2000)
@@ -296,8 +274,8 @@ def test_more_queries_than_said_write_nothing_else(batch_invariant: bool) -> Non
     """A sequence longer than `max_query_len` has no place in the workspace."""
     case = Case(((9, 150), (2, 70)), form="rows", splits=2, batch_invariant=batch_invariant)
     given_ = inputs(case, "cpu")
-    wanted = given_.run(case, paged_attention)
-    got = given_.run(case, paged_attention, max_query_len=2)
+    wanted = run(case, paged_attention, given_)
+    got = run(case, paged_attention, given_, max_query_len=2)
     torch.testing.assert_close(got[9:], wanted[9:])
     if batch_invariant:
         torch.testing.assert_close(got, wanted)
@@ -311,12 +289,10 @@ def test_heads_may_lie_far_apart() -> None:
     for invariant in (False, True):
         q = memory.as_strided((4, 3, 8), (16, far, 1)).copy_(near.q)
         out = memory.as_strided((4, 3, 8), (16, far, 1), 2048)
-        options = {"batch_invariant": invariant, "config": None}
-        case = Case(())
-        wanted = near.run(case, paged_attention, **options)
+        wanted = run(Case((), head_dim=8), paged_attention, near, batch_invariant=invariant)
         got = paged_attention.paged_attention(
             q, *near.pages.caches, near.query_start, near.pages.seq_lens, near.pages.block_tables,
-            near.scale, batch_invariant=invariant, out=out,
+            8**-0.5, batch_invariant=invariant, out=out,
         )  # fmt: skip
         assert torch.equal(got, wanted)
     cache = memory.as_strided((4, 1, 2, 8), (8, 8, 2**30, 1))  # positions cannot
@@ -334,34 +310,15 @@ def test_a_cache_without_blocks() -> None:
     case = Case(((1, 0), (2, 0)), form="bulk", block_size=32)
     given_ = inputs(case, "cpu")
     caches = tuple(cache[:0] for cache in given_.pages.caches)
-    out = replace(given_, pages=replace(given_.pages, caches=caches)).run(case, paged_attention)
+    empty = replace(given_, pages=replace(given_.pages, caches=caches))
+    out = run(case, paged_attention, empty)
     assert torch.equal(out, torch.zeros_like(out))
 
 
 # ---- deliberate bugs --------------------------------------------------------------------------
 
 
-def broken(old: str, new: str, folder: Path) -> ModuleType:
-    """The launcher with a bug in whichever of its files has `old`."""
-    files = (paged_attention, paged_decode, paged_prefill)
-    sources = [Path(str(file.__file__)).read_text("utf-8") for file in files]
-    counts = [source.count(old) for source in sources]
-    module = files[counts.index(max(counts))]
-    bad = mutant(module, old, new, folder, count=max(counts))
-    if module is paged_attention:
-        return bad
-    if module is paged_decode:  # the other file imports helpers from it
-        line = "from minillm_kernels.paged_decode import"
-        mutant(paged_prefill, line, "from mutant_paged_decode import", folder)
-    imports = "from minillm_kernels import paged_decode, paged_prefill"
-    new_imports = "import mutant_paged_prefill as paged_prefill"
-    if module is paged_decode:
-        new_imports += ", mutant_paged_decode as paged_decode"
-    else:
-        new_imports += "; from minillm_kernels import paged_decode"
-    return mutant(paged_attention, imports, new_imports, folder)
-
-
+FILES = (paged_attention, paged_prefill, paged_decode)
 DECODE = Case(((1, 37), (1, 70)), 2, 1, form="rows", max_query_len=1)
 SPLIT = replace(DECODE, sequences=((1, 20), (1, 150)), splits=3)
 LONG_SPLIT = Case(
@@ -462,12 +419,14 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
     ("diagonal of several without a mask", "tl.maximum(first_position + 1, 0) // BLOCK_N), begin)",
      "tl.maximum(high, 0) // BLOCK_N), begin)", replace(SEVERAL, sequences=((5, 64),))),
     ("less nothing from nothing", "finite = tl.where(new_m == float(\"-inf\"), 0.0, new_m)\n"
-     "        p = tl.exp2(tl.fma(scores, factor, -tl.expand", "p = tl.exp2(tl.fma(scores, factor, "
-     "-tl.expand", replace(SEVERAL, sequences=((5, 66), (3, 70)), splits=4)),
+     "        p = tl.exp2(tl.fma(scores, factor, -tl.expand", "finite = new_m\n"
+     "        p = tl.exp2(tl.fma(scores, factor, -tl.expand",
+     replace(SEVERAL, sequences=((5, 66), (3, 70)), splits=4)),
     ("splits of one query's window", "seq_len, window + query_len - 1, num_splits, BLOCK_N, 0",
      "seq_len, window, num_splits, BLOCK_N, 0", replace(WINDOWS, sequences=((5, 84), (3, 70)))),
-    ("another cut where parts are joined", "window + query_len - 1, num_splits, BLOCK_N, SPLIT_T",
-     "window, num_splits, BLOCK_N, SPLIT_T",
+    ("another cut where parts are joined",
+     "window + query_len - 1, num_splits, BLOCK_N, SPLIT_TILES, M",
+     "window, num_splits, BLOCK_N, SPLIT_TILES, M",
      replace(WINDOWS, sequences=((5, 93), (3, 70)), window=60)),
     ("the first tile's queries again", "sequence % tiles * BLOCK_Q", "sequence % tiles * 0", TILES),
     ("a tile too few", "num_tiles = call.num_sequences * -(-few // block_q)",
@@ -497,12 +456,4 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
     ("old", "new", "case"), [bug[1:] for bug in BUGS], ids=[bug[0] for bug in BUGS]
 )
 def test_bug_is_found(old: str, new: str, case: Case, tmp_path: Path) -> None:
-    kernels = broken(old, new, tmp_path)
-    with pytest.raises((Mismatch, OutOfBoundsError, InterpreterError)):
-        verify(case, kernels=kernels)
-
-
-def test_every_measurement_runs() -> None:
-    for measurement in measurements(tiny=True):
-        measurement.run(0)
-        measurement.run(measurement.num_sets - 1)
+    assert convicted(verify, [case], mutant(FILES, old, new, tmp_path))

@@ -1,42 +1,18 @@
 """Argmax, Gumbel draws, top-k and top-p: all cases, random ones, bad inputs, deliberate bugs."""
 
 import math
-import random
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from triton.runtime.errors import InterpreterError
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.sampling.sampler import SamplingRow
 from minillm.sampling.sampler import sample as engine_sample
 from minillm_kernels import philox, reference, sampling, truncation
-from minillm_kernels.bench.sampling import measurements
-from minillm_kernels.check.case import Mismatch
-from minillm_kernels.check.sampling import CASES, Case, random_case, verify
+from minillm_kernels.check.sampling import CASES, Case, verify
 from minillm_kernels.launch import KernelError, tl, triton
-from tests.kernels.mutants import mutant
-
-OPERATIONS = ("argmax", "gumbel_argmax", "truncate", "sample")
-
-
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_cases(op: str) -> None:
-    for case in CASES:
-        if case.op == op:
-            verify(case)
-
-
-@settings(max_examples=6, derandomize=True, deadline=None)
-@given(st.integers(0, 2**32))
-def test_random_cases(seed: int) -> None:
-    verify(random_case(random.Random(seed)))
-
+from tests.kernels.mutants import convicted, mutant
 
 # ---- noise ------------------------------------------------------------------------------------
 
@@ -183,19 +159,6 @@ def test_bad_parameters() -> None:
 # ---- deliberate bugs --------------------------------------------------------------------------
 
 
-def _is_convicted(broken: ModuleType, cases: list[Case]) -> bool:
-    for case in cases:
-        try:
-            verify(case, kernels=broken)
-        except Mismatch:
-            return True
-        except InterpreterError as error:  # it wraps what the kernel did
-            if "OutOfBoundsError" in str(error):
-                return True
-            raise
-    return False
-
-
 def _cases(operation: str, vocab_size: int | None = None) -> list[Case]:
     found = [case for case in CASES if case.op == operation and case.vocab_size < 5000]
     return [case for case in found if vocab_size in (None, case.vocab_size)]
@@ -232,9 +195,8 @@ def _cases(operation: str, vocab_size: int | None = None) -> list[Case]:
     ],
 )  # fmt: skip
 def test_bugs_of_draws_are_found(operation: str, old: str, new: str, tmp_path: Path) -> None:
-    count = Path(str(sampling.__file__)).read_text("utf-8").count(old)
-    broken = mutant(sampling, old, new, tmp_path, count=count)
-    assert _is_convicted(broken, _cases(operation))
+    broken = mutant(sampling, old, new, tmp_path)
+    assert convicted(verify, _cases(operation), broken)
 
 
 @pytest.mark.mutation
@@ -259,27 +221,11 @@ def test_bugs_of_draws_are_found(operation: str, old: str, new: str, tmp_path: P
     ],
 )  # fmt: skip
 def test_bugs_of_the_search_are_found(vocab_size: int, old: str, new: str, tmp_path: Path) -> None:
-    count = Path(str(truncation.__file__)).read_text("utf-8").count(old)
-    search = mutant(truncation, old, new, tmp_path, count=count)
-    broken = mutant(
-        sampling, "from minillm_kernels.truncation", f"from {search.__name__}", tmp_path
-    )
-    assert sys.modules[search.__name__] is search
-    assert _is_convicted(broken, _cases("truncate", vocab_size))
+    broken = mutant([sampling, truncation], old, new, tmp_path)
+    assert convicted(verify, _cases("truncate", vocab_size), broken)
 
 
 @pytest.mark.mutation
 def test_a_right_copy_is_not_convicted(tmp_path: Path) -> None:
     copy = mutant(sampling, "# ---- argmax", "# ---- largest", tmp_path)
-    assert not _is_convicted(copy, [case for case in CASES if case.vocab_size == 128])
-
-
-# ---- benchmarks -------------------------------------------------------------------------------
-
-
-def test_every_measurement_runs() -> None:
-    for measurement in measurements(tiny=True):
-        for number in range(measurement.num_sets):
-            measurement.run(number)
-        for peer in measurement.peers.values():
-            peer(0)
+    assert not convicted(verify, [case for case in CASES if case.vocab_size == 128], copy)

@@ -1,0 +1,52 @@
+"""Every family of kernels, interpreted: its cases and random ones against float64, and attention
+beside torch's own."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minillm_kernels.check.second_opinion import DTYPES, JUDGES
+from minillm_kernels.families import CHECKED, checks
+
+# A case may overflow on purpose, and numpy says so; a GPU does not.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+EVERY = [
+    pytest.param(family, case, id=f"{family}-{number}")
+    for family in CHECKED
+    for number, case in enumerate(checks(family).CASES)
+]
+# Random cases of each family, as many as take a few seconds; and many.
+COUNTS = {"flash_attention": 10, "paged_attention": 6, "mla": 8, "fused": 20, "gemv": 25,
+          "sampling": 6, "moe": 4, "quantized": 60}  # fmt: skip
+SOME = [pytest.param(family, count, id=family) for family, count in COUNTS.items()]
+MANY = [pytest.param(family, 20, id=f"{family}-many", marks=pytest.mark.slow)
+        for family in ("paged_attention", "mla")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "case"), EVERY)
+def test_case(family: str, case: object) -> None:
+    checks(family).verify(case, "cpu")
+
+
+@pytest.mark.parametrize(("family", "count"), SOME + MANY)
+def test_any_case(family: str, count: int) -> None:
+    module = checks(family)
+
+    @settings(max_examples=count, derandomize=True, deadline=None, database=None)
+    @given(st.integers(0, 2**32 - 1))
+    def verify(seed: int) -> None:
+        module.verify(module.random_case(random.Random(seed)), "cpu")
+
+    verify()
+
+
+def test_every_family_has_random_cases() -> None:
+    assert tuple(COUNTS) == CHECKED
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", JUDGES)
+def test_torch_says_the_same(family, dtype):
+    JUDGES[family](dtype, "cpu")
