@@ -14,18 +14,9 @@ from minillm.lab.simulation import Simulation, linear
 from minillm.models.presets import preset
 from minillm.plan.cost import step_cost
 from minillm_exercises.chapters import ch09, ch09_pictures
-from minillm_exercises.chapters.ch09 import Job, Served, serve
+from minillm_exercises.chapters.ch09 import Job, serve
 
 KINDS = ("hash", "radix")
-
-
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
-    """The figures and captions that would be displayed."""
-    seen: list[tuple[object, str]] = []
-    for module in (ch09, ch09_pictures):
-        monkeypatch.setattr(module, "show", lambda fig, caption: seen.append((fig, caption)))
-    return seen
 
 
 # ---- workloads -------------------------------------------------------------------------------
@@ -170,51 +161,7 @@ def test_first_token_is_the_engines_own_report(tiny):
 # ---- drawings --------------------------------------------------------------------------------
 
 
-def test_the_drawings_caption_what_they_draw(shown):
-    jobs = {"shared": ch09.shared(6), "chat": ch09.chat(2)}
-    runs = {
-        (name, kind, size): serve(jobs[name], kind, size)
-        for name in jobs
-        for kind in KINDS
-        for size in (1, 16, 64)
-    }
-    ch09.draw_missed(runs, 16)
-    ch09.draw_sizes(runs)
-    half = Served({"cached": 1, "new": 1}, 0)
-    ch09.draw_pool({"in turn": [half, half, half]}, (40, 100, 240), 210)
-    ch09.draw_speedup([0, 0.5], [1.0, 1.75], "small")
-    ch09.draw_guesses({"closed": [0.3, 0.3, 0.3], "open": [0.3, 0.1, 0.3]}, 1)
-    captions = [caption for _, caption in shown]
-    rate = {key: 100 * float(run.hit_rate) for key, run in runs.items()}
-    lost = [rate[name, "hash", 1] - rate[name, kind, 16] for name in jobs for kind in KINDS]
-    assert f"at most {max(lost):.1f} percent with either index" in captions[0]
-    falls = {name: [rate[name, kind, 1] - rate[name, kind, 64] for kind in KINDS] for name in jobs}
-    worst = max(jobs, key=lambda name: falls[name][0] - falls[name][1])
-    assert f"most on {worst}, {falls[worst][0]:.0f} percentage points" in captions[1]
-    assert f"where the radix index loses {falls[worst][1]:.0f}" in captions[1]
-    assert captions[1].endswith("on chat both lose the same.")
-    assert "With 100 blocks, too few for all documents, 'in turn' finds 50.0" in captions[2]
-    assert "1.8 times as soon with 50 %" in captions[3]
-    assert "Guess B" in captions[4]
-    assert "100 ms open; the median guess takes 3.0 times as long" in captions[4]
-    assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
-
-
-def test_traces_that_are_compared_have_one_axis(monkeypatch):
-    shown, ends = [], {}
-    monkeypatch.setattr(
-        "minillm_exercises.chapters.common.show", lambda fig, caption: shown.append(fig)
-    )
-    for until in (None, 99):
-        sim = Simulation(100, 16, max_num_seqs=1)
-        sim.add((1, 2, 3), 4)
-        sim.run()
-        ch09.show_trace(sim.trace, "A chat of one turn, simulated.", until, panels=("gantt",))
-        ends[until] = shown[-1].axes[0].get_xlim()[1]
-    assert ends[99] == 99 > ends[None]
-
-
-def test_the_pictures_show_what_is_known(shown):
+def test_known_tokens_are_those_of_texts_before():
     jobs = {name: make() for name, make in
             {"shared": ch09.shared, "chat": ch09.chat, "tree": ch09.tree}.items()}  # fmt: skip
     assert ch09_pictures.known_tokens(jobs["shared"][:3]) == [0, 500, 500]
@@ -222,10 +169,6 @@ def test_the_pictures_show_what_is_known(shown):
     assert ch09_pictures.known_tokens(chat[:6]) == [
         0, *(len(job.prompt + job.answer) for job in chat[:4]), 0,
     ]  # fmt: skip
-    ch09_pictures.draw_prompts(jobs, number=6)
-    ch09_pictures.draw_two(list("abcd"), list("abef"), size=2)
-    assert "The first 6 prompts" in shown[0][1]
-    assert "The blocks 'a b' (grey)" in shown[1][1]
 
 
 # ---- claims ----------------------------------------------------------------------------------
