@@ -24,6 +24,7 @@ import nbval.plugin
 import pytest
 
 import chapters
+import forked
 from minillm.plan.machine import cpu_count
 
 TESTED = "0.11."
@@ -41,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
             f"notebooks/conftest.py edits private parts of nbval {TESTED}*, and nbval {version} is "
             f"installed: pip install -c constraints.txt nbval, or port the file and change TESTED."
         )
+    forked.register()
 
 
 @pytest.hookimpl(wrapper=True)
