@@ -5,6 +5,7 @@ environment chooses: JUPYTER_DEFAULT_PROVISIONER_NAME=minillm-fork. A kernel is 
 of its own, as a reader's is.
 """
 
+import contextlib
 import multiprocessing
 import os
 from functools import cache
@@ -16,8 +17,10 @@ from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvision
 import chapters
 
 NAME = "minillm-fork"
-PRELOAD = ("torch", "matplotlib.pyplot", "matplotlib_inline.backend_inline", "IPython", "ipywidgets",
-           "ipykernel.kernelapp", "minillm.llm", "minillm_exercises.notebook", "forked")  # fmt: skip
+PRELOAD = [  # what a chapter imports, and this file
+    *("torch", "matplotlib.pyplot", "matplotlib_inline.backend_inline", "ipywidgets"),
+    *("ipykernel.kernelapp", "minillm.llm", "minillm_exercises.notebook", "forked"),
+]
 
 
 def register() -> None:
@@ -32,7 +35,7 @@ def register() -> None:
 def _context() -> Any:
     os.environ.update(chapters.calm_threads())  # read when the library of threads is loaded
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
+    context.set_forkserver_preload(PRELOAD)
     return context
 
 
@@ -58,8 +61,9 @@ class ForkedProcess:
         return self.poll()
 
     def send_signal(self, number: int) -> None:
-        """Send a signal."""
-        os.kill(self.pid, number)
+        """Send a signal, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
 
 class ForkedProvisioner(LocalProvisioner):

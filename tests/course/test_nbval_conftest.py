@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from notebook_chapter import NOTEBOOKS
+from notebook_chapter import NOTEBOOKS, forked
 from toy_notebooks import FACT_TAGS, code, copy_machinery, fact, write
 
 ALONE = """\
@@ -48,7 +48,6 @@ PLANTED = {
         fact("x", 1),
     ],
     "15_never_raises": [code("x = 1", "raises-exception"), fact("x", 1)],
-    "16_never_run": [{**code("print('x: 1')", *FACT_TAGS), "execution_count": None}],
 }
 
 pytestmark = pytest.mark.slow  # each test starts pytest, and that a kernel for each notebook
@@ -63,7 +62,7 @@ class Outcome:
     failures: tuple[str, ...]
 
 
-def run_pytest(folder: Path, *options: str) -> tuple[str, dict[str, Outcome]]:
+def run_pytest(folder: Path, *options: str, **env: str) -> tuple[str, dict[str, Outcome]]:
     """What pytest says of the notebooks in `folder`, and the outcome of each."""
     copy_machinery(folder)
     report = folder / "report.xml"
@@ -73,7 +72,7 @@ def run_pytest(folder: Path, *options: str) -> tuple[str, dict[str, Outcome]]:
         cwd=folder,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": ""},
+        env={**os.environ, **env},
     )
     text = done.stdout + done.stderr
     assert report.exists(), text
@@ -124,16 +123,17 @@ EXPECTED = {
     ),
     "14_exits": (0, 1, ["the kernel died with status 3", "last words"]),
     "15_never_raises": (0, 1, ["tagged raises-exception, and it raised nothing"]),
-    "16_never_run": (0, 0, ["no committed output", "python notebooks/execute.py 16"]),
 }
 
 
-def test_each_kind_of_fault_fails_and_says_what_to_repair(tmp_path):
+@pytest.mark.parametrize("provisioner", ["local-provisioner", forked.NAME])
+def test_each_kind_of_fault_fails_and_says_what_to_repair(tmp_path, provisioner):
     """All planted notebooks in one run on two workers, as `make test` does it: a test of its own
-    for each would start pytest seven times."""
+    for each would start pytest six times."""
     for stem, cells in PLANTED.items():
         write(tmp_path, stem, *cells)
-    text, outcomes = run_pytest(tmp_path, "-n", "2", "--dist", "loadfile")
+    chosen = {"JUPYTER_DEFAULT_PROVISIONER_NAME": provisioner}
+    text, outcomes = run_pytest(tmp_path, "-n", "2", "--dist", "loadfile", **chosen)
     found = {stem: (outcome.passed, outcome.skipped) for stem, outcome in outcomes.items()}
     assert found == {stem: (passed, skipped) for stem, (passed, skipped, _) in EXPECTED.items()}
     for stem, (_, _, says) in EXPECTED.items():
