@@ -83,10 +83,7 @@ def metadata(chapter: Chapter) -> Violations:
     """What the index and the path through the course are made from."""
     about = chapter.about
     if about.get("chapter") != chapter.stem[:2]:
-        yield (
-            -1,
-            f"metadata minillm.chapter is {about.get('chapter')!r}, the file is {chapter.stem}.",
-        )
+        yield -1, f"minillm.chapter is {about.get('chapter')!r}, the file is {chapter.stem}."
     if not str(about.get("question", "")).endswith("?"):
         yield -1, "metadata minillm.question is the chapter's question, ending in '?'."
     if not isinstance(about.get("minutes"), int) or not isinstance(about.get("needs"), list):
@@ -103,11 +100,7 @@ def elements(chapter: Chapter) -> Violations:
         if element in present and element in waived:
             yield -1, f"the element {element!r} is waived and present: remove it from 'waived'."
         elif element not in present and len(str(waived.get(element, "")).split()) < 3:
-            yield (
-                -1,
-                f"no cell is tagged {element!r}: tag one, or give the reason in the notebook's "
-                f"metadata minillm.waived, in a few words.",
-            )
+            yield -1, f"no cell is tagged {element!r}: tag one, or say why in minillm.waived."
     for element in set(waived) - set(ELEMENTS):
         yield -1, f"{element!r} in 'waived' is no element; they are {', '.join(ELEMENTS)}."
     for index, cell in enumerate(chapter.cells):
@@ -159,15 +152,9 @@ def alternative_texts(chapter: Chapter) -> Violations:
             if kinds != ["image/png"]:
                 yield index, f"a picture as {kinds}: commit PNG, which no test compares."
             elif len(alt.split()) < 5:
-                yield (
-                    index,
-                    "a picture without alternative text: end the cell with show(fig, caption).",
-                )
+                yield index, "a picture without alternative text: end with show(fig, caption)."
             elif alt not in texts:
-                yield (
-                    index,
-                    "a picture without its caption below: end the cell with show(fig, caption).",
-                )
+                yield index, "a picture without its caption below: end with show(fig, caption)."
 
 
 def fact_cells(chapter: Chapter) -> Violations:
@@ -194,10 +181,7 @@ def fact_cells(chapter: Chapter) -> Violations:
             yield index, "an NBVAL comment overrides the tags: remove it."
         for name in chapters.parse_facts(stdout(cell["outputs"])):
             if name in seen:
-                yield (
-                    index,
-                    f"the fact {name!r} was stated in cell {seen[name]}: rename one of them.",
-                )
+                yield index, f"the fact {name!r} was stated in cell {seen[name]}: rename one."
             seen[name] = index
     if len(seen) < LEAST_FACTS:
         yield -1, f"the chapter states {len(seen)} facts: state at least {LEAST_FACTS}."
@@ -233,10 +217,7 @@ def no_clock_in_facts(chapter: Chapter) -> Violations:
         if is_fact_cell(cell):
             calls = {ast.unparse(call.func) for call in called(tree, *CLOCKS)}
             for name in sorted(calls | (names_in(tree) & clocked)):
-                yield (
-                    index,
-                    f"{name} was measured with a clock: facts depend on none; use a counter.",
-                )
+                yield index, f"{name} was measured with a clock: facts depend on none."
 
 
 def bound_numbers(chapter: Chapter) -> Violations:
@@ -250,11 +231,8 @@ def bound_numbers(chapter: Chapter) -> Violations:
         heads = "header" in tags(cell) or index == 0
         minutes = (str(chapter.about.get("minutes")),) if heads else ()
         for number, sentence in prose.loose_numbers(cell["source"], code, minutes):
-            yield (
-                index,
-                f"{number} is typed in the prose: {sentence!r}. Bind it: "
-                f'<span data-fact="NAME">?</span>, data-result, data-given or data-claim.',
-            )
+            bind = '<span data-fact="NAME">?</span>, data-result, data-given or data-claim'
+            yield index, f"{number} is typed in the prose: {sentence!r}. Bind it: {bind}."
     for index, call in chapter.calls("show", "compare"):
         for text in typed_text(call):
             for number, _ in prose.loose_numbers(text):
@@ -312,10 +290,7 @@ def results_on_record(chapter: Chapter) -> Violations:
     wanted = {first(call) for _, call in chapter.calls("record")} - {None}
     known, about = chapter.results.get("values", {}), chapter.about
     for name in sorted(wanted - set(known)):
-        yield (
-            -1,
-            f"record({name!r}) is not in results/{chapter.stem}.json: run {rerun(chapter)}.",
-        )
+        yield -1, f"record({name!r}) is not in results/{chapter.stem}.json: {rerun(chapter)}."
     if known and not about.get("timed"):
         yield -1, "metadata minillm.timed names the functions and files whose time is recorded."
     for name in set(about.get("bands", {})) - set(known):
@@ -347,10 +322,8 @@ def predictions(chapter: Chapter) -> Violations:
     asked, compared = places.values()
     for key in asked.keys() | compared.keys():
         if asked.get(key, 10**6) >= compared.get(key, -1):
-            yield (
-                asked.get(key, compared.get(key, -1)),
-                f"{key!r} needs a predict(), and after it a compare() with the measurement.",
-            )
+            at = asked.get(key, compared.get(key, -1))
+            yield at, f"{key!r} needs a predict(), and after it a compare() with the measurement."
 
 
 def your_turns(chapter: Chapter) -> Violations:

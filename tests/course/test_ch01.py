@@ -15,6 +15,7 @@ from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.models.presets import preset
 from minillm.plan.cost import step_cost
 from minillm.plan.hardware import DATASHEET
+from minillm_exercises import record
 from minillm_exercises.chapters.ch01 import (
     attention_pass,
     count_calls,
@@ -117,10 +118,12 @@ def test_a_tie_of_operations_and_bytes_is_the_knee():
     assert knee(SMALL, tied) == 7
 
 
-def test_the_doubling_length_lies_between_measured_ones():
+def test_the_doubling_length_lies_between_measured_ones(capsys):
     assert doubling_length([1, 8, 128], [3.0, 3.0, 12.0]) == pytest.approx(32)
     assert doubling_length([1, 2, 4], [1.0, 2.0, 4.0]) == pytest.approx(2)
     assert doubling_length([1, 2], [1.0, 1.9]) == math.inf
+    record("doubled at", math.inf, "tokens")  # of a busy machine
+    assert "doubled at = inf tokens" in capsys.readouterr().out
     with pytest.raises(ExerciseError, match="2 lengths and 1 times"):
         doubling_length([1, 2], [1.0])
 
