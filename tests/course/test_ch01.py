@@ -108,16 +108,6 @@ def test_the_knee_is_the_first_length_bound_by_operations(name, machine):
     assert share(turn - 1) < 1 <= share(turn)
 
 
-def test_a_machine_without_memory_to_wait_for_has_its_knee_at_one():
-    assert knee(SMALL, replace(DATASHEET["h200"], bandwidth=1e18)) == 1
-
-
-def test_a_tie_of_operations_and_bytes_is_the_knee():
-    cost = step_cost(SMALL, [7], [7])
-    tied = replace(DATASHEET["h200"], bandwidth=cost.total_bytes, peak_flops=cost.flops)
-    assert knee(SMALL, tied) == 7
-
-
 def test_the_doubling_length_lies_between_measured_ones(capsys):
     assert doubling_length([1, 8, 128], [3.0, 3.0, 12.0]) == pytest.approx(32)
     assert doubling_length([1, 2, 4], [1.0, 2.0, 4.0]) == pytest.approx(2)

@@ -24,31 +24,12 @@ def generate(llm: LLM, prompt: list[int], new: int) -> list[int]:
     return list(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
 
 
-def test_counted_sees_every_pass_and_stops_at_the_end_of_the_block(tiny):
-    with ch03.counted(tiny) as seen:
-        generate(tiny, [5, 6, 7], 4)
-    generate(tiny, [5], 1)
-    assert seen == [3, 1, 1, 1]
-
-
-def test_positions_by_hand():
-    assert ch03.positions(10, 5) == (10 + 11 + 12 + 13 + 14, 14)
-    assert ch03.positions(7, 1) == (7, 7)
-
-
 @pytest.mark.parametrize(("prompt", "new"), [(0, 3), (3, 0)])
 def test_a_length_below_one_is_refused(prompt, new):
     with pytest.raises(ExerciseError, match=f"{new} new tokens after a prompt of {prompt}"):
         ch03.positions(prompt, new)
     with pytest.raises(ExerciseError):
         ch03.steps(SMALL, prompt, new, cached=True)
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_steps_compute_the_positions_of_the_formula(cached):
-    costs = ch03.steps(SMALL, 6, 9, cached)
-    assert len(costs) == 9
-    assert sum(cost.num_tokens for cost in costs) == ch03.positions(6, 9)[cached]
 
 
 def test_both_ways_read_the_same_cache_and_the_same_weights_but_for_the_embedding():
@@ -119,7 +100,3 @@ def test_the_length_from_which_a_text_takes_twice_the_time():
 def test_leads_are_negative_where_another_token_wins():
     rows = torch.tensor([[1.0, 4.0, 2.0], [1.0, 4.0, 2.0]])
     assert ch03.leads(rows, [1, 2]) == [2.0, -2.0]
-
-
-def test_crossover_is_weights_over_bytes_per_token():
-    assert ch03.crossover(preset("llama-3.1-70b")) == 430_625

@@ -77,12 +77,6 @@ def test_forms_agree_with_the_cost_model_of_the_engine():
         assert found.num_bytes - cost.kv_read_bytes == up // queries
 
 
-def test_expanding_a_whole_prompt_is_keeping_keys_and_values():
-    found = ch04.forms(DEEPSEEK, 100, 100)
-    assert found["keep K, V"].operations == found["keep latents, expand"].operations
-    assert found["keep K, V"].kept == 128 * (192 + 128)
-
-
 def test_the_crossing_is_where_both_cost_alike():
     for seq in (64, 4096, 131072):
         meets = ch04.crossing(DEEPSEEK, seq)
@@ -101,13 +95,6 @@ def test_forms_refuse_what_is_impossible():
     for queries, seq in ((0, 4), (5, 4)):
         with pytest.raises(ExerciseError, match=f"{queries} queries at the end of {seq} tokens"):
             ch04.forms(DEEPSEEK, queries, seq)
-
-
-def test_the_tensors_of_a_step_have_the_shapes_of_the_model():
-    parts, up = ch04.meta_step(DEEPSEEK, 3, 50)
-    shapes = [tuple(tensor.shape) for tensor in (*parts, up.uk, up.uv)]
-    assert shapes[:4] == [(128, 3, 128), (128, 3, 64), (50, 512), (50, 64)]
-    assert shapes[4:] == [(128, 128, 512), (128, 128, 512)]
 
 
 # ---- an MLA layer, taken apart ---------------------------------------------------------------

@@ -15,7 +15,7 @@ from minillm import LLM
 from minillm.lab.simulation import Simulation, every_step, roofline
 from minillm.models.presets import preset
 from minillm.plan import hardware
-from minillm.plan.cost import kv_bytes_per_token, memory_plan, step_cost, step_time, weight_bytes
+from minillm.plan.cost import kv_bytes_per_token, memory_plan, step_time, weight_bytes
 from minillm.plan.hardware import DATASHEET, ImpossibleMeasurementError
 from minillm_exercises.chapters import ch05
 from minillm_exercises.errors import ExerciseError
@@ -59,11 +59,6 @@ def test_the_products_of_a_batch_are_those_that_are_counted(tiny):
     assert counter.get_total_flops() == ch05.decode_cost(model.config, 5, 1).linear_flops
 
 
-def test_a_decode_step_computes_one_token_of_each():
-    cost = ch05.decode_cost(SMALL, 3, 7, "bfloat16")
-    assert cost == step_cost(SMALL, [1, 1, 1], [7, 7, 7], dtype="bfloat16")
-
-
 @pytest.mark.parametrize("context", [1, 200, 1024, 1500])
 @pytest.mark.parametrize("machine", [CARD, TWICE, DATASHEET["laptop-ddr5"]])
 def test_turn_is_the_first_batch_whose_operations_take_as_long(machine, context):
@@ -92,11 +87,6 @@ def test_no_batch_turns_beyond_the_longest_context():
 def test_experts_are_refused():
     with pytest.raises(ExerciseError, match="dense"):
         ch05.turn(preset("mixtral-8x7b"), H100, 1)
-
-
-def test_rounded_numbers_of_a_fact():
-    assert ch05.rounded([Fraction(29, 2), 16.52]) == "14.5, 16.5"
-    assert ch05.rounded([2.6e9], 0, 10**9) == "3"
 
 
 # ---- the claims --------------------------------------------------------------------------------

@@ -101,12 +101,6 @@ def test_a_room_has_its_blocks_and_its_law():
     assert set(ch06.ends(few)) == set(SIX)
 
 
-def test_an_answer_may_be_shorter_than_it_might_have_been():
-    trace = serve(SIX, 3, prompt=5, max_tokens=100)
-    assert ch06.ends(trace) == ch06.ends(serve(SIX, 3, prompt=5))
-    assert {request.ends for request in trace.requests()} == {("stop",)}
-
-
 def test_load_by_hand():
     trace = serve([3, 2, 2], 2, arrivals=[0, 0, 1])  # the third waits from 1 to 2
     found = ch06.load(trace, 2)

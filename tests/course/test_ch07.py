@@ -165,13 +165,6 @@ def test_a_request_that_can_never_fit_is_an_error():
         serve(FirstFit(100), [Work(0, 50, 101)], why)
 
 
-def test_reserved_memory_is_over_reserved_and_never_preempts():
-    moments = serve(make("reserved", 1024), [Work(i, 10, 100) for i in range(12)], why)
-    assert set(ch07.refusals(moments)) == {"over-reserved"}
-    assert not any(moment.preempted for moment in moments)
-    assert ch07.average(moments, "running") == "4.0"
-
-
 def test_lengths_follow_their_law():
     for law in ch07.LAWS:
         drawn = ch07.lengths(law, 2000)
@@ -263,12 +256,6 @@ def test_e1_e7_waste_of_reservation_and_of_blocks(law, reserved, least, most):
     assert max(unused) == 15
     assert 7.1 < sum(unused) / len(unused) < 7.8  # who is cut off at the cap wastes nothing
     assert least < 100 * sum(unused) / (sum(drawn) + sum(unused)) < most
-
-
-def test_e3_reserved_beyond_the_prompt():
-    assert [2048 - prompt for prompt in (200, 100)] == [1848, 1948]
-    memory = FirstFit(5000, reserve=2048)
-    assert [memory.begin(Work(i, n, n), n) for i, n in enumerate((200, 100, 50))] == [1, 1, 0]
 
 
 def test_e4_first_fit_is_refused_for_want_of_a_hole_and_blocks_never():

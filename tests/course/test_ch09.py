@@ -22,26 +22,11 @@ KINDS = ("hash", "radix")
 # ---- workloads -------------------------------------------------------------------------------
 
 
-def test_an_author_writes_no_token_twice():
-    write = ch09.Author()
-    texts = [write(5), write(2, 9), write(3)]
-    every = [token for text in texts for token in text]
-    assert len(every) == len(set(every))
-    assert len(texts[0]) == 5
-    assert 2 <= len(texts[1]) <= 9
-    assert ch09.Author(1)(2, 10**6) != ch09.Author(2)(2, 10**6)
-
-
 def common(one: ch09.Ids, other: ch09.Ids) -> int:
     return next(
         (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),
     )
-
-
-def test_users_share_the_system_prompt_and_nothing_else():
-    jobs = ch09.shared(users=5, system=70)
-    assert {common(a.prompt, b.prompt) for a in jobs for b in jobs if a is not b} == {70}
 
 
 @pytest.mark.parametrize("jobs", [ch09.one_chat(4, 7, 3), ch09.chat(chats=1, turns=4)])
@@ -51,14 +36,6 @@ def test_a_turn_begins_with_the_turn_before_and_its_answer(jobs):
         said = before.prompt + before.answer
         assert after.prompt[: len(said)] == said
         assert len(after.prompt) > len(said)
-
-
-def test_one_chat_has_the_lengths_it_was_given():
-    assert [(len(job.prompt), len(job.answer)) for job in ch09.one_chat(3, 7, 3)] == [
-        (7, 3),
-        (17, 3),
-        (27, 3),
-    ]
 
 
 def test_a_tree_has_a_job_for_each_node_and_parts_after_each_answer():
@@ -126,22 +103,6 @@ def test_wait_is_the_time_of_what_was_not_found():
     assert ch09.wait(sim, text) == 12
     assert ch09.wait(sim, (*text[:6], 50)) == 1
     assert ch09.wait(sim, (*text[:6], 51), "salt") == 7
-
-
-@pytest.mark.parametrize(
-    ("share", "text"),
-    [(Fraction(1), "100.0"), (Fraction(0), "0.0"), (Fraction(2, 3), "66.7"),
-     (Fraction(1, 2000), "0.1"), (Fraction(1, 2001), "0.0"), (Fraction(-1, 3), "-33.3"),
-     (Fraction(-1, 2001), "0.0")],
-)  # fmt: skip
-def test_percent_rounds_exactly(share, text):
-    assert ch09.percent(share) == text
-
-
-def test_tokens_of_two_seeds_do_not_begin_alike():
-    texts = [ch09.tokens(seed, 50) for seed in range(40)]
-    assert len({tuple(text[:4]) for text in texts}) == 40
-    assert ch09.tokens(3, 50) == texts[3]
 
 
 @pytest.fixture(scope="module")
