@@ -8,6 +8,7 @@ of its own, as a reader's is.
 import contextlib
 import multiprocessing
 import os
+import threading
 from functools import cache
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -17,9 +18,10 @@ from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvision
 import chapters
 
 NAME = "minillm-fork"
-PRELOAD = [  # what a chapter imports, and this file
+PRELOAD = [  # what a chapter and this file import
     *("torch", "matplotlib.pyplot", "matplotlib_inline.backend_inline", "ipywidgets"),
-    *("ipykernel.kernelapp", "minillm.llm", "minillm_exercises.notebook", "forked"),
+    *("ipykernel.kernelapp", "jupyter_client.provisioning"),
+    *("minillm.llm", "minillm_exercises.notebook"),
 ]
 
 
@@ -80,6 +82,7 @@ class ForkedProvisioner(LocalProvisioner):
 
 
 def _run_kernel(arguments: list[str], env: dict[str, str], cwd: str, stderr: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.setsid()  # a signal to the kernel's group reaches what it started, and no test
     os.environ.clear()
     os.environ.update(env)
@@ -91,4 +94,12 @@ def _run_kernel(arguments: list[str], env: dict[str, str], cwd: str, stderr: str
 
     matplotlib.use("module://matplotlib_inline.backend_inline")
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    launch_new_instance(arguments)
+    quiet = f"--IPKernelApp.parent_handle={os.getppid()}"  # no advice for a terminal
+    launch_new_instance([*arguments, quiet])
+
+
+def _end_with_parent() -> None:
+    """The process that is forked waits for its forks, so they must not wait for it."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+    os._exit(1)

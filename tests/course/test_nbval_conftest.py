@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,3 +169,32 @@ def test_an_untried_nbval_is_refused(tmp_path):
     )
     assert done.returncode == 4
     assert re.search(r"nbval 9\.\*, and nbval 0\.11\S* is\s+installed", done.stdout + done.stderr)
+
+
+STARTS_A_KERNEL = """\
+import os, sys
+import chapters, forked, nbval.kernel
+from pathlib import Path
+from jupyter_client.provisioning import KernelProvisionerFactory
+
+if __name__ == "__main__":  # not where the fork reads it again
+    forked.register()
+    KernelProvisionerFactory.instance().default_provisioner_name = forked.NAME
+    name, folder = nbval.kernel.CURRENT_ENV_KERNEL_NAME, sys.argv[1]
+    env = chapters.environment(Path(folder), 1)
+    manager, _ = nbval.kernel.start_new_kernel(kernel_name=name, cwd=folder, env=env)
+    print(manager.provisioner.pid, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_forked_kernel_ends_with_the_process_that_started_it(tmp_path):
+    copy_machinery(tmp_path)
+    (tmp_path / "start.py").write_text(STARTS_A_KERNEL)
+    words = [sys.executable, tmp_path / "start.py", tmp_path]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
+    kernel, end = Path("/proc", done.stdout.strip()), time.monotonic() + 60
+    assert done.stdout
+    while kernel.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not kernel.exists()
