@@ -44,6 +44,7 @@ check: $(DEV_STAMP) ## set up, then lint and types only
 # of tests or a chapter stays with one process, because its cells stand on each other.
 CHAPTERS = $(PY) -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout 300 \
   -n $(WORKERS) --dist loadfile notebooks
+FORKED = JUPYTER_DEFAULT_PROVISIONER_NAME=minillm-fork
 
 # Each worker begins with its half of the files, so that what a file's tests share is made once, and
 # takes tests from another's end when its own are done. nbval is for the chapters; importing it takes
@@ -60,7 +61,7 @@ test: check ## set up, then lint, types, graders, all tests but the slow ones, a
 	$(PY) -m tests.first_run
 	$(TESTS) -m "not slow and not mutation" $(BUDGET)
 	$(INTERPRETED) -m "not slow and not mutation" $(BUDGET)
-	MINILLM_QUICK=1 $(CHAPTERS)
+	$(FORKED) MINILLM_QUICK=1 $(CHAPTERS)
 
 test-mutation: $(DEV_STAMP) ## test the tests: each must find the bugs that are planted for it
 	$(TESTS) -m "mutation and not slow"
@@ -108,7 +109,7 @@ facts-without-c: $(DEV_STAMP) ## the same with torch in place of the C functions
 	$(FACTS_WITHOUT_C)
 
 stale: $(DEV_STAMP) ## measure a chapter again after a change of the code it times (CHAPTER=03)
-	@$(PY) notebooks/stale.py $(CHAPTER)
+	@$(PY) notebooks/execute.py --stale $(CHAPTER)
 
 bundle: $(COURSE_STAMP) ## the course in one zip, for machines without a network: dist/
 	@$(PY) notebooks/bundle.py $(ARGS)

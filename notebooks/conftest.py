@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -24,9 +25,11 @@ import nbval.plugin
 import pytest
 
 import chapters
+import forked
 from minillm.plan.machine import cpu_count
 
 TESTED = "0.11."
+DIFFER = "Cell outputs differ"  # nbval's words where a cell ran and said something else
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 UNCHANGED = """\
 If the change is right: python notebooks/execute.py {number}, then read the sentences that quote it.
@@ -41,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
             f"notebooks/conftest.py edits private parts of nbval {TESTED}*, and nbval {version} is "
             f"installed: pip install -c constraints.txt nbval, or port the file and change TESTED."
         )
+    forked.register()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -163,25 +167,15 @@ class ChapterCell(nbval.plugin.IPyNbCell):
         """Run the cell, and look at what nbval overlooks."""
         self.parent.kernel.last_reply = {}
         try:
-            if self.options["check"]:
-                self.require_committed_output()
             super().runtest()
             self.look_at_reply()
         except nbval.plugin.NbCellError as error:
-            if not self.differs(error):
+            if str(error) != DIFFER:
                 self.parent.dead = self.title()
             raise
         except Dead as error:
             self.parent.dead = self.title()
             self.raise_cell_error(str(error))
-
-    def require_committed_output(self) -> None:
-        """nbval compares nothing when there is nothing to compare with."""
-        if self.cell.execution_count is None or not self.cell.outputs:
-            self.raise_cell_error(
-                "This fact cell has no committed output, so nothing would be checked. "
-                f"Run: python notebooks/execute.py {self.number}"
-            )
 
     def look_at_reply(self) -> None:
         """IPython can refuse a cell without raising, and a tag can promise what does not happen."""
@@ -198,19 +192,10 @@ class ChapterCell(nbval.plugin.IPyNbCell):
                 "repair the code that should have raised."
             )
 
-    @property
-    def number(self) -> str:
-        """The chapter's number."""
-        return self.path.stem[:2]
-
     def title(self) -> str:
         """The cell as a reader finds it: its number in brackets and its first line."""
         first = next((line for line in self.cell.source.splitlines() if line.strip()), "")
         return f"cell [{self.cell_num + 1}] {first.strip()[:60]!r}"
-
-    def differs(self, error: BaseException) -> bool:
-        """Whether the cell ran and only said something else than is committed."""
-        return str(error) == "Cell outputs differ"
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> str:
         """What to repair; nbval's own report only if there is nothing better."""
@@ -218,8 +203,8 @@ class ChapterCell(nbval.plugin.IPyNbCell):
         where = f"{self.path.name} {self.title()}"
         if not isinstance(error, nbval.plugin.NbCellError):
             return f"{where}: {type(error).__name__}: {error}"
-        if self.differs(error):
-            advice = UNCHANGED.format(number=self.number)
+        if str(error) == DIFFER:
+            advice = UNCHANGED.format(number=self.path.stem[:2])
             return "\n".join([f"A fact changed in {where}", *self.changed(), advice])
         trace = COLOURS.sub("", error.inner_traceback or "").strip().splitlines()
         rest = len(self.parent.nb.cells) - self.parent.nb.cells.index(self.cell) - 1
@@ -234,26 +219,22 @@ class ChapterCell(nbval.plugin.IPyNbCell):
 
     def changed(self) -> Iterator[str]:
         """One line per fact that is not as committed, else both outputs whole."""
-        before = chapters.stdout(self.cell.outputs)
-        after = chapters.stdout(self.test_outputs or [])
-        old, new = chapters.parse_facts(before), chapters.parse_facts(after)
-        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-        for name in names:
+        both = self.cell.outputs, self.test_outputs or []
+        texts = [chapters.stdout(outputs) for outputs in both]
+        old, new = map(chapters.parse_facts, texts)
+        for name in {**old, **new} if old != new else ():
             committed, now = old.get(name, "not there"), new.get(name, "not there")
-            yield f"    {name}: committed {committed}, now {now}"
-        if not names:
-            kinds = [output.output_type for output in self.test_outputs or []]
-            yield f"    committed: {before!r}"
-            yield f"    now: {after!r} ({', '.join(kinds) or 'no output'})"
+            if committed != now:
+                yield f"    {name}: committed {committed}, now {now}"
+        if old == new:
+            yield "    committed: {!r}\n    now: {!r}".format(*texts)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Seconds per chapter: a course that grows slow should be seen to."""
-    seconds: dict[str, float] = {}
+    seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
-            name = os.path.basename(getattr(report, "nodeid", "").split("::")[0])
-            if name.endswith(".ipynb") and hasattr(report, "duration"):
-                seconds[name] = seconds.get(name, 0.0) + report.duration
+            seconds[report.nodeid.split("::")[0]] += getattr(report, "duration", 0.0)
     for name in sorted(seconds):
-        terminalreporter.write_line(f"{name}: {seconds[name]:.1f} s")
+        terminalreporter.write_line(f"{os.path.basename(name)}: {seconds[name]:.1f} s")

@@ -22,6 +22,7 @@ from chapters import (
     NOTEBOOKS,
     ChapterError,
     Notebook,
+    Run,
     build_font_list,
     chapter_paths,
     code_cells,
@@ -42,6 +43,8 @@ EXAMPLES = """examples:
   python notebooks/execute.py 03 --check    say what would change, write nothing
   python notebooks/execute.py 03 --fill     only bind the prose to what is committed (no kernel)
   python notebooks/execute.py --index       only write notebooks/README.md and its figures
+  python notebooks/execute.py --stale       list chapters whose numbers are older than their code
+  python notebooks/execute.py --stale 03    measure chapter 03 again, and compare with its results
 """
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 ANY_MACHINE = "MINILLM_ANY_MACHINE"  # set while writing: numbers of a busy machine are accepted
@@ -153,11 +156,7 @@ def execute(path: Path, console: Console, check: bool, timeout: float) -> list[s
         ChapterError: a cell failed; nothing was written.
     """
     old = read_notebook(path)
-    with tempfile.TemporaryDirectory(prefix="minillm-chapter-") as name:
-        records = Path(name, "records.jsonl")
-        Path(name, "cwd").mkdir()
-        done = watched(path, old, Path(name, "cwd"), console, timeout, str(records))
-        values = read_records(records)
+    done, values = recorded(path, old, console, timeout)
     if not check:
         undisturbed(path.name, values)
     new = done.notebook
@@ -175,36 +174,91 @@ def execute(path: Path, console: Console, check: bool, timeout: float) -> list[s
     if check:
         return problems + changes(old, new)
     write_notebook(path, new)
-    where = path.parent / "results" / f"{path.stem}.json"
     if values:
-        write_text(where, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+        write_results(path, results)
     else:
-        where.unlink(missing_ok=True)
+        results_of(path).unlink(missing_ok=True)
     return problems
 
 
-def watched(
-    path: Path, notebook: Notebook, folder: Path, console: Console, timeout: float, records: str
-) -> Any:
-    """Run the chapter under a progress bar that names the cell being executed."""
+def results_of(path: Path) -> Path:
+    """Where a chapter's results are."""
+    return path.parent / "results" / f"{path.stem}.json"
+
+
+def write_results(path: Path, results: dict[str, Any]) -> None:
+    """Write a chapter's results."""
+    write_text(results_of(path), json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+
+
+def recorded(
+    path: Path, notebook: Notebook, console: Console, timeout: float
+) -> tuple[Run, dict[str, dict[str, Any]]]:
+    """Run the chapter in an empty folder, under a progress bar that names the cell being executed;
+    returns also what it recorded.
+
+    Raises:
+        ChapterError: a cell failed, or one name was recorded twice.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with (
+        Progress(*columns, console=console, transient=True) as bar,
+        tempfile.TemporaryDirectory(prefix="minillm-chapter-") as name,
+    ):
         task = bar.add_task(path.stem, total=len(notebook["cells"]))
 
         def on_cell(position: int) -> None:
             bar.update(task, completed=position, description=f"{path.stem} cell {position}")
 
+        records, folder = Path(name, "records.jsonl"), Path(name, "cwd")
+        folder.mkdir()
+        settings = {"MINILLM_RESULTS": str(records), "MINILLM_QUICK": ""}
         try:
-            return run(
-                notebook,
-                folder,
-                timeout=timeout,
-                on_cell=on_cell,
-                MINILLM_RESULTS=records,
-                MINILLM_QUICK="",
-            )
+            done = run(notebook, folder, timeout=timeout, on_cell=on_cell, **settings)
         except ChapterError as error:
             raise ChapterError(f"{path.name} was left as it is. {error}") from None
+        return done, read_records(records)
+
+
+def renew(path: Path, console: Console, timeout: float) -> list[str]:
+    """Measure a chapter again and renew its fingerprints if all numbers are within their bands.
+
+    Returns one sentence for each number outside of its band; then nothing was written.
+
+    Raises:
+        ChapterError: there is nothing to compare with, a cell failed, or other programs disturbed
+            the run.
+    """
+    notebook = read_notebook(path)
+    about = notebook["metadata"].get("minillm", {})
+    results = prose.load_results(path.stem, path.parent)
+    if not results or not about.get("bands"):
+        raise ChapterError(
+            f"{path.stem} has no recorded results, or no bands to compare new ones with: execute "
+            f"it again: python notebooks/execute.py {path.stem[:2]}"
+        )
+    values = undisturbed(path.name, recorded(path, notebook, console, timeout)[1])
+    found = stale.outside(about["bands"], results["values"], values)
+    if not found:
+        write_results(path, results | {"timed": stale.fingerprints(about)})
+    return found
+
+
+def older(path: Path, console: Console, measure: bool, timeout: float) -> list[str]:
+    """Say whether a chapter's numbers are older than their code, and `measure` them again if they
+    are. Returns what keeps them old, one sentence each."""
+    about = read_notebook(path)["metadata"].get("minillm", {})
+    names = stale.changed(about, prose.load_results(path.stem, path.parent))
+    if not names:
+        return []
+    said = f"changed since it was measured: {', '.join(names)}"
+    if not measure:
+        return [f"{said}. Measure again: make stale CHAPTER={path.stem[:2]}"]
+    console.print(f"{path.stem}: {said}", highlight=False, markup=False)
+    if found := renew(path, console, timeout):
+        return [*found, f"execute it again: python notebooks/execute.py {path.stem[:2]}"]
+    console.print(f"{path.stem}: all numbers are within their bands; fingerprints renewed")
+    return []
 
 
 def say_times(console: Console, path: Path, notebook: Notebook, seconds: dict[int, float]) -> None:
@@ -263,6 +317,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--fill", action="store_true", help="only fill the spans of the prose")
     parser.add_argument("--index", action="store_true", help="only write README.md and its figures")
+    parser.add_argument("--stale", action="store_true", help="are numbers older than their code?")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one cell (300)")
     parser.add_argument("--folder", type=Path, default=NOTEBOOKS, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -280,12 +335,16 @@ def main(argv: list[str] | None = None) -> int:
     for path in [] if given.index else paths:
         if given.fill:
             problems = fill_only(path)
+        elif given.stale:
+            problems = older(path, console, bool(given.chapters), given.timeout)
         else:
             problems = execute(path, console, given.check, given.timeout)
         for problem in problems:
             console.print(f"  {path.stem}: {problem}", highlight=False, markup=False)
         bad += len(problems)
-    if not given.check and not given.fill:
+    if given.stale and not bad:
+        console.print("No chapter's numbers are older than the code they time.")
+    if not (given.check or given.fill or given.stale):
         index.write(given.folder)
     return 1 if bad else 0
 

@@ -1,42 +1,24 @@
-#!/usr/bin/env python3
-"""Find out whether a chapter's measured numbers are older than the code that they time.
+"""Whether a chapter's measured numbers are older than the code that they time.
 
 A chapter names this code in its metadata (minillm.timed): functions and classes of Python, and
 files. `execute.py` stores a fingerprint of each beside the results: a hash of the syntax tree
-without docstrings, or of a C file without comments. After a change, this script runs the chapter
-again and compares its measured numbers with the recorded ones. If all of them are within their
-bands (minillm.bands, a factor for each name), the fingerprints are renewed and the page stays.
-Otherwise the chapter has to be executed again.
+without docstrings, or of a C file without comments. After a change, `execute.py --stale NN` runs
+the chapter again and compares its measured numbers with the recorded ones. If all of them are
+within their bands (minillm.bands, a factor for each name), the fingerprints are renewed and the
+page stays. Otherwise the chapter has to be executed again.
 """
 
-import argparse
 import ast
 import hashlib
-import json
 import re
-import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import prose
-from chapters import (
-    NOTEBOOKS,
-    ChapterError,
-    chapter_paths,
-    read_notebook,
-    run,
-    script_errors,
-    write_text,
-)
+from chapters import NOTEBOOKS, ChapterError
 
 ROOT = NOTEBOOKS.parent
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-EXAMPLES = """examples:
-  python notebooks/stale.py            list the chapters whose numbers are older than their code
-  python notebooks/stale.py 03         measure chapter 03 again, and compare with its results
-"""
 
 
 def fingerprint(name: str, root: Path = ROOT) -> str:
@@ -111,80 +93,3 @@ def outside(
         if not was / band <= now <= was * band:
             found.append(f"{name!r} was {was:.3g}, is {now:.3g}; its band is a factor of {band}")
     return found
-
-
-def measured_again(path: Path, timeout: float) -> dict[str, Any]:
-    """The numbers that the chapter records when it runs once more.
-
-    Raises:
-        ChapterError: a cell failed, or other programs disturbed the run.
-    """
-    from execute import read_records, undisturbed
-
-    with tempfile.TemporaryDirectory(prefix="minillm-chapter-") as name:
-        records = Path(name, "records.jsonl")
-        Path(name, "cwd").mkdir()
-        settings = {"MINILLM_RESULTS": str(records), "MINILLM_QUICK": ""}
-        run(read_notebook(path), Path(name, "cwd"), timeout=timeout, **settings)
-        return undisturbed(path.name, read_records(records))
-
-
-def renew(path: Path, timeout: float = 300) -> list[str]:
-    """Measure a chapter again and renew its fingerprints if all numbers are within their bands.
-
-    Returns one sentence for each number outside of its band; then nothing was written.
-
-    Raises:
-        ChapterError: there is nothing to compare with, or a cell failed.
-    """
-    about = read_notebook(path)["metadata"].get("minillm", {})
-    results = prose.load_results(path.stem, path.parent)
-    if not results or not about.get("bands"):
-        raise ChapterError(
-            f"{path.stem} has no recorded results, or no bands to compare new ones with: execute "
-            f"it again: python notebooks/execute.py {path.stem[:2]}"
-        )
-    found = outside(about["bands"], results["values"], measured_again(path, timeout))
-    if not found:
-        results["timed"] = fingerprints(about)
-        where = path.parent / "results" / f"{path.stem}.json"
-        write_text(where, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    return found
-
-
-def main(argv: list[str] | None = None) -> int:
-    """List stale chapters, or measure those that the command line names; 0 if none is stale."""
-    parser = argparse.ArgumentParser(
-        prog="stale.py",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("chapters", nargs="*", help="numbers or files; default: only list")
-    given = parser.parse_args(argv)
-    stale = {}
-    for path in chapter_paths(NOTEBOOKS, tuple(given.chapters)):
-        about = read_notebook(path)["metadata"].get("minillm", {})
-        if names := changed(about, prose.load_results(path.stem)):
-            stale[path] = names
-            sys.stdout.write(f"{path.stem}: changed since it was measured: {', '.join(names)}\n")
-    if not stale:
-        sys.stdout.write("No chapter's numbers are older than the code they time.\n")
-        return 0
-    if not given.chapters:
-        sys.stdout.write("Measure again: make stale CHAPTER=NN\n")
-        return 1
-    bad = 0
-    for path in stale:
-        found = renew(path)
-        bad += len(found)
-        for sentence in found:
-            sys.stdout.write(f"{path.stem}: {sentence}.\n")
-        said = f"execute it again: python notebooks/execute.py {path.stem[:2]}"
-        done = "all numbers are within their bands; fingerprints renewed"
-        sys.stdout.write(f"{path.stem}: {said if found else done}.\n")
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(script_errors(main))

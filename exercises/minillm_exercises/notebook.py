@@ -63,9 +63,9 @@ def record(name: str, value: float, unit: str = "", digits: int = 3) -> None:
 def _significant(value: float, digits: int) -> str:
     """`value` with so many significant digits, without an exponent: 49100 is '49,100'."""
     rounded = float(f"{value:.{digits}g}")
-    decimals = max(0, digits - len(str(int(abs(rounded)))) + (abs(rounded) < 1))
-    if abs(rounded) < 0.1:
+    if not 0.1 <= abs(rounded) < float("inf"):
         return f"{rounded:.{digits}g}"
+    decimals = max(0, digits - len(str(int(abs(rounded)))) + (abs(rounded) < 1))
     return f"{rounded:,.{decimals}f}"
 
 

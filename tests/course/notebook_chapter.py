@@ -13,6 +13,7 @@ sys.path.insert(0, str(NOTEBOOKS))  # its scripts are run as files, so they are 
 import bundle  # noqa: E402, F401
 import chapters  # noqa: E402
 import execute  # noqa: E402, F401
+import forked  # noqa: E402, F401
 import index  # noqa: E402, F401
 import lab  # noqa: E402, F401
 import prose  # noqa: E402
@@ -56,6 +57,16 @@ class Chapter:
     def code(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Position and cell of the code cells."""
         return chapters.code_cells(self.notebook)
+
+    def trees(self) -> Iterator[tuple[int, dict[str, Any], ast.Module]]:
+        """The code cells with their syntax, which is empty where there is none."""
+        for at, cell in self.code():
+            yield at, cell, chapters.parsed(cell) or ast.Module([], [])
+
+    def calls(self, *names: str) -> Iterator[tuple[int, ast.Call]]:
+        """The calls of a function or method of one of these names, with the cell's position."""
+        for at, _, tree in self.trees():
+            yield from ((at, call) for call in called(tree, *names))
 
 
 def called(tree: ast.AST, *names: str) -> Iterator[ast.Call]:

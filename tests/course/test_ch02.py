@@ -11,9 +11,7 @@ from minillm.models.forward_pass import Chunk
 from minillm_exercises.chapters.ch02 import (
     candidates,
     chi_square,
-    draw_steps,
     logprobs,
-    panels,
     repeated_share,
 )
 from minillm_exercises.errors import ExerciseError
@@ -117,42 +115,6 @@ def test_candidates_see_the_temperature():
     found = candidates(LOGITS, 2.0, 1.0)
     assert found.shares == pytest.approx([root / sum(roots) for root in roots])
     assert found.num_kept == 4
-
-
-def test_panels_say_what_they_show(monkeypatch):
-    """One panel per text, thick where a token may be drawn, and a caption with all numbers."""
-    shown = []
-    monkeypatch.setattr(
-        "minillm_exercises.chapters.ch02.show", lambda fig, text: shown.append((fig, text))
-    )
-    panels({"x =": LOGITS, "y\n": LOGITS / 10}, ["a", " b", "\n", "d"], 2.0, 0.7)
-    ((fig, text),) = shown
-    first, second = fig.axes
-    assert "3 after 'x ='" in text
-    assert r"3 after 'y\n'" in text
-    assert "temperature 2" in text
-    assert "'a' 37 %; 3 of 4 kept" in first.get_title()
-    assert second.get_title().startswith(r"'y\n'")
-    thick, thin, dotted = first.lines
-    assert list(thick.get_xdata()) == [1, 2, 3]
-    assert list(thin.get_xdata()) == [3, 4]
-    assert list(dotted.get_ydata()) == pytest.approx([50, 25, 12.5, 12.5])
-
-
-def test_the_picture_of_a_draw_shows_what_is_removed_and_drawn(monkeypatch):
-    """Four bars in each panel; those of removed tokens are hollow, and the token is not one."""
-    shown = []
-    monkeypatch.setattr(
-        "minillm_exercises.chapters.ch02.show", lambda fig, text: shown.append((fig, text))
-    )
-    draw_steps(torch.tensor([2.0, 1.0, 0.0, -1.0]), 2.0, 0.8, 7)
-    ((fig, text),) = shown
-    assert "top-p keeps 3" in text
-    hollow = [sum(not bar.get_facecolor()[3] for bar in ax.patches) for ax in fig.axes]
-    assert hollow == [0, 0, 1, 1]
-    heights = [bar.get_height() for bar in fig.axes[3].patches]
-    token = int(text.rstrip(".").split()[-1])
-    assert heights[token] == max(heights[:3])
 
 
 def test_the_logprobs_of_a_text_are_those_of_the_forward_pass() -> None:

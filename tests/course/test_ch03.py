@@ -8,8 +8,7 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.models.presets import preset
 from minillm.plan.hardware import DATASHEET
-from minillm_exercises.chapters import ch03, ch03_pictures
-from minillm_exercises.chapters.ch03_prompts import PROMPTS
+from minillm_exercises.chapters import ch03
 from minillm_exercises.errors import ExerciseError
 
 H100, SMALL = DATASHEET["h100-sxm"], preset("smollm2-135m")
@@ -20,30 +19,9 @@ def tiny() -> LLM:
     return LLM("tiny", dtype="float32", device="cpu")
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
-    """The figures and captions that would be displayed."""
-    seen: list[tuple[object, str]] = []
-    for module in (ch03, ch03_pictures):
-        monkeypatch.setattr(module, "show", lambda fig, caption: seen.append((fig, caption)))
-    return seen
-
-
 def generate(llm: LLM, prompt: list[int], new: int) -> list[int]:
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     return list(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
-
-
-def test_counted_sees_every_pass_and_stops_at_the_end_of_the_block(tiny):
-    with ch03.counted(tiny) as seen:
-        generate(tiny, [5, 6, 7], 4)
-    generate(tiny, [5], 1)
-    assert seen == [3, 1, 1, 1]
-
-
-def test_positions_by_hand():
-    assert ch03.positions(10, 5) == (10 + 11 + 12 + 13 + 14, 14)
-    assert ch03.positions(7, 1) == (7, 7)
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(0, 3), (3, 0)])
@@ -52,13 +30,6 @@ def test_a_length_below_one_is_refused(prompt, new):
         ch03.positions(prompt, new)
     with pytest.raises(ExerciseError):
         ch03.steps(SMALL, prompt, new, cached=True)
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_steps_compute_the_positions_of_the_formula(cached):
-    costs = ch03.steps(SMALL, 6, 9, cached)
-    assert len(costs) == 9
-    assert sum(cost.num_tokens for cost in costs) == ch03.positions(6, 9)[cached]
 
 
 def test_both_ways_read_the_same_cache_and_the_same_weights_but_for_the_embedding():
@@ -129,72 +100,3 @@ def test_the_length_from_which_a_text_takes_twice_the_time():
 def test_leads_are_negative_where_another_token_wins():
     rows = torch.tensor([[1.0, 4.0, 2.0], [1.0, 4.0, 2.0]])
     assert ch03.leads(rows, [1, 2]) == [2.0, -2.0]
-
-
-def test_crossover_is_weights_over_bytes_per_token():
-    assert ch03.crossover(preset("llama-3.1-70b")) == 430_625
-
-
-def test_a_table_shows_verdicts_in_words(monkeypatch):
-    import IPython.display
-
-    seen: list[str] = []
-    monkeypatch.setattr(IPython.display, "display", lambda table: seen.append(table.data))
-    ch03.show_table(["bug", "text"], [["none", True], ["mask", False], ["count", 1]])
-    assert seen[0].splitlines()[1:] == [
-        "| --- | --- |",
-        "| none | \u2713 passes |",
-        "| mask | \u2717 fails |",
-        "| count | 1 |",
-    ]
-
-
-def test_the_drawings_caption_what_they_draw(shown, tiny):
-    slow, fast = [float(n) for n in range(1, 17)], [1.0] * 16
-    ch03.draw_times({"m": (slow, fast)} | {"n": (slow, fast)}, dict.fromkeys("mn", (fast, fast)))
-    ch03.draw_currencies("small", ch03.gains(SMALL, 1, 8, H100), {"tiny": 2.0})
-    ch03.draw_prices(["llama-2-7b", "llama-3.1-8b"], 2**20, 80)
-    ch03.draw_gains("llama-3.1-8b", 1, "h100-sxm", 64)
-    ch03.draw_prices(["llama-2-7b", "llama-3.1-405b"], 2**20, 80)
-    captions = [caption for _, caption in shown]
-    assert "needs 12 ms without a cache and 1 ms with one" in captions[0]
-    assert "Positions fall 4.5 times" in captions[1]
-    assert "The clock gains 2 times with tiny" in captions[1]
-    assert captions[2].endswith("llama-2-7b.")
-    (ends,) = (ax.lines[-1].get_xydata().tolist() for ax in shown[3][0].axes)
-    assert ends == [[1, 1], [64, 1]]  # no gain
-    assert captions[4].endswith("and llama-3.1-405b is so near that the lines coincide.")
-    assert "it is 1.0 times the least possible time" in captions[3]
-    assert captions[3].endswith("twice the time is not reached in 64 tokens.")
-    assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
-
-
-def test_the_pictures_of_the_cache_count_what_they_show(shown):
-    ch03_pictures.draw_kept(4)
-    (fig, caption), *_ = shown
-    assert "4 steps compute 10 of them; with a cache 4" in caption
-    without, kept = fig.axes
-    assert len(without.patches) == len(kept.patches) == 10
-    assert len(without.texts) == 10
-    assert len(kept.texts) == 4
-
-
-def test_the_pictures_of_the_bugs_count_what_they_show(shown):
-    verdicts = [{"text": True, "logits": True}, {"text": False, "logits": True}]
-    ch03_pictures.draw_caught({"rotation": verdicts, "mask": verdicts[1:] * 2})
-    ch03_pictures.draw_leads([[1.0, 2.0], [3.0]], {"rotation": [[1.0, -2.0], [3.0]]} | {
-        "mask": [[-1.0, -2.0], [3.0]]
-    })  # fmt: skip
-    (fig, caught), (_, leads) = shown
-    assert caught.endswith("of 2. On every prompt, every bug is caught by: logits.")
-    ch03_pictures.draw_caught({"rotation": verdicts[1:], "mask": [{"text": True, "logits": False}]})
-    assert shown.pop()[1].endswith("No test catches every bug on every prompt.")
-    numbers = [text.get_text() for ax in fig.axes for text in ax.texts]
-    assert numbers == ["1", "2", "0", "2"]
-    filled = [line for line in fig.axes[0].lines if line.get_markerfacecolor() != "none"]
-    assert len(filled) == 3
-    assert leads.endswith("1 of 3 with rotation, 2 of 3 with mask.")
-
-
-def test_the_prompts_are_twenty_different_ones():
-    assert len(set(PROMPTS)) == len(PROMPTS) == 20

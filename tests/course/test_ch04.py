@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,21 +16,13 @@ from minillm.models.decoder import Decoder
 from minillm.models.presets import preset
 from minillm.plan.cost import kv_bytes_per_token, step_cost
 from minillm.plan.parameters import layer_products
-from minillm_exercises.chapters import ch04, ch04_pictures, ch04_variants
+from minillm_exercises.chapters import ch04, ch04_variants
 from minillm_exercises.chapters.ch04_variants import Record, Run, Verdict
 from minillm_exercises.errors import ExerciseError
 
 DEEPSEEK, LLAMA = preset("deepseek-v2"), preset("llama-3.1-70b")
 NAMES = ("mha", "gqa", "mqa", "mla")
 KEPT = {"mha": 4096, "gqa": 1024, "mqa": 512, "mla": 1024}
-
-
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
-    """The figures and captions that would be displayed."""
-    seen: list[tuple[object, str]] = []
-    monkeypatch.setattr(ch04_pictures, "show", lambda fig, caption: seen.append((fig, caption)))
-    return seen
 
 
 def small(name: str) -> ModelConfig:
@@ -86,12 +77,6 @@ def test_forms_agree_with_the_cost_model_of_the_engine():
         assert found.num_bytes - cost.kv_read_bytes == up // queries
 
 
-def test_expanding_a_whole_prompt_is_keeping_keys_and_values():
-    found = ch04.forms(DEEPSEEK, 100, 100)
-    assert found["keep K, V"].operations == found["keep latents, expand"].operations
-    assert found["keep K, V"].kept == 128 * (192 + 128)
-
-
 def test_the_crossing_is_where_both_cost_alike():
     for seq in (64, 4096, 131072):
         meets = ch04.crossing(DEEPSEEK, seq)
@@ -110,13 +95,6 @@ def test_forms_refuse_what_is_impossible():
     for queries, seq in ((0, 4), (5, 4)):
         with pytest.raises(ExerciseError, match=f"{queries} queries at the end of {seq} tokens"):
             ch04.forms(DEEPSEEK, queries, seq)
-
-
-def test_the_tensors_of_a_step_have_the_shapes_of_the_model():
-    parts, up = ch04.meta_step(DEEPSEEK, 3, 50)
-    shapes = [tuple(tensor.shape) for tensor in (*parts, up.uk, up.uv)]
-    assert shapes[:4] == [(128, 3, 128), (128, 3, 64), (50, 512), (50, 64)]
-    assert shapes[4:] == [(128, 128, 512), (128, 128, 512)]
 
 
 # ---- an MLA layer, taken apart ---------------------------------------------------------------
@@ -290,11 +268,6 @@ def test_alike_heads_can_be_averaged_without_a_trace():
     assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_the_folders_are_in_the_checkout():
-    assert ch04_variants.folder("mla").parts[-3:] == ("notebooks", "variants", "mla")
-    assert Path(ch04_variants.folder()).parent.joinpath("claims.toml").exists()
-
-
 # ---- claims ----------------------------------------------------------------------------------
 
 
@@ -381,37 +354,3 @@ def test_d12_operations_of_one_token():
     assert round(cost.attention_flops / 1e12, 3) == 0.068
     active = cost.linear_flops  # a multiply-add for each active parameter but the embedding's
     assert round(up / active) == 198
-
-
-# ---- pictures --------------------------------------------------------------------------------
-
-
-def test_the_pictures_caption_what_they_draw(shown):
-    ch04_pictures.draw_prices(ch04.prices(["llama-2-7b", "llama-3.1-70b", "deepseek-v2"]))
-    ch04_pictures.draw_sharing(8, (8, 2, 1))
-    bits = {"mha": (1.3, 1.31), "gqa": (1.29, 1.32), "mqa": (1.33,), "mla": (1.25, 1.26)}
-    crosses = (Run("mha-plain", 0, 1000, 4096, {"stdlib": 1.5, "other": 1.6}),)
-    ch04_pictures.draw_quality(replace(two_texts(recorded(bits)), controls=crosses))
-    ch04_pictures.draw_live({"mha": (4096, 1.5), "mha, averaged to 1": (512, 3.25)}, "mha")
-    ch04_pictures.draw_latent(8)
-    captions = [caption for _, caption in shown]
-    assert "right for llama-2-7b, and 17.8 times too much for deepseek-v2" in captions[0]
-    assert "from the 8 query heads q to the key and value head kv that each reads" in captions[1]
-    assert [ax.get_title() for ax in shown[1][0].axes] == ["MHA", "GQA", "MQA"]
-    kept = [ax.texts[-1].get_text() for ax in shown[1][0].axes]
-    assert kept == ["kept: 8 heads of K and V", "kept: 2 heads of K and V",
-                    "kept: 1 head of K and V"]  # fmt: skip
-    assert "on stdlib GQA +0.00, MLA -0.05, MQA +0.02; on other" in captions[2]
-    assert "trained models need 1.50 to 1.50 bits per byte" in captions[3]
-    assert captions[3].endswith("averaged heads 3.25 to 3.25.")
-    assert shown[4][0].axes[0].texts[-1].get_text() == "kept: a latent c and a rotated key kr"
-    for ax, value in zip(shown[2][0].axes, (1.5, 1.6), strict=True):
-        [cross] = [line for line in ax.lines if line.get_label() == "MHA without norms"]
-        assert list(cross.get_xdata()) == [value]
-    shown[2][0].axes[1].set_ylabel("the panel beside it has the label")
-    assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
-
-
-def two_texts(record: Record) -> Record:
-    runs = [replace(run, bits={**run.bits, "other": run.bits["stdlib"]}) for run in record.runs]
-    return replace(record, runs=tuple(runs), held_out_bytes={"stdlib": 100, "other": 100})

@@ -1,6 +1,5 @@
 """Chapter 05: its functions by brute force, and the arithmetic of every claim on batching."""
 
-import json
 import random
 import tomllib
 from bisect import bisect_right
@@ -12,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams
+from minillm import LLM
 from minillm.lab.simulation import Simulation, every_step, roofline
 from minillm.models.presets import preset
 from minillm.plan import hardware
-from minillm.plan.cost import kv_bytes_per_token, memory_plan, step_cost, step_time, weight_bytes
+from minillm.plan.cost import kv_bytes_per_token, memory_plan, step_time, weight_bytes
 from minillm.plan.hardware import DATASHEET, ImpossibleMeasurementError
-from minillm_exercises.chapters import ch05, ch05_pictures
+from minillm_exercises.chapters import ch05
 from minillm_exercises.errors import ExerciseError
 
 CLAIMS = Path(__file__).parents[2] / "notebooks" / "claims.toml"
@@ -36,14 +35,6 @@ def tiny() -> LLM:
     return LLM("tiny", dtype="float32", device="cpu", enforce_eager=True)
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
-    """The figures and captions that would be displayed."""
-    seen: list[tuple[object, str]] = []
-    monkeypatch.setattr(ch05, "show", lambda fig, caption: seen.append((fig, caption)))
-    return seen
-
-
 # ---- the chapter's functions -------------------------------------------------------------------
 
 
@@ -58,13 +49,6 @@ def test_a_hollow_model_makes_the_same_calls_with_hardly_any_weights(tiny):
     assert caches[0] == caches[1]
 
 
-def test_a_hollow_model_writes(tiny):
-    twin = ch05.hollow(tiny, device="cpu", max_model_len=64, enforce_eager=True)
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    outs = twin.generate([{"prompt_token_ids": [1, 2]}], params, use_tqdm=False)
-    assert len(outs[0].outputs[0].token_ids) == 3
-
-
 def test_the_products_of_a_batch_are_those_that_are_counted(tiny):
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -73,18 +57,6 @@ def test_the_products_of_a_batch_are_those_that_are_counted(tiny):
         logits = ch05.product_pass(model, 5, 5)()
     assert logits.shape == (5, model.config.vocab_size)
     assert counter.get_total_flops() == ch05.decode_cost(model.config, 5, 1).linear_flops
-
-
-def test_products_are_timed_by_batch(tiny, monkeypatch):
-    monkeypatch.setenv("MINILLM_QUICK", "1")
-    times = ch05.product_seconds(tiny, (1, 2))
-    assert list(times) == [1, 2]
-    assert all(seconds > 0 for seconds in times.values())
-
-
-def test_a_decode_step_computes_one_token_of_each():
-    cost = ch05.decode_cost(SMALL, 3, 7, "bfloat16")
-    assert cost == step_cost(SMALL, [1, 1, 1], [7, 7, 7], dtype="bfloat16")
 
 
 @pytest.mark.parametrize("context", [1, 200, 1024, 1500])
@@ -115,46 +87,6 @@ def test_no_batch_turns_beyond_the_longest_context():
 def test_experts_are_refused():
     with pytest.raises(ExerciseError, match="dense"):
         ch05.turn(preset("mixtral-8x7b"), H100, 1)
-
-
-def test_rounded_numbers_of_a_fact():
-    assert ch05.rounded([Fraction(29, 2), 16.52]) == "14.5, 16.5"
-    assert ch05.rounded([2.6e9], 0, 10**9) == "3"
-
-
-def test_the_drawings_caption_what_they_draw(shown):
-    flat, rising = {1: 0.01, 4: 0.01}, {1: 0.01, 4: 0.02}
-    ch05.draw_throughput({"m": flat, "n": flat}, {"m": rising, "n": flat})
-    costs = {batch: ch05.decode_cost(QWEN, batch, 1) for batch in (1, 2, 4)}
-    least = step_time(costs[4], CARD).memory_seconds
-    measured = {"engine": {1: least, 4: 3 * least}, "hollow": {1: least / 9}}
-    ch05.draw_regimes([ch05.Panel(name, costs, CARD, measured) for name in "ab"])
-    ch05.draw_contexts("qwen2.5-3b", "rtx-5070-ti", 4096)
-    ch05.draw_contexts("qwen2.5-3b", "rtx-5070-ti", 1)
-    captions = [caption for _, caption in shown]
-    assert captions[0].endswith("a batch of 4 gives 2.0 times with the m, 4.0 times with the n.")
-    titles = [ax.get_title() for ax in shown[1][0].axes]
-    assert titles == [f"{name}\nengine: 3.0 times the bound at 4" for name in "ab"]
-    assert "a (engine: 3.0 times the bound at 4); b (" in captions[1]
-    heights = [ax.get_ylim() for ax in shown[1][0].axes]
-    assert heights[0] == heights[1]  # one scale
-    assert "longer than bytes at no batch, however large; beyond 1,856 tokens" in captions[2]
-    assert "operations take longer than bytes from a batch of 99 on" in captions[3]
-    assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
-
-
-def test_the_pictures_of_mechanisms_count_what_they_draw(monkeypatch):
-    seen: list[str] = []
-    monkeypatch.setattr(ch05_pictures, "show", lambda fig, caption: seen.append(caption))
-    ch05_pictures.draw_rows()
-    assert "one reading of the weights" in seen[0]
-
-
-def test_the_chapter_says_early_that_it_measures_without_the_fast_path():
-    """A clock of the engine in its debugging mode is not the engine's speed."""
-    cells = json.loads((CLAIMS.parent / "05_batching.ipynb").read_text("utf-8"))["cells"]
-    assert any("enforce_eager=True" in "".join(cell["source"]) for cell in cells)
-    assert "with the fast path off (`enforce_eager=True`)" in "".join(cells[0]["source"])
 
 
 # ---- the claims --------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Chapter 06's own functions, and the claims about batching that can be computed again."""
 
-import inspect
 import statistics
 from fractions import Fraction
 from itertools import pairwise, product
@@ -10,21 +9,13 @@ import pytest
 
 from minillm.lab.simulation import Simulation, linear
 from minillm.scheduling.scheduler import Scheduler
-from minillm_exercises.chapters import ch06, ch06_pictures
+from minillm_exercises.chapters import ch06
 from minillm_exercises.chapters.ch06 import StaticScheduler, serve
 from minillm_exercises.errors import ExerciseError
 
 SIX = {"A": 12, "B": 4, "C": 8, "D": 6, "E": 9, "F": 3}
 KINDS = {"static": StaticScheduler, "continuous": Scheduler}
 ARITHMETIC = {"static": ch06.static_ends, "continuous": ch06.continuous_ends}
-
-
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
-    """The figures and captions that would be displayed."""
-    seen: list[tuple[object, str]] = []
-    monkeypatch.setattr(ch06_pictures, "show", lambda fig, caption: seen.append((fig, caption)))
-    return seen
 
 
 def test_six_requests_by_hand():
@@ -102,23 +93,12 @@ def test_static_seats_are_offered_when_the_batch_is_over():
     assert [record.step for record in serve(SIX, 3, prompt=5) if record.admitted] == [1, 5, 9, 11]
 
 
-def test_the_condition_is_the_only_difference():
-    assert StaticScheduler.schedule is Scheduler.schedule
-    assert "super()._refusal(budget)" in inspect.getsource(StaticScheduler)
-
-
 def test_a_room_has_its_blocks_and_its_law():
     trace = serve(SIX, ch06.Room(3, seconds=linear(2.0, 0.0)), prompt=40)
     assert trace[-1].computed == 2 * len(trace)
     few = serve(SIX, ch06.Room(3, blocks=4), prompt=20)  # two blocks each
     assert max(len(record.rows) for record in few) == 2
     assert set(ch06.ends(few)) == set(SIX)
-
-
-def test_an_answer_may_be_shorter_than_it_might_have_been():
-    trace = serve(SIX, 3, prompt=5, max_tokens=100)
-    assert ch06.ends(trace) == ch06.ends(serve(SIX, 3, prompt=5))
-    assert {request.ends for request in trace.requests()} == {("stop",)}
 
 
 def test_load_by_hand():
@@ -221,40 +201,3 @@ def test_f11_the_batch_is_arrivals_times_residence():
     assert found.taken == Fraction(int(sum(stays)), int(trace[-1].computed))
     assert found.taken < 6
     assert found.full < Fraction(1, 100)
-
-
-# ---- pictures -----------------------------------------------------------------------------------
-
-
-def test_the_schedules_are_drawn_on_one_scale(shown):
-    traces = {name: serve(SIX, 3, kind, prompt=5) for name, kind in KINDS.items()}
-    ch06_pictures.draw_schedules(traces, 3, 14)
-    fig, caption = shown[0]
-    assert len({ax.get_xlim() for ax in fig.axes}) == 1
-    assert [ax.get_title(loc="left") for ax in fig.axes] == [
-        "static: 21 steps, 21 of 63 seats stay empty",
-        "continuous: 17 steps, 9 of 51 seats stay empty",
-    ]
-    assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == list(SIX)
-    assert "static 21, continuous 17" in caption
-
-
-def test_seats_are_drawn_with_their_gaps(shown):
-    ch06_pictures.draw_seats(["AAAC", "BB.."])
-    fig, caption = shown[0]
-    assert [text.get_text() for text in fig.axes[0].texts] == list("AAACBB")
-    assert "In 4 steps, 2 of 8 seats are empty" in caption
-
-
-def test_the_other_drawings_caption_what_they_draw(shown):
-    gains = {law: {4: Fraction(2), 64: Fraction(number)} for number, law in enumerate(ch06.LAWS, 1)}
-    ch06_pictures.draw_gains(gains, gains)
-    records = {name: list(serve(SIX, 3, kind)) for name, kind in KINDS.items()}
-    ch06_pictures.draw_clock(records, 3)
-    load = ch06.Load(Fraction(2), Fraction(1, 2), Fraction(3))
-    both = {"static": [load, load], "continuous": [load, load]}
-    ch06_pictures.draw_loads([0.1, 0.5], both, 16, Fraction(1, 3))
-    captions = [caption for _, caption in shown]
-    assert "goes from 1.0 times (equal) to 4.0 times (log-normal)" in captions[0]
-    assert "static 21.00 s and continuous 17.00 s" in captions[1]
-    assert "at 10 % load 3.0 steps (static) and 3.0 steps (continuous)" in captions[2]

@@ -1,10 +1,9 @@
 """Chapter 07's own functions, the allocators that its reader sees, and the claims about paged KV
 memory that are arithmetic or simulation."""
 
-import inspect
 import json
 import random
-from collections import Counter, deque
+from collections import Counter
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -14,16 +13,14 @@ import torch
 from notebook_chapter import NOTEBOOKS
 
 from minillm import LLM, SamplingParams
-from minillm.cache.blocks import BlockPool
 from minillm.cache.manager import BlockManager, BlockTable
-from minillm.cache.prefix import NoPrefixCache
 from minillm.config import ModelConfig
 from minillm.lab.simulation import Simulation
 from minillm.models.presets import preset
 from minillm.ops import cpu
 from minillm.plan.cost import kv_bytes_per_token
-from minillm_exercises.chapters import ch07, ch07_pictures
-from minillm_exercises.chapters.ch07 import Moment, Work, serve
+from minillm_exercises.chapters import ch07
+from minillm_exercises.chapters.ch07 import Work, serve
 from minillm_exercises.errors import ExerciseError
 from minillm_kernels import reference
 
@@ -168,22 +165,6 @@ def test_a_request_that_can_never_fit_is_an_error():
         serve(FirstFit(100), [Work(0, 50, 101)], why)
 
 
-def test_reserved_memory_is_over_reserved_and_never_preempts():
-    moments = serve(make("reserved", 1024), [Work(i, 10, 100) for i in range(12)], why)
-    assert set(ch07.refusals(moments)) == {"over-reserved"}
-    assert not any(moment.preempted for moment in moments)
-    assert ch07.average(moments, "running") == "4.0"
-
-
-def test_rows_and_averages():
-    moments = [Moment(1, 0, 0, 3, 2, 1, "full", 0), Moment(1, 0, 0, 3, 3, 1, "no hole", 2),
-               Moment(1, 0, 0, 3, 9, 0, None, 1)]  # fmt: skip
-    assert ch07.average(moments, "running") == "2.5"
-    assert ch07.table_rows({"law": {"memory": moments}}) == [
-        ["law", "memory", "2.5", "1", "0", "1", "3"]
-    ]
-
-
 def test_lengths_follow_their_law():
     for law in ch07.LAWS:
         drawn = ch07.lengths(law, 2000)
@@ -249,47 +230,15 @@ def test_attention_copies_no_blocks_in_c_and_all_of_them_in_torch(tiny, monkeypa
     assert gathered
 
 
-def test_decode_times_have_one_entry_per_size():
-    times = ch07.decode_times((4, 64), sequences=2, length=12, steps=4)
-    assert len(times) == 2
-    assert min(times) > 0
-
-
 # ---- pictures -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, str]]:
-    """The figures and captions that would be displayed."""
-    seen: list[tuple[Any, str]] = []
-    monkeypatch.setattr(ch07_pictures, "show", lambda fig, caption: seen.append((fig, caption)))
-    return seen
-
-
-def test_pictures_caption_what_they_draw(shown):
-    works = [Work(i, 10, 100 + i) for i in range(12)]
-    ch07_pictures.draw_reservations(works[:4], 50, cap=200)
-    runs = {kind: serve(make(kind, 1024), works, why) for kind in ("reserved", "blocks")}
-    ch07_pictures.draw_pools({"even": runs, "again": runs}, 1024)
-    ch07_pictures.draw_tables({"A": [0, 3], "B": [1, 2]}, {"A": 20, "B": 32}, 16)
-    ch07_pictures.draw_sizes((1, 16, 256), [100, 300], [3.0, 2.0, 2.5], 1.25)
-    captions = [caption for _, caption in shown]
-    assert captions[0].endswith("51 percent of all these slots will ever be written.")
-    assert "percent of the slots were written with reserved" in captions[1]
-    assert "Sequence B lies in the blocks 1, 2;" in captions[2]
-    assert "rise from 0.0 to 184.0" in captions[3]  # 156 and 212
-    assert "from 200.0 entries to 1.5" in captions[3]
-    assert "3.0 ms with the smallest blocks, 2.5 ms with the largest, and 1.2 ms" in captions[3]
-
-
-def test_sharing_is_drawn_as_the_tables_are(shown):
+def test_holders_are_those_of_the_tables():
     simulation = Simulation(9, 16)
     simulation.add(20, 16, n=3)
     steps = ch07.holders(simulation)
     assert steps[0] == {0: [1, 2, 3], 1: [1, 2, 3]}
     assert steps[1] == {0: [1, 2, 3], 1: [3], 2: [1], 3: [2]}
-    ch07_pictures.draw_sharing(steps)
-    assert "All 3 share block 0 to the end" in shown[0][1]
 
 
 # ---- claims -------------------------------------------------------------------------------------
@@ -307,12 +256,6 @@ def test_e1_e7_waste_of_reservation_and_of_blocks(law, reserved, least, most):
     assert max(unused) == 15
     assert 7.1 < sum(unused) / len(unused) < 7.8  # who is cut off at the cap wastes nothing
     assert least < 100 * sum(unused) / (sum(drawn) + sum(unused)) < most
-
-
-def test_e3_reserved_beyond_the_prompt():
-    assert [2048 - prompt for prompt in (200, 100)] == [1848, 1948]
-    memory = FirstFit(5000, reserve=2048)
-    assert [memory.begin(Work(i, n, n), n) for i, n in enumerate((200, 100, 50))] == [1, 1, 0]
 
 
 def test_e4_first_fit_is_refused_for_want_of_a_hole_and_blocks_never():
@@ -362,26 +305,6 @@ def test_e16_a_cached_prompt_copies_nothing():
     first, second = simulation.run().requests()
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
     assert simulation.blocks.num_copies == 0
-
-
-class Counting(list[int]):
-    """A list that counts how many entries `pop` moves."""
-
-    moved = 0
-
-    def pop(self, index: int = -1) -> int:  # type: ignore[override]
-        self.moved += 0 if index == -1 else len(self) - 1 - index
-        return super().pop(index)
-
-
-def test_e14_pop_from_the_front_moves_all_others():
-    front, end = Counting(range(1000)), Counting(range(1000))
-    assert [front.pop(0) for _ in range(1000)] == [end.pop() for _ in range(1000)][::-1]
-    assert (front.moved, end.moved) == (999 * 1000 // 2, 0)
-    assert "pop(0)" not in inspect.getsource(BlockPool)
-    assert "popitem(last=False)" in inspect.getsource(BlockPool.allocate)
-    pool = BlockPool(3, NoPrefixCache())
-    assert pool.allocate(2) == [*deque([0, 1])]
 
 
 def test_e15_a_layer_is_one_piece_here(tiny):

@@ -14,31 +14,12 @@ from minillm.lab.simulation import Simulation, linear
 from minillm.models.presets import preset
 from minillm.plan.cost import step_cost
 from minillm_exercises.chapters import ch09, ch09_pictures
-from minillm_exercises.chapters.ch09 import Job, Served, serve
+from minillm_exercises.chapters.ch09 import Job, serve
 
 KINDS = ("hash", "radix")
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
-    """The figures and captions that would be displayed."""
-    seen: list[tuple[object, str]] = []
-    for module in (ch09, ch09_pictures):
-        monkeypatch.setattr(module, "show", lambda fig, caption: seen.append((fig, caption)))
-    return seen
-
-
 # ---- workloads -------------------------------------------------------------------------------
-
-
-def test_an_author_writes_no_token_twice():
-    write = ch09.Author()
-    texts = [write(5), write(2, 9), write(3)]
-    every = [token for text in texts for token in text]
-    assert len(every) == len(set(every))
-    assert len(texts[0]) == 5
-    assert 2 <= len(texts[1]) <= 9
-    assert ch09.Author(1)(2, 10**6) != ch09.Author(2)(2, 10**6)
 
 
 def common(one: ch09.Ids, other: ch09.Ids) -> int:
@@ -48,11 +29,6 @@ def common(one: ch09.Ids, other: ch09.Ids) -> int:
     )
 
 
-def test_users_share_the_system_prompt_and_nothing_else():
-    jobs = ch09.shared(users=5, system=70)
-    assert {common(a.prompt, b.prompt) for a in jobs for b in jobs if a is not b} == {70}
-
-
 @pytest.mark.parametrize("jobs", [ch09.one_chat(4, 7, 3), ch09.chat(chats=1, turns=4)])
 def test_a_turn_begins_with_the_turn_before_and_its_answer(jobs):
     assert len(jobs) == 4
@@ -60,14 +36,6 @@ def test_a_turn_begins_with_the_turn_before_and_its_answer(jobs):
         said = before.prompt + before.answer
         assert after.prompt[: len(said)] == said
         assert len(after.prompt) > len(said)
-
-
-def test_one_chat_has_the_lengths_it_was_given():
-    assert [(len(job.prompt), len(job.answer)) for job in ch09.one_chat(3, 7, 3)] == [
-        (7, 3),
-        (17, 3),
-        (27, 3),
-    ]
 
 
 def test_a_tree_has_a_job_for_each_node_and_parts_after_each_answer():
@@ -137,22 +105,6 @@ def test_wait_is_the_time_of_what_was_not_found():
     assert ch09.wait(sim, (*text[:6], 51), "salt") == 7
 
 
-@pytest.mark.parametrize(
-    ("share", "text"),
-    [(Fraction(1), "100.0"), (Fraction(0), "0.0"), (Fraction(2, 3), "66.7"),
-     (Fraction(1, 2000), "0.1"), (Fraction(1, 2001), "0.0"), (Fraction(-1, 3), "-33.3"),
-     (Fraction(-1, 2001), "0.0")],
-)  # fmt: skip
-def test_percent_rounds_exactly(share, text):
-    assert ch09.percent(share) == text
-
-
-def test_tokens_of_two_seeds_do_not_begin_alike():
-    texts = [ch09.tokens(seed, 50) for seed in range(40)]
-    assert len({tuple(text[:4]) for text in texts}) == 40
-    assert ch09.tokens(3, 50) == texts[3]
-
-
 @pytest.fixture(scope="module")
 def tiny() -> LLM:
     return LLM("tiny", dtype="float32", device="cpu", block_size=16)
@@ -170,51 +122,7 @@ def test_first_token_is_the_engines_own_report(tiny):
 # ---- drawings --------------------------------------------------------------------------------
 
 
-def test_the_drawings_caption_what_they_draw(shown):
-    jobs = {"shared": ch09.shared(6), "chat": ch09.chat(2)}
-    runs = {
-        (name, kind, size): serve(jobs[name], kind, size)
-        for name in jobs
-        for kind in KINDS
-        for size in (1, 16, 64)
-    }
-    ch09.draw_missed(runs, 16)
-    ch09.draw_sizes(runs)
-    half = Served({"cached": 1, "new": 1}, 0)
-    ch09.draw_pool({"in turn": [half, half, half]}, (40, 100, 240), 210)
-    ch09.draw_speedup([0, 0.5], [1.0, 1.75], "small")
-    ch09.draw_guesses({"closed": [0.3, 0.3, 0.3], "open": [0.3, 0.1, 0.3]}, 1)
-    captions = [caption for _, caption in shown]
-    rate = {key: 100 * float(run.hit_rate) for key, run in runs.items()}
-    lost = [rate[name, "hash", 1] - rate[name, kind, 16] for name in jobs for kind in KINDS]
-    assert f"at most {max(lost):.1f} percent with either index" in captions[0]
-    falls = {name: [rate[name, kind, 1] - rate[name, kind, 64] for kind in KINDS] for name in jobs}
-    worst = max(jobs, key=lambda name: falls[name][0] - falls[name][1])
-    assert f"most on {worst}, {falls[worst][0]:.0f} percentage points" in captions[1]
-    assert f"where the radix index loses {falls[worst][1]:.0f}" in captions[1]
-    assert captions[1].endswith("on chat both lose the same.")
-    assert "With 100 blocks, too few for all documents, 'in turn' finds 50.0" in captions[2]
-    assert "1.8 times as soon with 50 %" in captions[3]
-    assert "Guess B" in captions[4]
-    assert "100 ms open; the median guess takes 3.0 times as long" in captions[4]
-    assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
-
-
-def test_traces_that_are_compared_have_one_axis(monkeypatch):
-    shown, ends = [], {}
-    monkeypatch.setattr(
-        "minillm_exercises.chapters.common.show", lambda fig, caption: shown.append(fig)
-    )
-    for until in (None, 99):
-        sim = Simulation(100, 16, max_num_seqs=1)
-        sim.add((1, 2, 3), 4)
-        sim.run()
-        ch09.show_trace(sim.trace, "A chat of one turn, simulated.", until, panels=("gantt",))
-        ends[until] = shown[-1].axes[0].get_xlim()[1]
-    assert ends[99] == 99 > ends[None]
-
-
-def test_the_pictures_show_what_is_known(shown):
+def test_known_tokens_are_those_of_texts_before():
     jobs = {name: make() for name, make in
             {"shared": ch09.shared, "chat": ch09.chat, "tree": ch09.tree}.items()}  # fmt: skip
     assert ch09_pictures.known_tokens(jobs["shared"][:3]) == [0, 500, 500]
@@ -222,10 +130,6 @@ def test_the_pictures_show_what_is_known(shown):
     assert ch09_pictures.known_tokens(chat[:6]) == [
         0, *(len(job.prompt + job.answer) for job in chat[:4]), 0,
     ]  # fmt: skip
-    ch09_pictures.draw_prompts(jobs, number=6)
-    ch09_pictures.draw_two(list("abcd"), list("abef"), size=2)
-    assert "The first 6 prompts" in shown[0][1]
-    assert "The blocks 'a b' (grey)" in shown[1][1]
 
 
 # ---- claims ----------------------------------------------------------------------------------

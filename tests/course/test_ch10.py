@@ -16,37 +16,12 @@ from minillm_exercises.errors import ExerciseError
 H100, LLAMA = DATASHEET["h100-sxm"], preset("llama-3.1-8b")
 
 
-@pytest.fixture
-def captions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
-    """The figures and captions that would be displayed."""
-    seen: list[tuple[object, str]] = []
-    monkeypatch.setattr(ch10_pictures, "show", lambda fig, caption: seen.append((fig, caption)))
-    return seen
-
-
-@pytest.fixture
-def displayed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """What tables would be displayed, by kind of text."""
-    import IPython.display
-
-    seen: list[dict[str, str]] = []
-    monkeypatch.setattr(IPython.display, "display", lambda data, raw: seen.append(data))
-    return seen
-
-
 def read(state, score, value):
     """The chapter's online softmax of one row."""
     m, z, o = state
     new = max(m, score)
     shrink, weight = math.exp(m - new), math.exp(score - new)
     return (new, z * shrink + weight, o * shrink + weight * value), shrink
-
-
-def test_inputs_are_the_same_in_every_dtype_and_for_keys_of_another_number():
-    q, k, v = ch10.inputs(3, 4, 7)
-    assert [tuple(x.shape) for x in (q, k, v)] == [(3, 4), (7, 4), (7, 4)]
-    wide = ch10.inputs(3, 4, 7, dtype=torch.float64)
-    assert all(torch.equal(a, b.float()) for a, b in zip((q, k, v), wide, strict=True))
 
 
 def test_slow_memory_counts_what_comes_and_what_goes():
@@ -119,16 +94,6 @@ def test_an_unknown_loop_is_refused():
 # claims I9, I10, I11, I12, I6 ----------------------------------------------------------------
 
 
-def test_the_table_of_claim_i9():
-    assert 2 * 32 * 4096**2 * 2 == 2_147_483_648
-    assert 2 * 32 * 4096 * 4 == 1_048_576  # one statistic per row in float32
-
-
-def test_sdp_kernel_is_deprecated():
-    with pytest.warns(FutureWarning, match="sdp_kernel"), torch.backends.cuda.sdp_kernel():
-        pass
-
-
 @pytest.mark.parametrize(
     ("backend", "outcome"),
     [
@@ -181,11 +146,6 @@ def test_widened_attention_takes_and_returns_half_precision():
     assert seen == [torch.float32]
 
 
-def test_counted_sees_the_table():
-    seen = ch10.counted(lambda q, k, v: (q @ k.T) @ v, *ch10.inputs(32, 4))
-    assert (seen.max_numel, seen.flops) == (32 * 32, 4 * 32 * 32 * 4)
-
-
 def test_new_maxima_by_hand_and_on_average():
     assert ch10.new_maxima([3, 1, 3, 4, 4, 9]) == 3
     assert ch10.new_maxima([]) == 0
@@ -198,10 +158,6 @@ def test_new_maxima_by_hand_and_on_average():
 
 def test_worst_keeps_what_is_not_a_number():
     assert math.isnan(ch10.worst(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0])))
-
-
-def test_weighted_mean_by_hand():
-    assert ch10.weighted_mean([0.0, math.log(2)], [6, 3]) == pytest.approx(4)
 
 
 def test_attention_share_is_amdahls_law_over_the_bounds():
@@ -226,38 +182,6 @@ def test_decode_share_is_small_behind_a_short_context():
 
 
 # tables --------------------------------------------------------------------------------------
-
-
-def test_states_are_shown_one_by_one_and_the_rescale_is_marked(displayed):
-    state = ch10_tables.show_states(read, [1000, 998, 1003, 1002], [10, 20, 30, 40])
-    assert state[2] / state[1] == pytest.approx(
-        ch10.weighted_mean([1000, 998, 1003, 1002], [10, 20, 30, 40])
-    )
-    rows = displayed[0]["text/html"].split("<tr")[2:]
-    assert ["\u25b6" in row for row in rows] == [False, False, True, False]
-    assert "1,003, 30, 1,003, 0.0498" in displayed[0]["text/plain"]
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (4096, "4,096"), (0.125, "0.125"), (213.27, "213"), (31.8, "31.8"), (1.0, "1")],
-)
-def test_numbers_are_short(number, text):
-    assert ch10_tables.shown(number) == text
-
-
-def test_shares_are_shown_with_what_a_faster_attention_buys(displayed):
-    ch10_tables.show_shares({2048: ch10.attention_share(LLAMA, 2048, H100)}, (2, 4), marked=0)
-    assert displayed[0]["text/plain"].endswith(": 2,048, 27.4, 1.16, 1.26")
-
-
-def test_times_are_one_median_for_each_length(monkeypatch):
-    monkeypatch.setenv("MINILLM_QUICK", "1")
-    lengths = []
-    found = ch10_tables.times(lambda q, k, v: lengths.append((len(q), q.shape[1])), (2, 4), 8)
-    assert lengths == [(2, 8), (4, 8)]
-    assert len(found) == 2
-    assert all(seconds > 0 for seconds in found)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(9, 9), (2, 9), (1, 9), (5, 3)])
@@ -348,49 +272,6 @@ def test_transfers_count_the_tiles_of_a_walk():
     assert second == {"K, V in": 12, "Q in": 3, "O in": 0, "O out": 3}
     part = ch10_pictures.transfers(ch10.LOOPS[2], walks[1][:3])
     assert part == {"K, V in": 6, "Q in": 2, "O in": 0, "O out": 2}
-
-
-def test_the_drawings_caption_what_they_draw(captions):
-    errors = {"float32": {"table": 1e-6, "tiles": 2e-6}, "bfloat16": {"table": 3e-3, "tiles": 1e-3}}
-    ch10_pictures.draw_errors(errors, {"float32": 1e-8, "bfloat16": 1e-3})
-    counted = {("keys outside", 128, 64): 1.5, ("queries outside", 128, 64): 0.98}
-    ch10_pictures.draw_traffic(counted, 4096, (128, 64))
-    ch10_pictures.draw_walk(4, blocks=3)
-    seconds = {"table": [0.001, 0.004], "tiles": [0.002, 0.003]}
-    ch10_pictures.draw_growth(
-        (512, 1024), {"table": [2**18, 2**20]}, seconds, [1e-4, 4e-4], [8, 16]
-    )
-    texts = [caption for _, caption in captions]
-    assert "In bfloat16 it is 3.0 (table) and 1.0 (tiles) times" in texts[0]
-    assert "'keys outside' does with blocks of 64 and heads of 128, 1.50 times" in texts[1]
-    assert "the 3 crossed tiles" in texts[2]
-    assert "keys outside 16 tiles have moved, with the queries outside 13" in texts[2]
-    assert "The largest tensor grows: table 4 times." in texts[3]
-    assert "(measured, CPU), 'tiles' takes 7.5 times the bound and 'table' 10 times" in texts[3]
-    labels = [ax.get_xlabel() for fig, _ in captions for ax in fig.axes]
-    assert all(labels)
-
-
-def test_the_rescale_shrinks_what_came_before(captions):
-    ch10_pictures.draw_rescale((1000, 998, 1003, 1002), (10, 20, 30, 40))
-    fig, caption = captions[0]
-    assert "The score 1,003 is a new maximum" in caption
-    assert "shrink to 0.05 of the dashed heights. The result is 45.3 / 1.42 = 31.8." in caption
-    heights = [[round(bar.get_height(), 2) for bar in ax.patches] for ax in fig.axes]
-    assert heights[1] == [1, 0.14]
-    assert heights[2] == [0.05, 0.01, 1, 1, 0.14]  # the last two are the dashed ones
-    assert heights[3] == [0.05, 0.01, 1, 0.37]
-    assert fig.axes[2].get_title(loc="left") == "m = 1,003\nz = 1.06\no = 30.6"
-
-
-def test_the_times_are_inside_of_their_picture(captions):
-    ch10_pictures.draw_growth(
-        (512, 1024), {"table": [1, 4]}, {"table": [0.01, 0.2]}, [1e-3, 2e-3], [1, 2]
-    )
-    right = captions[0][0].axes[1]
-    low, high = right.get_ylim()
-    assert low < 1
-    assert high > 200
 
 
 def test_the_chapter_s_attention_works_on_another_device():

@@ -20,7 +20,6 @@ from minillm_exercises.chapters import (
     ch11_compiled,
     ch11_gpu,
     ch11_ladder,
-    ch11_pictures,
 )
 from minillm_exercises.chapters.ch11_elsewhere import changed, compiled, count, source_of
 from minillm_exercises.chapters.ch11_traffic import Traffic, counting
@@ -59,14 +58,6 @@ def by_engine(b):
 @pytest.fixture(scope="module")
 def x():
     return torch.arange(39.0).reshape(3, 13)
-
-
-@pytest.fixture
-def shown(monkeypatch):
-    """The figures and captions that would be displayed."""
-    seen = []
-    monkeypatch.setattr(ch11_pictures, "show", lambda fig, caption: seen.append((fig, caption)))
-    return seen
 
 
 @pytest.fixture
@@ -462,58 +453,3 @@ def test_the_chapter_s_kernels_are_timed_beside_the_engine_s(monkeypatch):
     assert rows[0] == {"family": ch11_gpu.OWN, "name": "ours", "time_us": 25.0}
     assert [given.lengths.tolist() for given in seen] == [[32]]
     assert {(row["family"], row["name"]) for row in rows[1:]} == set(ch11_gpu.CASES)
-
-
-# ---- pictures --------------------------------------------------------------------------------
-
-
-def read_by(b, name, programs):
-    """Traffic in which `programs(text, head, page)` read the pages of every text."""
-    found = Traffic()
-    for text, length in enumerate(b.lengths.tolist()):
-        for page in range(-(-length // b.k.shape[2])):
-            for head in range(b.kv_heads):
-                place = int(b.tables[text, page]) * b.kv_heads + head
-                for who in programs(text, head, page):
-                    found.places.setdefault((name, who), set()).add(place)
-    return found
-
-
-def test_the_grid_shows_who_reads_which_page(shown):
-    b = ch11.batch((40, 16), heads=6, kv_heads=2, dim=16, page=16)
-    many = read_by(b, "k", lambda text, head, page: [(text, 3 * head + i, 0) for i in range(3)])
-    one = read_by(b, "k", lambda text, head, page: [(text, head, page % 2)])
-    ch11_pictures.draw_grid(b, many, one, 8)
-    fig, caption = shown[0]
-    assert "every page is read by 3 programs" in caption
-    assert "6 of 8 programs have a page" in caption
-    texts = [[text.get_text() for text in ax.texts] for ax in fig.axes]
-    assert texts == [["3"] * 8, ["0", "1", "0"] * 2 + ["0"] * 2]
-
-
-def test_the_saw_marks_its_splits_above_the_bound(shown):
-    ch11_pictures.draw_splits(512, 8, 48, (16, 18, 33))
-    _, caption = shown[0]
-    assert "16 splits 32, 18 splits 58, 33 splits 32. The bound is 31.0." in caption
-
-
-def test_the_addresses_show_what_a_mask_leaves_out(shown):
-    ch11_pictures.draw_addresses(rows=3, width=5, row=1, tile=8)
-    fig, caption = shown[0]
-    assert "5 lie in its row, and the hatched 3 belong to the next row" in caption
-    for ax in fig.axes:
-        marked = [bar for bar in ax.patches if bar.get_hatch()]
-        assert len(marked) == 3
-    below = [text.get_text() for text in fig.axes[1].texts]
-    assert below == [str(place) for place in range(15)]
-
-
-def test_the_walk_counts_its_tiles(shown):
-    found = Traffic()
-    for tile in range(3):  # of 32 queries of two heads, which read the keys up to their own
-        found.places["q", (tile, 0, 0)] = {2 * row for row in range(32 * tile, 32 * tile + 32)}
-        found.places["k", (tile, 0, 0)] = set(range(32 * tile + 32))
-    ch11_pictures.draw_walk(found, 96, heads=2, kv_heads=1)
-    fig, caption = shown[0]
-    assert "6 of 9" in caption
-    assert sum(bool(bar.get_hatch()) for bar in fig.axes[0].patches) == 3  # on the diagonal

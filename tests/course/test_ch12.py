@@ -16,7 +16,7 @@ from minillm.models.presets import preset
 from minillm.ops import c_library, cpu
 from minillm.plan.cost import step_cost, step_time, weight_bytes
 from minillm.plan.hardware import DATASHEET
-from minillm_exercises.chapters import ch12, ch12_pictures
+from minillm_exercises.chapters import ch12
 from minillm_exercises.chapters.ch12 import DecodeStep, Rung, calls_of
 from minillm_exercises.chapters.ch12_device import Job, SimulatedDevice, Turn, bubbles, drive
 from minillm_exercises.chapters.ch12_recordings import batches, give_graphs, into, padding
@@ -29,14 +29,6 @@ FLOOR = 1000 * Fraction(weight_bytes(QWEN)) / Fraction(CARD.bandwidth)  # ms
 @pytest.fixture(scope="module")
 def tiny() -> LLM:
     return LLM("tiny", dtype="float32", device="cpu", enforce_eager=True, max_model_len=512)
-
-
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
-    """The figures and captions that would be displayed."""
-    seen: list[tuple[object, str]] = []
-    monkeypatch.setattr(ch12_pictures, "show", lambda fig, caption: seen.append((fig, caption)))
-    return seen
 
 
 # ---- a step and its calls --------------------------------------------------------------------
@@ -155,14 +147,6 @@ def test_the_price_of_a_call():
     assert Rung("", 1.0, 2.0, 8).price == 0.0
 
 
-def test_climb_measures_a_step_and_counts_it(tiny, monkeypatch):
-    monkeypatch.setenv("MINILLM_QUICK", "1")
-    (rung,) = ch12.climb([ch12.Way(ch12.PLAIN, tiny, None)])
-    assert rung.calls == calls_of(DecodeStep.of(tiny)).total()
-    assert rung.seconds > 0
-    assert rung.products > 0
-
-
 def test_rungs_are_measured_in_turn(tiny, monkeypatch):
     ways = [ch12.Way(name, tiny, None) for name in "ab"]
     order, times = [], iter([5.0, 3.0, 7.0, 4.0, 6.0, 2.0, 8.0, 1.0])
@@ -178,15 +162,6 @@ def test_programs_are_timed_in_turn(monkeypatch):
     monkeypatch.setattr(ch12, "quietly", lambda run, *_: order.append(run()) or next(times))
     assert ch12.in_turn({"a": lambda: "a", "b": lambda: "b"}, rounds=2) == {"a": 4.0, "b": 6.0}
     assert "".join(order) == "abab"
-
-
-def test_answers_stop_where_they_are_told(tiny):
-    whole = ch12.answers(tiny)
-    assert [len(text) for text in whole] == [10, 15, 20, 25, 30, 35]
-    stops = {number: text[4] for number, text in enumerate(whole)}
-    for number, text in enumerate(ch12.answers(tiny, stops)):
-        first = whole[number].index(stops[number])
-        assert text == whole[number][: first + 1]
 
 
 # ---- recordings ------------------------------------------------------------------------------
@@ -364,37 +339,6 @@ def test_ceilings_are_measured_again_while_a_model_reads_faster(rates, sizes, wa
     assert len(asked) == calls
 
 
-# ---- drawings --------------------------------------------------------------------------------
-
-
-def test_the_drawings_caption_what_they_draw(shown):
-    rungs = [Rung("plain", 0.008, 0.001, 500), Rung("whole", 0.0015, 0.002, 18)]
-    panels, sizes = {"a": rungs, "b": rungs[:1]}, {"a": 1e12, "b": 1.0}
-    for floor in (0.001, 0.002, 0.009):
-        ch12_pictures.draw_rungs(panels, {"a": floor, "b": floor}, sizes)
-    ch12_pictures.draw_launches({"a": ([5.0, 1.0], 0.5), "b": ([9.0, 2.0], 40.0)}, (36, 9))
-    spans = [(0, 5), (5, 10)]
-    ch12_pictures.draw_timeline({"one": (spans, spans), "graph": ([(0, 5), (5, 5)], spans)})
-    seen = batches(requests=60)
-    choices = {"one": [max(seen)], "every": range(1, max(seen) + 1)}
-    ch12_pictures.draw_padding(seen, bucket_sizes(max(seen)), choices)
-    clocks = {
-        kind: drive(JOBS, 500, 2000, ahead) for kind, ahead in (("wait", False), ("go", True))
-    }
-    ch12_pictures.draw_clocks(clocks, 12_000)
-    none, one, *captions = [caption for _, caption in shown]
-    assert none.endswith("it becomes 5.33 times as fast with a and 1 times as fast with b.")
-    assert one == none  # only a model in a cache may end left of its dashed line
-    assert captions[0].endswith(
-        "of b fit into a cache, so its bars can end left of the dashed line."
-    )
-    assert captions[1].endswith("at 36 launches a layer this holds for a.")
-    assert captions[2].endswith("two kernels; it never does so.")
-    assert f"from {padding(seen, [max(seen)]):,} down to 0, beside" in captions[3]
-    assert "ends 7,500 µs earlier with 'go' than with 'wait'" in captions[4]
-    assert all(ax.get_xlabel() and ax.get_ylabel() for fig, _ in shown for ax in fig.axes)
-
-
 # ---- claims ----------------------------------------------------------------------------------
 
 
@@ -408,11 +352,6 @@ def test_a27_a_fifth_of_the_bandwidth_is_used():
     assert said(*steps, FLOOR) == ["36.9", "40.2", "6.9"]
     assert said(*(100 * FLOOR / step for step in steps), digits=0) == ["19", "17"]
     assert said(*(step - FLOOR for step in steps), digits=0) == ["30", "33"]
-
-
-def test_a28_the_tables_differ_by_a_fifth_or_more():
-    apart = [100 * (Fraction(speed) / 21 - 1) for speed in ("24.9", "27.1")]
-    assert said(*apart, digits=0) == ["19", "29"]
 
 
 def test_a30_most_of_the_step_is_no_reading():

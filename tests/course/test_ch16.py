@@ -1,6 +1,5 @@
 """Chapter 16's own functions: proposers, rounds, laws, and the published arithmetic (claims G)."""
 
-import math
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from minillm import LLM, SamplingParams
 from minillm.models.presets import preset
 from minillm.plan.hardware import DATASHEET
 from minillm.speculative.proposer import DraftRow
-from minillm_exercises.chapters import ch16, ch16_pictures
+from minillm_exercises.chapters import ch16
 from minillm_exercises.chapters.ch16 import Round, Verified
 from minillm_exercises.chapters.common import your_turn
 
@@ -25,15 +24,6 @@ H100, LLAMA = DATASHEET["h100-sxm"], preset("llama-3.1-8b")
 def row(*tokens: int, num_drafts: int = 3) -> DraftRow:
     new = SimpleNamespace(params=SamplingParams(temperature=1.0), seed=5, sample_index=0)
     return DraftRow(new, tokens, num_drafts, 0)
-
-
-@pytest.fixture
-def captions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The captions of figures, and the tables, that would be displayed."""
-    seen: list[str] = []
-    monkeypatch.setattr(ch16_pictures, "show", lambda fig, caption: seen.append(caption))
-    monkeypatch.setattr(ch16_pictures, "show_table", lambda head, rows: seen.append(str(rows)))
-    return seen
 
 
 # Proposers and rounds ------------------------------------------------------------------------
@@ -188,37 +178,7 @@ def test_the_largest_batch_that_gains():
     assert ch16.gain(survived, LLAMA, H100, 1, draft=0.2) == pytest.approx(2.0, rel=0.01)
 
 
-def test_rows_are_timed(monkeypatch):
-    monkeypatch.setenv("MINILLM_QUICK", "1")
-    found = ch16.row_seconds(LLM("tiny-draft", dtype="float32"), (1, 3), batch=2)
-    assert set(found) == {1, 3}
-    assert all(0 < seconds < math.inf for seconds in found.values())
-
-
 # Pictures ------------------------------------------------------------------------------------
-
-
-def test_pictures_and_tables(captions):
-    tokenizer = SimpleNamespace(decode=lambda ids: f"t{ids[0]}\n and more")
-    assert ch16_pictures.shown(tokenizer, 3) == "t3\u21b5\u00b7and\u00b7m\u2026"
-    rounds = [Verified((1, 2, 3), 1, 9), Verified((4, 5, 6), 3, 7)]
-    ch16_pictures.draw_rounds(rounds, tokenizer, 3)
-    assert captions[-1].endswith("6 tokens in all.")
-    ch16_pictures.show_step(rounds[0], "the known token", tokenizer)
-    assert "equal: accepted" in captions[-1]
-    assert captions[-1].count("the text before it is wrong") == 2
-    ch16_pictures.show_step(rounds[1], "the known token", tokenizer)
-    assert captions[-1].count("equal: accepted") == 3
-    ch16_pictures.show_race([0.1, 0.6, 0.3], [0.5, 0.3, 0.2], [0.4, 1.5, -0.3])
-    assert "**0.99**', '**0.30**" in captions[-1]
-    seconds = {"tiny": {1: 1.0, 5: 1.5}}
-    ch16_pictures.draw_rows(seconds, {"tiny": {1: 0.5, 5: 0.5}})
-    assert "five rows take 1.50 for tiny" in captions[-1]
-    ch16_pictures.draw_agreement({"own": 0.5}, {"own": 0.4}, 0.7)
-    assert "50 % with own; no draft can agree in more than 70 %" in captions[-1]
-    ch16_pictures.draw_gains({"a": {1: 2.0, 2: 0.5}}, "a model")
-    assert "At a batch of 2" in captions[-1]
-    assert captions[-1].endswith("has 0.50 (a) of the plain speed.")
 
 
 def test_your_turn_says_what_is_missing(capsys):

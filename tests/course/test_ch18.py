@@ -10,17 +10,9 @@ from minillm import ops
 from minillm.models.presets import preset
 from minillm.plan.hardware import DATASHEET
 from minillm.plan.parameters import expected_distinct, parameter_count
-from minillm_exercises.chapters import ch18, ch18_pictures
+from minillm_exercises.chapters import ch18
 
 H100 = DATASHEET["h100-sxm"]
-
-
-@pytest.fixture
-def captions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The captions of figures that would be displayed."""
-    seen: list[str] = []
-    monkeypatch.setattr(ch18_pictures, "show", lambda fig, caption: seen.append(caption))
-    return seen
 
 
 # Models: claims N13, N14 ---------------------------------------------------------------------
@@ -32,16 +24,6 @@ def test_the_published_numbers_of_parameters():
     assert [ch18.billions(each.total) for each in counts] == ["30.5", "46.7"]
     assert [ch18.billions(each.active) for each in counts] == ["3.4", "12.9"]
     assert counts[0].active == 3_353_032_704
-
-
-def test_the_table_of_models():
-    models = {"dense": preset("qwen2.5-3b"), "experts": preset("deepseek-v3")}
-    assert ch18.models_table(models) == [
-        ["dense", "–", "–", "–", "3.1", "3.1"],
-        ["experts", "256", "8", "yes", "671", "37.6"],
-    ]
-    (mixtral,) = ch18.models_table({"Mixtral-8x7B": preset("mixtral-8x7b")})
-    assert mixtral[1:4] == ["8", "2", "no"]
 
 
 def test_a_step_of_one_token_reads_the_weights_of_one_token():
@@ -147,23 +129,3 @@ def test_copies_are_packed_largest_first_into_equal_slots():
     assert [found[expert] for expert in range(64)] == counts
     sums = [sum(loads[e] / counts[e] for e in held) for held in placement]
     assert np.mean(sums) / max(sums) > 0.9
-
-
-# Pictures ------------------------------------------------------------------------------------
-
-
-def test_pictures(captions):
-    ids, weights = torch.tensor([[1, 0], [1, 2]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
-    x = torch.tensor([[4.0, 0.0], [2.0, 6.0]])
-    ch18_pictures.draw_dispatch(x, ids, weights, ["a", "b", "c", "d"], x)
-    assert "2 tokens go to 2 of 4 experts each. The experts get 1, 2, 1, 0 rows" in captions[-1]
-    ch18_pictures.draw_distinct({1: [8], 16: [80, 83], 128: [128]}, 128, 8)
-    assert captions[-1].endswith("which is 82 at 16 tokens and 128 at 128.")
-    models = {"large": ch18.qwen3_30b(), "dense": preset("qwen2.5-3b")}
-    ch18_pictures.draw_steps(models, H100, [1, 128, 4096])
-    assert "with 128 tokens 9.8 times and with 4,096 tokens 1.0 times." in captions[-1]
-    ch18_pictures.draw_balance({"even": {8: 0.5, 64: 0.75}, "zipf": {8: 0.3, 64: 0.25}}, 4)
-    said = "at 64 tokens it lies between 0.25 for 'zipf' and 0.75 for 'even'."
-    assert captions[-1].endswith(said)
-    ch18_pictures.draw_loads({"in order": [3, 1], "packed": [2, 2]})
-    assert captions[-1].endswith("after 3 rows 'in order', after 2 rows 'packed'.")

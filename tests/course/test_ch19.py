@@ -12,18 +12,10 @@ from minillm.parallel import sampler
 from minillm.parallel.split import Split
 from minillm.plan.hardware import DATASHEET
 from minillm.sampling.sampler import SamplingRow, sample
-from minillm_exercises.chapters import ch19, ch19_pictures
+from minillm_exercises.chapters import ch19
 
 H100, LLAMA = DATASHEET["h100-sxm"], preset("llama-3.1-70b")
 P = [Fraction(each, 100) for each in (30, 5, 15, 2, 20, 10, 8, 10)]
-
-
-@pytest.fixture
-def captions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The captions of figures that would be displayed."""
-    seen: list[str] = []
-    monkeypatch.setattr(ch19_pictures, "show", lambda fig, caption: seen.append(caption))
-    return seen
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +56,6 @@ def test_the_table_of_what_a_rank_holds(two):
     assert rows["down_proj"] == ["256 × 768", "all", "384 to 767"]
     assert rows["embed_tokens"][1] == "2048 to 4095"
     assert len(rows) == 8
-
-
-def test_the_table_of_heads(two):
-    rows = ch19.heads_table(two.engine.source.config, (1, 2, 4))
-    assert rows[0] == ["1", "0, 1, 2, 3", "0, 1", "3,584"]
-    assert rows[2] == ["4", "0 \\| 1 \\| 2 \\| 3", "0 \\| 0 \\| 1 \\| 1", "1,792"]
 
 
 def test_bugs_are_there_inside_and_gone_after():
@@ -206,21 +192,3 @@ def test_short_prompts_and_faster_links_gain():
 
     assert [gains(tokens) for tokens in (1, 64, 128, 256, 2048)] == [True] * 3 + [False] * 2
     assert [gains(2048, rate) for rate in (25, 38, 39, 50)] == [False] * 2 + [True] * 2
-
-
-# Pictures ------------------------------------------------------------------------------------
-
-
-def test_pictures(captions):
-    x, up = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 1.0], [3.0, -1.0]])
-    ch19_pictures.draw_pair(x, up, torch.tensor([[1.0, 2.0], [0.0, -1.0]]), 2)
-    assert captions[-1].endswith("[3, 0] + [2, -1] = [5, -1].")
-    ch19_pictures.draw_ring(3, 2)
-    assert "3 chunks. The number in a cell is the rank" in captions[-1]
-    ch19_pictures.draw_law(P, ch19.law_of_local_noise(P, 2), 2)
-    assert "4 of 8 tokens are never drawn" in captions[-1]
-    ch19_pictures.draw_sums({"one": 2**14, "many": 2**20}, 2)
-    assert "26 µs over PCIe" in captions[-1]
-    fast = {"a step": {"PCIe": {1: 1.0, 2: 0.75}, "NVLink": {1: 1.0, 2: 1.5}}}
-    ch19_pictures.draw_speed_ups(fast, "a model", lambda step, ranks: ranks > 1)
-    assert "Only over NVLink does every kind of step gain. Hollow: " in captions[-1]

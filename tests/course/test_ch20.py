@@ -10,18 +10,10 @@ from minillm.lab.parallel_layout import Layout
 from minillm.models.presets import preset
 from minillm.plan.hardware import DATASHEET
 from minillm.scheduling import scheduler as scheduler_file
-from minillm_exercises.chapters import ch20, ch20_pictures
+from minillm_exercises.chapters import ch20
 
 LLAMA, V3 = preset("llama-3.1-70b"), preset("deepseek-v3")
 H100, H200 = DATASHEET["h100-sxm"], DATASHEET["h200"]
-
-
-@pytest.fixture
-def captions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The captions of figures that would be displayed."""
-    seen: list[str] = []
-    monkeypatch.setattr(ch20_pictures, "show", lambda fig, caption: seen.append(caption))
-    return seen
 
 
 # Timetables ------------------------------------------------------------------------------------
@@ -216,28 +208,3 @@ def test_rows_of_experts():
     assert sum(rows) == 200
     assert rows[0] == sum(expert < 4 for row in ids.tolist() for expert in row)
     assert ch20.balance([1, 3]) == Fraction(2, 3)
-
-
-# Pictures --------------------------------------------------------------------------------------
-
-
-def test_pictures(captions):
-    boxes = ch20.rounds_of([1] * 4, 4, 4)
-    ch20_pictures.draw_rounds({"four plans": boxes}, 4, 12)
-    assert captions[-1].endswith("42 of 48 boxes (four plans).")
-    served = ch20.drive(ch20.planner(2, [2, 40], 16), 2, lambda tokens: tokens, 60)
-    ch20_pictures.draw_schedules({"16 tokens": served}, 2, 0, 60, 1)
-    assert "% (16 tokens) of the time" in captions[-1]
-    ch20_pictures.draw_cuts({"equal layers": [3, 3], "equal cost": [4, 2]}, 3.0, "A model")
-    assert captions[-1].endswith("6.0 (equal layers) and 5.0 (equal cost).")
-    seen: list[tuple[str, str, int]] = []
-    fast = {"1 user": {"a way": {1: 1.0, 2: 1.5}}}
-    ch20_pictures.draw_speed_ups(
-        fast, "a model", lambda *asked: seen.append(asked) or False, "Two are faster."
-    )
-    assert seen == [("1 user", "a way", 1), ("1 user", "a way", 2)]
-    assert "a model. Two are faster. Hollow: " in captions[-1]
-    ch20_pictures.draw_experts({"8 tokens": [1, 3]})
-    assert captions[-1].endswith(
-        "The fullest rank (hatched) has 1.50 times the mean with 8 tokens."
-    )

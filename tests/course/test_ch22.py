@@ -22,7 +22,7 @@ from minillm.lab.parallel_layout import Layout
 from minillm.models.presets import preset
 from minillm.plan.cost import step_cost, step_time
 from minillm.plan.hardware import DATASHEET
-from minillm_exercises.chapters import ch22, ch22_pictures, ch22_ship
+from minillm_exercises.chapters import ch22, ch22_ship
 from minillm_exercises.errors import ExerciseError
 
 H100, LLAMA = DATASHEET["h100-sxm"], preset("llama-3.1-70b")
@@ -32,14 +32,6 @@ STEPS = (
     ([500], [1000], 0),  # a piece inside a prompt has no logits
     ([4, 4, 1], [100, 90, 80], 9),  # drafts
 )
-
-
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The captions that would be displayed."""
-    seen: list[str] = []
-    monkeypatch.setattr(ch22_pictures, "show", lambda fig, caption: seen.append(caption))
-    return seen
 
 
 # ---- claims ---------------------------------------------------------------------------------
@@ -251,27 +243,3 @@ def test_the_server_ends_when_its_parent_is_killed():
             return
         time.sleep(0.1)
     pytest.fail("the server outlived the process that started it")
-
-
-# ---- drawings -------------------------------------------------------------------------------
-
-
-def test_the_drawings_caption_what_they_draw(shown):
-    ch22_pictures.draw_request(0.0, 0.12, (0.20, 0.24, 0.28, 0.78, 0.82))
-    ch22_pictures.draw_stop(
-        {"closed": [(0, 10), (10, 1010)], "open": [(0, 10), (5, 500)]},
-        {"closed": 10, "open": 500}, (5, 10),
-    )  # fmt: skip
-    ch22_pictures.draw_loads(
-        [1, 2, 3], [10, 20, 30], [10, 19, 1], {"mean": [5, 6, 7], "p99": [6, 8, 9]},
-        [1.0, 0.95, 0.1], limit=8, knee=2, most=35,
-    )  # fmt: skip
-    ch22_pictures.draw_queues({0: 98.5, 4: 99, 8: 90, 16: 3}, 100, 20)
-    ch22_pictures.draw_prices({"plain": 4.0, "better": 1.0}, {"plain": 0.5, "better": 0.5}, "20 ms")
-    assert "TTFT) is 200 ms, of which 120 are waiting" in shown[0]
-    assert "155 ms, and the longest gap is 500 ms" in shown[0]
-    assert "1 of 2 (closed), 1 of 2 (open)" in shown[1]
-    assert "Up to 2 requests/s" in shown[2]
-    assert "At 3 requests/s the server writes more tokens, the mean TPOT is 7.0 ms" in shown[2]
-    assert "queues of 0 to 4 places differ by less than one percent; they give up to 99" in shown[3]
-    assert "within 20 ms. They go from 1.00 to 4.00 dollars" in shown[4]

@@ -4,12 +4,13 @@ import os
 import re
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from notebook_chapter import NOTEBOOKS
+from notebook_chapter import NOTEBOOKS, forked
 from toy_notebooks import FACT_TAGS, code, copy_machinery, fact, write
 
 ALONE = """\
@@ -48,7 +49,6 @@ PLANTED = {
         fact("x", 1),
     ],
     "15_never_raises": [code("x = 1", "raises-exception"), fact("x", 1)],
-    "16_never_run": [{**code("print('x: 1')", *FACT_TAGS), "execution_count": None}],
 }
 
 pytestmark = pytest.mark.slow  # each test starts pytest, and that a kernel for each notebook
@@ -63,7 +63,7 @@ class Outcome:
     failures: tuple[str, ...]
 
 
-def run_pytest(folder: Path, *options: str) -> tuple[str, dict[str, Outcome]]:
+def run_pytest(folder: Path, *options: str, **env: str) -> tuple[str, dict[str, Outcome]]:
     """What pytest says of the notebooks in `folder`, and the outcome of each."""
     copy_machinery(folder)
     report = folder / "report.xml"
@@ -73,7 +73,7 @@ def run_pytest(folder: Path, *options: str) -> tuple[str, dict[str, Outcome]]:
         cwd=folder,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": ""},
+        env={**os.environ, **env},
     )
     text = done.stdout + done.stderr
     assert report.exists(), text
@@ -124,16 +124,17 @@ EXPECTED = {
     ),
     "14_exits": (0, 1, ["the kernel died with status 3", "last words"]),
     "15_never_raises": (0, 1, ["tagged raises-exception, and it raised nothing"]),
-    "16_never_run": (0, 0, ["no committed output", "python notebooks/execute.py 16"]),
 }
 
 
-def test_each_kind_of_fault_fails_and_says_what_to_repair(tmp_path):
+@pytest.mark.parametrize("provisioner", ["local-provisioner", forked.NAME])
+def test_each_kind_of_fault_fails_and_says_what_to_repair(tmp_path, provisioner):
     """All planted notebooks in one run on two workers, as `make test` does it: a test of its own
-    for each would start pytest seven times."""
+    for each would start pytest six times."""
     for stem, cells in PLANTED.items():
         write(tmp_path, stem, *cells)
-    text, outcomes = run_pytest(tmp_path, "-n", "2", "--dist", "loadfile")
+    chosen = {"JUPYTER_DEFAULT_PROVISIONER_NAME": provisioner}
+    text, outcomes = run_pytest(tmp_path, "-n", "2", "--dist", "loadfile", **chosen)
     found = {stem: (outcome.passed, outcome.skipped) for stem, outcome in outcomes.items()}
     assert found == {stem: (passed, skipped) for stem, (passed, skipped, _) in EXPECTED.items()}
     for stem, (_, _, says) in EXPECTED.items():
@@ -168,3 +169,32 @@ def test_an_untried_nbval_is_refused(tmp_path):
     )
     assert done.returncode == 4
     assert re.search(r"nbval 9\.\*, and nbval 0\.11\S* is\s+installed", done.stdout + done.stderr)
+
+
+STARTS_A_KERNEL = """\
+import os, sys
+import chapters, forked, nbval.kernel
+from pathlib import Path
+from jupyter_client.provisioning import KernelProvisionerFactory
+
+if __name__ == "__main__":  # not where the fork reads it again
+    forked.register()
+    KernelProvisionerFactory.instance().default_provisioner_name = forked.NAME
+    name, folder = nbval.kernel.CURRENT_ENV_KERNEL_NAME, sys.argv[1]
+    env = chapters.environment(Path(folder), 1)
+    manager, _ = nbval.kernel.start_new_kernel(kernel_name=name, cwd=folder, env=env)
+    print(manager.provisioner.pid, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_forked_kernel_ends_with_the_process_that_started_it(tmp_path):
+    copy_machinery(tmp_path)
+    (tmp_path / "start.py").write_text(STARTS_A_KERNEL)
+    words = [sys.executable, tmp_path / "start.py", tmp_path]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
+    kernel, end = Path("/proc", done.stdout.strip()), time.monotonic() + 60
+    assert done.stdout
+    while kernel.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not kernel.exists()

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from notebook_chapter import chapters, stale
+from notebook_chapter import chapters, execute, stale
+from rich.console import Console
 from toy_notebooks import code, notebook
 
 MODULE = '''"""A module."""
@@ -76,33 +77,32 @@ def test_numbers_are_compared_with_their_bands():
     assert "was not recorded" in stale.outside({"b": 2.0}, old, new)[0]
 
 
-@pytest.mark.parametrize(
-    ("bands", "results"),
-    [({}, {"values": {"ratio": {"value": 1.0}}, "timed": {}}), ({"ratio": 1.5}, None)],
-)
-def test_nothing_is_renewed_without_a_comparison(tmp_path, bands, results):
-    made = notebook(code("x = 1"), timed=["minillm.errors.MinillmError"], bands=bands)
-    path = tmp_path / "90_toy.ipynb"
-    chapters.write_notebook(path, made)
+def measured(folder, value, about, results):
+    """The toy chapter that records `value`, measured again: what is said, and its results then."""
+    cell = code(f'from minillm_exercises import record\nrecord("ratio", {value})')
+    path = folder / "90_toy.ipynb"
+    chapters.write_notebook(path, notebook(cell, timed=["minillm.errors.MinillmError"], **about))
+    kept = execute.results_of(path)
+    kept.parent.mkdir()
     if results:
-        (tmp_path / "results").mkdir()
-        (tmp_path / "results" / "90_toy.json").write_text(json.dumps(results))
+        kept.write_text(json.dumps(results))
+    return execute.older(path, Console(), True, 60), json.loads(kept.read_text())
+
+
+OLD = {"values": {"ratio": {"value": 1.0}}, "timed": {}}
+
+
+@pytest.mark.parametrize(("bands", "results"), [({}, OLD), ({"ratio": 1.5}, None)])
+def test_nothing_is_renewed_without_a_comparison(tmp_path, bands, results):
     with pytest.raises(chapters.ChapterError, match="no recorded results, or no bands"):
-        stale.renew(path, timeout=60)
+        measured(tmp_path, 1.0, {"bands": bands}, results)
 
 
 @pytest.mark.parametrize(("value", "renewed"), [(1.1, True), (9.0, False)])
-def test_a_chapter_is_measured_again(tmp_path, value, renewed, monkeypatch):
-    about = {"timed": ["minillm.errors.MinillmError"], "bands": {"ratio": 1.5}}
-    made = notebook(
-        code(f'from minillm_exercises import record\nrecord("ratio", {value})'), **about
-    )
-    path = tmp_path / "90_toy.ipynb"
-    chapters.write_notebook(path, made)
-    (tmp_path / "results").mkdir()
-    results = tmp_path / "results" / "90_toy.json"
-    results.write_text(json.dumps({"values": {"ratio": {"value": 1.0}}, "timed": {}}))
-    found = stale.renew(path, timeout=60)
-    kept = json.loads(results.read_text())
+def test_a_chapter_is_measured_again(tmp_path, value, renewed):
+    found, kept = measured(tmp_path, value, {"bands": {"ratio": 1.5}}, OLD)
     assert bool(kept["timed"]) is renewed is not bool(found)
-    assert kept["values"] == {"ratio": {"value": 1.0}}  # the page's numbers stay
+    assert kept["values"] == OLD["values"]  # the page's numbers stay
+    if found:
+        assert "its band is a factor of 1.5" in found[0]
+        assert found[1] == "execute it again: python notebooks/execute.py 90"

@@ -58,5 +58,5 @@ def write(folder: Path, stem: str, *cells: dict[str, Any], **about: object) -> P
 
 def copy_machinery(folder: Path) -> None:
     """Put what pytest needs to run the notebooks of `folder` beside them."""
-    for name in ("conftest.py", "chapters.py"):
+    for name in ("conftest.py", "chapters.py", "forked.py"):
         (folder / name).write_text((NOTEBOOKS / name).read_text("utf-8"), "utf-8")

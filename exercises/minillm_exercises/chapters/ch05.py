@@ -19,6 +19,7 @@ from minillm_exercises.chapters.ch01 import count_calls as calls_of
 from minillm_exercises.chapters.ch01 import product_pass as product_pass
 from minillm_exercises.chapters.ch03 import counted as counted
 from minillm_exercises.chapters.common import nearest as nearest
+from minillm_exercises.chapters.common import rounds as rounds
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.chapters.common import show_trace as show_trace
 from minillm_exercises.errors import ExerciseError
@@ -64,7 +65,7 @@ def product_seconds(llm: LLM, batches: Sequence[int]) -> dict[int, float]:
     model, device = llm.engine.forward_pass.model, str(llm.engine.device)
     runs = [
         {b: measure(product_pass(model, b, b), budget=0.1, device=device).median for b in batches}
-        for _ in range(2)
+        for _ in range(rounds(2))
     ]
     return {b: min(run[b] for run in runs) for b in batches}
 

@@ -25,6 +25,7 @@ from minillm.ops import c_library, cpu
 from minillm.ops.batch import Batch
 from minillm.plan import machine
 from minillm.plan.hardware import Hardware
+from minillm_exercises.chapters import common
 from minillm_exercises.chapters.ch01 import product_pass as product_pass
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
@@ -232,7 +233,7 @@ class Rung:
 def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int = 6) -> dict[str, float]:
     """Seconds of each run: medians, measured one after the other and again; the fastest counts."""
     best = dict.fromkeys(runs, math.inf)
-    for _ in range(rounds):
+    for _ in range(common.rounds(rounds)):
         for name, run in runs.items():
             best[name] = min(best[name], quietly(run, 25, 0.15))
     return best
@@ -244,7 +245,7 @@ def climb(ways: Sequence[Way], rounds: int = 6) -> list[Rung]:
     steps = [DecodeStep.of(way.chosen()) for way in ways]
     parts = [product_pass(step.model, 1) for step in steps]
     best = [[math.inf, math.inf] for _ in ways]
-    for _ in range(rounds):
+    for _ in range(common.rounds(rounds)):
         for way, step, products, least in zip(ways, steps, parts, best, strict=True):
             way.chosen()
             least[0] = min(least[0], quietly(step, 15, 0.1))

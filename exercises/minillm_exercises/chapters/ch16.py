@@ -16,6 +16,7 @@ from minillm.plan.cost import StepCost, step_cost, step_time
 from minillm.plan.hardware import Hardware
 from minillm.sampling.sampler import SamplingRow, sample
 from minillm.speculative.proposer import DraftRow
+from minillm_exercises.chapters import common
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.chapters.common import your_turn as your_turn
@@ -261,7 +262,7 @@ def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int = 4) -> dict[s
     """Median seconds of each of `runs`. They are measured in turn, so that a disturbance that
     lasts for some time meets all of them."""
     found: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
+    for number in range(common.rounds(rounds) + 1):
         for name, run in runs.items():
             (seconds, *_) = measure(run, repeats=1, warmup=0, budget=1e-9).times
             if number:  # the first round is a warm-up

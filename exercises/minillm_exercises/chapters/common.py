@@ -1,6 +1,7 @@
 """What several chapters use: the option nearest to a measurement, tables, and drawn traces."""
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,12 @@ def nearest(value: float, options: Mapping[str, float]) -> str:
     low, high = min(options.values()), max(options.values())
     value = min(max(value, low), high)  # zero is nearest to the smallest, infinity to the largest
     return min(options, key=lambda letter: abs(math.log(options[letter] / value)))
+
+
+def rounds(count: int) -> int:
+    """How often to measure: `count` times, or once where only the facts are wanted, as by
+    `timing.measure`."""
+    return 1 if os.environ.get("MINILLM_QUICK") else count
 
 
 def chosen(what: str, name: str, known: Mapping[str, T]) -> T:
