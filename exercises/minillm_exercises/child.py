@@ -47,6 +47,7 @@ class Job:
 
     source: str
     name: str  # "e03_1.py", which is how the submission sees itself
+    file_of_checks: Path
     checks: tuple[str, ...]
     folder: Path
     seed: int = 0
@@ -70,7 +71,7 @@ class Job:
 
     def to_json(self) -> str:
         """The job as one line."""
-        return json.dumps({**vars(self), "folder": str(self.folder), "limits": vars(self.limits)})
+        return json.dumps({**vars(self), "limits": vars(self.limits)}, default=str)
 
     @classmethod
     def from_json(cls, line: str) -> "Job":
@@ -78,6 +79,7 @@ class Job:
         job = cls(**json.loads(line))
         return replace(
             job,
+            file_of_checks=Path(job.file_of_checks),
             checks=tuple(job.checks),
             folder=Path(job.folder),
             limits=Limits(**job.limits),  # type: ignore[arg-type]
@@ -153,6 +155,7 @@ def _isolate(channel: Connection, job: Job) -> None:
     """Leave the submission a folder of its own, no input, no other file, and bounded memory."""
     if hasattr(os, "setsid"):
         os.setsid()  # so that processes it starts end with it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     job.file.write_text(job.source, encoding="utf-8")
     printed = _Printed(job.printed)
     fault = job.fault.open("w", encoding="utf-8")

@@ -4,23 +4,24 @@ The limits are small so that an endless loop ends soon; nothing else comes near 
 """
 
 import json
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from conftest import ToyRoot
 from minillm_exercises.child import Job
-from minillm_exercises.diagnosis import same_behaviour
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.grader import VACUOUS, Grader, grade, list_checks
 from minillm_exercises.limits import Limits
 from minillm_exercises.manifest import Exercise
 from minillm_exercises.mutants import Mutant
-from minillm_exercises.results import CheckResult, Verdict
+from minillm_exercises.results import CheckResult, Verdict, same_behaviour
 from minillm_exercises.server import load_checks, supervise
 from minillm_exercises.verify import BASES, returning_agreeable
+from tests.course.conftest import TOY, ToyRoot
 from tests.course.submissions import Graded, solution, statuses, with_first
 
 LIMITS = Limits(cpu=1.0, wall=600.0)
@@ -40,10 +41,9 @@ def written(folder: Path, source: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def graders(toys: Toys) -> Iterator[dict[str, Grader]]:
-    """One grader per toy for the whole file, so that torch is imported once."""
-    with Grader(toys["e90.1"], limits=LIMITS) as plain, Grader(toys["e91.1"]) as tensors:
-        yield {"e90.1": plain, "e91.1": tensors}
+def graders(toys: Toys) -> dict[str, Grader]:
+    """One grader per toy for the whole file, which remembers what known mistakes look like."""
+    return {"e90.1": Grader(toys["e90.1"], limits=LIMITS), "e91.1": Grader(toys["e91.1"])}
 
 
 @pytest.fixture
@@ -150,11 +150,11 @@ def test_who_differs_later_is_not_named(graders: dict[str, Grader]) -> None:
 
 def test_a_name_costs_one_run_of_each_mutant_and_one_more(toys: Toys, monkeypatch) -> None:
     mutants = toys["e90.1"].mutants
-    with Grader(toys["e90.1"]) as grader:
-        verdict = grader.run(mutants[0].source)
-        runs, run = [], grader.run
-        monkeypatch.setattr(grader, "run", lambda *a, **k: runs.append(a) or run(*a, **k))
-        assert grader.diagnose(verdict).mutant == mutants[0].name
+    grader = Grader(toys["e90.1"])
+    verdict = grader.run(mutants[0].source)
+    runs, run = [], grader.run
+    monkeypatch.setattr(grader, "run", lambda *a, **k: runs.append(a) or run(*a, **k))
+    assert grader.diagnose(verdict).mutant == mutants[0].name
     assert len(runs) == len(mutants) + 1
 
 
@@ -387,16 +387,10 @@ def test_whatever_ends_the_process_is_reported(
     assert unguarded(solution(toys["e90.1"])).status == "pass"  # the others still grade
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
 def test_processes_that_a_submission_leaves_behind_are_ended(toys: Toys, unguarded: Graded) -> None:
     leave = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"
-    process_id = unguarded(with_first(toys["e90.1"], leave)).printed.splitlines()[0]
-    stat = Path(f"/proc/{process_id}/stat")
-    for _ in range(3000):  # it was told to end, and does so as soon as it is scheduled
-        if not stat.exists() or stat.read_text("ascii").split()[2] == "Z":
-            return
-        time.sleep(0.01)
-    pytest.fail(f"process {process_id} is still there")
+    assert gone(int(unguarded(with_first(toys["e90.1"], leave)).printed.splitlines()[0]))
 
 
 def test_a_submission_cannot_fill_the_disk(toys: Toys, unguarded: Graded) -> None:
@@ -442,8 +436,7 @@ def test_the_process_has_no_input_no_secrets_and_a_folder_of_its_own(
         "    print('MY_TOKEN' in os.environ)"
     )
     monkeypatch.setenv("MY_TOKEN", "secret")
-    with Grader(toys["e90.1"]) as grader:
-        printed = grader.run(with_first(toys["e90.1"], look)).printed.splitlines()[:5]
+    printed = Grader(toys["e90.1"]).run(with_first(toys["e90.1"], look)).printed.splitlines()[:5]
     stdin, files, descriptors, folder, token = printed
     assert (stdin, files, token) == ("''", "[]", "False")
     assert int(descriptors) <= 7  # 0, 1, 2, the pipe, two logs, and this listing
@@ -458,10 +451,75 @@ def test_patching_the_checks_helpers_changes_nothing(toys: Toys, unguarded: Grad
 
 def test_a_new_process_per_submission_where_there_is_no_fork(toys: Toys, tmp_path: Path) -> None:
     exercise = toys["e90.1"]
-    job = Job(solution(exercise), "mine.py", tuple(NAMES), tmp_path, limits=Limits())
-    outcome = supervise(job, exercise.checks, load_checks(exercise.checks), "spawn")
+    job = Job(solution(exercise), "mine.py", exercise.checks, tuple(NAMES), tmp_path)
+    outcome = supervise(job, load_checks(exercise.checks), "spawn")
     results = [r["status"] for r in outcome["reports"] if r["event"] == "result"]
     assert results == ["pass"] * 3
+
+
+ALONE = f"""
+import os, signal, threading
+from pathlib import Path
+from minillm_exercises import runner
+from minillm_exercises.grader import Grader
+from minillm_exercises.manifest import load_manifest
+
+exercise = load_manifest(Path({str(TOY)!r}))["e90.1"]
+text = (exercise.answers / "solution.py").read_text("utf-8")
+server = lambda: runner._living_server(()).process
+
+def grade(slow=""):
+    status = Grader(exercise).run(slow + text).status
+    print(status, server().pid, flush=True)
+
+grade()
+os.kill(server().pid, signal.SIGINT)  # as Jupyter does: it interrupts a whole group
+grade()
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    grade("import time; time.sleep(99)\\n")
+except KeyboardInterrupt:
+    grade()
+os.kill(server().pid, signal.SIGKILL)
+server().wait() if server().poll() is None else None
+grade()
+if child := os.fork():
+    os.waitpid(child, 0)
+else:
+    grade()
+    os._exit(0)
+grade()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def gone(process_id: int) -> bool:
+    """Whether a process has ended, or does so in a while."""
+    stat = Path(f"/proc/{process_id}/stat")
+    for _ in range(3000):
+        if not stat.exists() or stat.read_text("ascii").rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_the_process_that_grades_is_replaced_and_ends_with_the_one_that_started_it() -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert [status for status, _ in said] == ["pass"] * 6
+    idle, interrupted, answered, killed, fork, after = (int(process) for _, process in said)
+    assert idle == interrupted != answered  # the answer to the interrupted job is nobody's
+    assert answered != killed == after != fork  # a fork must not talk to the same process
+    assert all(map(gone, {idle, answered, killed, fork}))
+
+
+def test_checks_that_have_changed_are_loaded_anew(toy_root: ToyRoot) -> None:
+    exercise = toy_root.manifest["e90.1"]
+    assert grade(exercise, exercise.answers / "solution.py").status == "pass"
+    toy_root.edit("e90_windows/test_e90_1.py", "3), [6]", "3), [7]")
+    assert grade(exercise, exercise.answers / "solution.py").status == "fail"
 
 
 # --- the course's own mistakes -------------------------------------------------------------------

@@ -6,7 +6,7 @@ import linecache
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from minillm_exercises.grader import Grader
 from minillm_exercises.limits import ON_GPU, Limits
 from minillm_exercises.manifest import Exercise, load_manifest
 from minillm_exercises.results import Verdict
-from minillm_exercises.standing import unavailable
+from minillm_exercises.session import unavailable
 from minillm_exercises.wording import crash_sentence
 from minillm_exercises.workspace import Workspace
 
@@ -33,9 +33,8 @@ Graded = Callable[..., Verdict]
 
 
 @pytest.fixture(scope="module")
-def grader() -> Iterator[Grader]:
-    with Grader(EXERCISE, limits=Limits(cpu=2.0)) as made:
-        yield made
+def grader() -> Grader:
+    return Grader(EXERCISE, limits=Limits(cpu=2.0))
 
 
 @pytest.fixture
@@ -215,13 +214,13 @@ def test_what_cuda_says_ends_the_process_and_not_the_grader(toys: dict[str, Exer
     text = (toys["e90.1"].answers / "solution.py").read_text(encoding="utf-8")
     anchor = "    starts = "
     fault = "    raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
-    with Grader(toys["e90.1"]) as grader:
-        verdict = grader.run(text.replace(anchor, fault + anchor))
-        assert verdict.status == "crashed"
-        assert "it touched memory that is not its own" in verdict.message
-        assert "TRITON_INTERPRET=1" in verdict.message
-        assert [check.status for check in verdict.checks] == ["error", "not run", "not run"]
-        assert grader.run(text).status == "pass"
+    grader = Grader(toys["e90.1"])
+    verdict = grader.run(text.replace(anchor, fault + anchor))
+    assert verdict.status == "crashed"
+    assert "it touched memory that is not its own" in verdict.message
+    assert "TRITON_INTERPRET=1" in verdict.message
+    assert [check.status for check in verdict.checks] == ["error", "not run", "not run"]
+    assert grader.run(text).status == "pass"
 
 
 def test_a_circle_of_causes_ends() -> None:

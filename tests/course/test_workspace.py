@@ -12,7 +12,7 @@ from minillm_exercises import progress as progress_module
 from minillm_exercises import workspace
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.progress import Entry, ProgressFile
-from minillm_exercises.standing import suggestion
+from minillm_exercises.session import suggestion
 from minillm_exercises.workspace import work_root
 from tests.course.small import SOLUTION, Terminal, terminal
 
