@@ -29,10 +29,14 @@ class ToyRoot:
         """The manifest as it is now."""
         return load_manifest(self.root)
 
-    def edit(self, name: str, old: str, new: str) -> None:
-        """Replace `old`, which must be there, in a file."""
+    def edit(self, name: str, old: str | None, new: str) -> None:
+        """Replace `old`, which must be there, in a file; "" is its end, and None the whole file."""
         file = self.root / name
+        if old is None:
+            return file.unlink()
         text = file.read_text("utf-8")
+        if not old:
+            return self.write(name, text + new)
         assert old in text, f"{old!r} is not in {name}"
         file.write_text(text.replace(old, new), "utf-8")
 

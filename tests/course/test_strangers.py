@@ -15,6 +15,7 @@ each old one is in the program once. A program is "solution", "starter", or one 
     says = 'the first message has this'         # one text or several
     tells = 'one of the messages has this'
     silent = 'no message has this'
+    where = 'a check points to a line with this'
     mutant = 'node_per_token'   # '' for none
     only = ['test_edges']       # exactly these checks fail
     failed = ['test_edges']     # these fail, perhaps with others
@@ -83,7 +84,7 @@ def test_a_stranger(grader: Grader, source: str, expected: Expected, tmp_path: P
         file = tmp_path / "submission.py"
         file.write_text(source, "utf-8")
         verdict = grader.grade(file)
-    assert found(verdict, expected) == []
+    assert (wrong := found(verdict, expected)) == [], "\n".join(wrong)
 
 
 def found(verdict: Verdict, expected: Expected) -> list[str]:
@@ -96,6 +97,7 @@ def found(verdict: Verdict, expected: Expected) -> list[str]:
         "says": lambda texts: all(text in messages[0] for text in listed(texts)),
         "tells": lambda texts: all(any(x in m for m in messages) for x in listed(texts)),
         "silent": lambda text: not any(text in message for message in messages),
+        "where": lambda text: any(text in check.where for check in verdict.checks),
         "mutant": lambda name: verdict.mutant == name,
         "only": lambda names: failed == names,
         "failed": lambda names: set(names) <= set(failed),
