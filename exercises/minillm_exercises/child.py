@@ -5,14 +5,12 @@ nothing the submission prints can be taken for one. A report leaves when its che
 happens later, that check was graded.
 """
 
-import contextlib
 import faulthandler
 import functools
 import io
 import json
 import os
 import re
-import secrets
 import signal
 import sys
 import time
@@ -322,15 +320,3 @@ def _compact(value: object) -> object:
     if isinstance(value, int) and value.bit_length() > 64:
         return f"{value.bit_length()} bits, {value % (2**61 - 1)} modulo 2**61 - 1"
     return value
-
-
-def new_word() -> bytes:
-    """The random word in front of the reports of one process."""
-    return secrets.token_hex(16).encode()
-
-
-def kill_group(process_id: int) -> None:
-    """End a learner's process with all that it started."""
-    if hasattr(os, "killpg"):
-        with contextlib.suppress(OSError):
-            os.killpg(process_id, signal.SIGKILL)

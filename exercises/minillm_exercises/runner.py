@@ -100,12 +100,10 @@ class Server:
                 pass
             finally:
                 alarm.cancel()
-                if (
-                    not line
-                ):  # after an interrupt the answer would be taken for that to the next job
+                if not line.endswith("\n"):  # its answer would be taken for that to the next job
                     self.process.kill()
                     self.process.wait()
-        return json.loads(line) if line else None
+        return json.loads(line) if line.endswith("\n") else None
 
 
 def _end(owner: int, process: "subprocess.Popen[str]", root: str) -> None:

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import re
+import secrets
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm_exercises.checking import Check
-from minillm_exercises.child import MAX_PRINTED, Job, kill_group, new_word, run_job
+from minillm_exercises.child import MAX_PRINTED, Job, run_job
 from minillm_exercises.limits import ON_GPU, processor_time
 
 MAX_REPORT = 64 * 2**20
@@ -37,7 +38,15 @@ def load_checks(path: Path) -> dict[str, Check]:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    folder = str(path.parent)
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(folder)
+        for name, beside in list(sys.modules.items()):  # another folder may have one of that name
+            if (getattr(beside, "__file__", None) or "").startswith(folder + os.sep):
+                del sys.modules[name]
     return {name: value for name, value in vars(module).items() if hasattr(value, "check_info")}
 
 
@@ -45,7 +54,7 @@ def supervise(job: Job, loaded: Mapping[str, Check], method: str = METHOD) -> di
     """Run a job in a process of its own and return its reports and how it ended."""
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
-    word = new_word()
+    word = secrets.token_hex(16).encode()  # in front of the reports of this process
     target = (
         functools.partial(run_job, sender, word, job, loaded)
         if method == "fork"
@@ -124,7 +133,9 @@ def _end(process: Any) -> None:
         if process.exitcode is not None:
             break
         time.sleep(PAUSE)
-    kill_group(process.pid)
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)  # with all that it started
     process.kill()
     process.join()
 

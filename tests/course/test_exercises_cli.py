@@ -197,6 +197,7 @@ def test_run_as_json(at: Terminal) -> None:
     assert code == 1
     assert (data["status"], data["earned"], data["mutant"]) == ("fail", 1, "sizes")
     assert [check["status"] for check in data["checks"]] == ["pass", "fail"]
+    assert "trace" not in data["checks"][0]
     assert isinstance(json.loads(at.type("run", "--all", "--json")[1]), list)
 
 

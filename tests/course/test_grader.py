@@ -20,7 +20,6 @@ from minillm_exercises.manifest import Exercise
 from minillm_exercises.mutants import Mutant
 from minillm_exercises.results import CheckResult, Verdict, same_behaviour
 from minillm_exercises.server import load_checks, supervise
-from minillm_exercises.verify import BASES, returning_agreeable
 from tests.course.conftest import TOY, ToyRoot
 from tests.course.submissions import Graded, solution, statuses, with_first
 
@@ -68,17 +67,6 @@ def unguarded(graders: dict[str, Grader]) -> Graded:
 
 
 @pytest.mark.parametrize("exercise_id", ["e90.1", "e91.1"])
-@pytest.mark.parametrize("name", ["solution", "alternate"])
-def test_correct_solutions_pass(graders: dict[str, Grader], exercise_id: str, name: str) -> None:
-    grader = graders[exercise_id]
-    verdict = grader.grade(grader.exercise.answers / f"{name}.py")
-    assert verdict.status == "pass"
-    assert verdict.earned == 4
-    assert verdict.message == verdict.mutant == verdict.misconception == ""
-    assert all(check.trace for check in verdict.checks)
-
-
-@pytest.mark.parametrize("exercise_id", ["e90.1", "e91.1"])
 def test_the_starter_is_still_to_do(toys: Toys, exercise_id: str) -> None:
     verdict = grade(toys[exercise_id], toys[exercise_id].starter)
     assert verdict.status == "todo"
@@ -99,40 +87,6 @@ def test_half_done_is_still_to_do(toys: Toys, graded: Graded) -> None:
     assert verdict.message == "Still to do: TODO e90.1: the largest so far"
     assert statuses(verdict) == ["pass", "pass", "not run"]
     assert verdict.earned == 3
-
-
-@pytest.mark.parametrize(
-    ("exercise_id", "name"),
-    [
-        ("e90.1", "last_window_lost"),
-        ("e90.1", "starts_at_zero"),
-        ("e91.1", "sums_everything"),
-        ("e91.1", "changes_input"),
-    ],
-)
-def test_a_known_mistake_is_named(
-    graders: dict[str, Grader], exercise_id: str, name: str, tmp_path: Path
-) -> None:
-    grader = graders[exercise_id]
-    wrong = mutant(grader.exercise, name)
-    verdict = grader.grade(written(tmp_path, wrong.source))
-    assert verdict.status == "fail"
-    assert verdict.mutant == name
-    assert verdict.misconception == wrong.teaches
-    assert 0 < verdict.earned < 4
-
-
-def test_the_same_mistake_in_other_words_is_named(toys: Toys, graded: Graded) -> None:
-    mine = "largest = 0\n    def show(self, n):\n        self.largest = max(n, self.largest)\n"
-    source = solution(toys["e90.1"]).split("class Meter")[0]
-    verdict = graded(f"{source}class Meter:\n    {mine}        return self.largest\n")
-    assert verdict.mutant == "starts_at_zero"
-
-
-def test_another_mistake_is_not_named(toys: Toys, graded: Graded) -> None:
-    verdict = graded(solution(toys["e90.1"]).replace("sum(numbers", "7 + sum(numbers"))
-    assert verdict.status == "fail"
-    assert verdict.mutant == verdict.misconception == ""
 
 
 def test_who_differs_later_is_not_named(graders: dict[str, Grader]) -> None:
@@ -168,6 +122,7 @@ def test_behaviour_is_the_same_within_rounding() -> None:
     assert same(10**17 + 16, 1e17)
     assert same([1.0, 2], [1.0 + 1e-9, 2])
     assert not same(10**17 + 16, 10**17)
+    assert not same(1.0, 1.0001)
     assert not same(1.0, True)
     assert not same(1.0, "1.0")
     assert same([3, 2], [2, 3], "pass")
@@ -205,12 +160,6 @@ def test_without_answers_no_misconception_is_looked_for(toy_root: ToyRoot) -> No
     verdict = grade(exercise, mine)
     assert verdict.status == "fail"
     assert verdict.mutant == ""
-
-
-def test_a_seed_changes_the_cases(toys: Toys, tmp_path: Path) -> None:
-    wrong = written(tmp_path, mutant(toys["e90.1"], "last_window_lost").source)
-    messages = {grade(toys["e90.1"], wrong, seed=seed).checks[1].message for seed in (0, 0, 1)}
-    assert len(messages) == 2
 
 
 # --- kind words for every bad input -----------------------------------------------------------
@@ -269,22 +218,6 @@ def test_what_a_function_does_wrong_is_explained(
     assert verdict.checks[2].status == "pass"
     if "Your code raised" in says:
         assert verdict.checks[0].where.startswith("line 6: ")
-
-
-AGREEABLE = [(base, "e90.1") for base in BASES] + [("torch.Tensor", "e91.1"), ("int", "e91.1")]
-
-
-@pytest.mark.parametrize(("base", "exercise_id"), AGREEABLE)
-def test_an_object_that_agrees_with_everything_earns_nothing(
-    toys: Toys, graders: dict[str, Grader], base: str, exercise_id: str
-) -> None:
-    starter = toys[exercise_id].starter.read_text("utf-8")
-    verdict = graders[exercise_id].run(returning_agreeable(starter, base))
-    assert verdict.earned == 0
-    assert not {"pass", "not run"} & set(statuses(verdict))
-    kind = base.removeprefix("torch.")
-    said = "got " if base == "object" else f"got a Agreeable, which is a kind of {kind} of your own"
-    assert said in verdict.checks[0].message
 
 
 def test_a_changed_signature_is_explained(toys: Toys, graded: Graded) -> None:
@@ -515,6 +448,19 @@ def test_the_process_that_grades_is_replaced_and_ends_with_the_one_that_started_
     assert all(map(gone, {idle, answered, killed, fork}))
 
 
+def test_checks_may_have_a_module_beside_them(toy_root: ToyRoot, tmp_path: Path) -> None:
+    hidden = ToyRoot(tmp_path / "hidden")
+    for root, one in ((toy_root, "6"), (hidden, "7")):
+        root.edit("e90_windows/test_e90_1.py", "3), [6]", "3), [SIX]")
+        root.edit(
+            "e90_windows/test_e90_1.py", "from itertools", "from beside import SIX\nfrom itertools"
+        )
+        root.write("e90_windows/beside.py", f"SIX = {one}\n")
+        exercise = root.manifest["e90.1"]
+        verdict = grade(exercise, exercise.answers / "solution.py")
+        assert verdict.status == ("pass" if one == "6" else "fail")
+
+
 def test_checks_that_have_changed_are_loaded_anew(toy_root: ToyRoot) -> None:
     exercise = toy_root.manifest["e90.1"]
     assert grade(exercise, exercise.answers / "solution.py").status == "pass"
@@ -559,9 +505,3 @@ def test_the_checks_are_listed_without_running_them(toys: Toys) -> None:
     assert [check.name for check in checks] == NAMES
     assert [check.points for check in checks] == [1, 2, 1]
     assert checks[2].task == "the largest so far"
-
-
-def test_a_verdict_is_plain_data(toys: Toys) -> None:
-    data = grade(toys["e90.1"], toys["e90.1"].starter).to_dict()
-    assert json.loads(json.dumps(data)) == data | {"checks": list(data["checks"])}
-    assert "trace" not in data["checks"][0]
