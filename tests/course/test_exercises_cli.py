@@ -12,6 +12,7 @@ import pytest
 
 from minillm_exercises.cli import main
 from minillm_exercises.cli.parser import COMMANDS, EXAMPLES, build_parser
+from minillm_exercises.quiz import load_quiz
 from minillm_exercises.readme import brief, task
 from minillm_exercises.results import Verdict
 from tests.course.small import MUTANT, SOLUTION, STARTER, Terminal, terminal
@@ -323,6 +324,13 @@ def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]
             build_parser().parse_args(line.partition("   ")[0].split())
     assert main([]) == 0
     assert "to teach:" in capsys.readouterr().out
+
+
+def test_a_quiz_is_asked_and_judged(at: Terminal) -> None:
+    letters = [question.answer for question in load_quiz("03")]
+    at.sees("quiz 3", "1. ", "  a)  ", "Answer with: python -m minillm_exercises quiz 03 a b c")
+    at.sees(f"quiz 03 {' '.join(letters)}", "1. right.", "3 of 3 right.")
+    at.sees(f"quiz 03 - {' '.join(letters[1:])}", "2. right.", "2 of 3 right.", code=1)
 
 
 def test_a_damaged_memory_is_said_and_set_aside(

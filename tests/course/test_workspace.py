@@ -169,6 +169,9 @@ def test_what_comes_next(at: Terminal) -> None:
     assert following("e90.2") == "e90.2"  # in order from the last one
     at.write("", "e90.1")
     assert following("e90.2") == "e90.1"  # begun comes before open
+    at.write("", "e90.2")
+    assert following("") == "e90.1"
+    at.file("e90.2").unlink()
     at.write(SOLUTION)
     at.type("run", "e90.1")
     assert following("e90.1") == "e90.2"
