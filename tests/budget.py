@@ -23,7 +23,7 @@ FOLDERS = {
 LONGEST = 2.0  # seconds of one test; what needs more is marked slow
 # Files where one test opens what all share, or cannot be divided; and its seconds.
 LONGER = {
-    "tests/course/test_e11_checks.py": 3,
+    "tests/course/test_strangers.py": 3,
     "tests/course/test_verify_exercises.py": 15,  # an exercise, all its known mistakes
     "tests/kernels/interpreted/test_triton_engine.py": 3,
     "tests/kernels/interpreted/test_triton_mla.py": 3,

@@ -1,4 +1,4 @@
-"""What a terminal shows: the board of all exercises, and one verdict.
+"""What a learner sees, at a terminal and in a notebook: the board of all exercises, one verdict.
 
 Every state is a word and a mark, never only a colour, so that the screens can be printed, piped
 and read by everybody.
@@ -12,8 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from minillm_exercises.explain import Explained, Trouble
-from minillm_exercises.standing import Standing
+from minillm_exercises.explain import Trouble, clean, summary, troubles
+from minillm_exercises.manifest import Exercise
+from minillm_exercises.results import Verdict
+from minillm_exercises.session import Standing
 
 BAR = 30  # characters
 STYLES: Mapping[str, str] = MappingProxyType(
@@ -30,8 +32,11 @@ MARKS: Mapping[str, tuple[str, str]] = MappingProxyType(  # with UTF-8, and with
     }
 )  # fmt: skip
 WORDS: Mapping[str, str] = MappingProxyType(
-    {"done": "done", "begun": "begun", "open": "", "unavailable": "not here"}
-)
+    {
+        "pass": "passed", "fail": "not yet", "error": "error", "not run": "not run",
+        "done": "done", "begun": "begun", "open": "", "unavailable": "not here",
+    }
+)  # fmt: skip
 
 
 def mark(name: str, console: Console) -> str:
@@ -72,29 +77,34 @@ def total(rows: Sequence[Standing], console: Console) -> Text:
     )
 
 
-def verdict_screen(told: Explained, console: Console, where: str = "") -> RenderableType:
+def verdict_screen(
+    exercise: Exercise, verdict: Verdict, console: Console, where: str = "", verbose: bool = False
+) -> RenderableType:
     """One graded exercise: a line per check, the failure, what was printed, the points."""
-    title = Text.assemble((told.title, "bold"), (f"  {where}" if where else "", "dim"))
-    parts: list[RenderableType] = [title]
-    if told.lines:
-        parts += [Text(), Padding(_checks(told, console), (0, 0, 0, 2))]
-    for trouble in told.troubles:
+    title = f"{exercise.id}  {exercise.title}"
+    parts: list[RenderableType] = [
+        Text.assemble((title, "bold"), (f"  {where}" if where else "", "dim"))
+    ]
+    if verdict.checks:
+        parts += [Text(), Padding(_checks(verdict, console), (0, 0, 0, 2))]
+    for trouble in troubles(verdict, verbose):
         parts += [Text(), *_trouble(trouble)]
-    if told.printed:
-        parts += [Text(), Text("Your code printed:", style="dim")]
-        parts += [Padding(Text(told.printed), (0, 0, 0, 2))]
-    parts += [Text(), Text(told.summary, style="bold green" if told.passed else "bold")]
-    return Group(*parts)
+    if verdict.printed:
+        printed = Text(clean(verdict.printed).rstrip())
+        parts += [Text(), Text("Your code printed:", style="dim"), Padding(printed, (0, 0, 0, 2))]
+    style = "bold green" if verdict.status == "pass" else "bold"
+    return Group(*parts, Text(), Text(summary(exercise, verdict), style=style))
 
 
-def _checks(told: Explained, console: Console) -> Table:
+def _checks(verdict: Verdict, console: Console) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column()
     table.add_column(justify="right", no_wrap=True)
-    for line in told.lines:
-        sign = Text(f"{mark(line.status, console)} {line.word}", style=STYLES[line.status])
-        table.add_row(sign, Text(line.task), line.points)
+    for check in verdict.checks:
+        sign = f"{mark(check.status, console)} {WORDS[check.status]}"
+        points = f"{check.points if check.status == 'pass' else 0}/{check.points}"
+        table.add_row(Text(sign, style=STYLES[check.status]), Text(clean(check.task)), points)
     return table
 
 
@@ -112,7 +122,7 @@ def _trouble(trouble: Trouble) -> list[RenderableType]:
     return parts
 
 
-def advice(line: str) -> Text:
+def advised(line: str) -> Text:
     """A line of advice, its label bold; print it with `soft_wrap`, so that a command stays whole
     and can be copied."""
     label, colon, rest = line.partition(": ")

@@ -2,22 +2,21 @@
 
 The file gets the function or class, the helpers and simple constants it uses from other cells, what
 it uses of the starter's given functions, and the imports, so that it can be graded alone; the
-command line then grades the very same file. Cells are read through `linecache`, where Jupyter keeps
-them under the name that code objects remember; that also finds a class's source, which `inspect`
-does not before Python 3.13.
+command line then grades the very same file. What a name stands for is looked up in the text of the
+cells, which IPython keeps in `In`: the latest statement at the top of a cell that binds it.
 """
 
 import ast
 import builtins
+import copy
 import inspect
-import linecache
 import symtable
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from minillm.errors import did_you_mean
@@ -28,6 +27,7 @@ from minillm_exercises.workspace import Workspace, stamp, work_root
 MAX_LITERAL = 2000  # characters; what is longer is data and no constant
 CONSTANTS = frozenset({"constexpr", "float", "int"})  # tl.constexpr(float("-inf"))
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+Import = ast.Import | ast.ImportFrom
 
 
 def save_function(
@@ -45,12 +45,13 @@ def save_function(
     for thing in objects:
         _accept(exercise, thing)
     names = {thing.__name__: thing for thing in objects}
-    starter = _starter(exercise)
-    pieces = _Pieces(_namespace(objects[0]), exercise.id, _given(starter))
+    starter = _statements(_read(exercise.starter))
+    pieces = _Pieces(_namespace(objects[0]), _given(starter))
     for name in _required(exercise):  # one that was not passed may still be in the notebook
         if name in names or name in pieces.namespace:
             pieces.add(name, names.get(name, pieces.namespace.get(name)))
-    text = stamp(exercise) + pieces.text(exercise, _imports(starter))
+    imports = [ast.unparse(node) for node, _ in starter if isinstance(node, Import)]
+    text = stamp(exercise) + pieces.text(exercise, imports)
     return workspace.put(workspace.file(exercise), text)
 
 
@@ -132,30 +133,46 @@ def _methods(thing: type) -> Iterator[FunctionType]:
             yield inner
 
 
-def _starter(exercise: Exercise) -> str:
-    """The starter, or nothing if it cannot be read."""
+def _read(file: Path) -> str:
+    """A text, or nothing if it cannot be read."""
     try:
-        text = exercise.starter.read_text(encoding="utf-8")
-        ast.parse(text)
-    except (OSError, SyntaxError):
+        return file.read_text(encoding="utf-8")
+    except OSError:
         return ""
-    return text
 
 
-def _imports(starter: str) -> list[str]:
-    tree = ast.parse(starter)
-    return [ast.unparse(n) for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
-
-
-def _given(starter: str) -> dict[str, str]:
-    """Name and source of what the starter gives: functions and classes with nothing to be done."""
-    found = {}
-    for node in ast.parse(starter).body:
-        if isinstance(node, Definition):
-            source = _cut(starter, node)
-            if "TODO" not in source:
-                found[node.name] = source
+def _statements(text: str) -> list[tuple[ast.stmt, str]]:
+    """The statements at the top of a text with their source: comments, decorators and all; none of
+    a text that is not Python."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return []
+    lines, found = text.splitlines(), []
+    for node in tree.body:
+        decorators = node.decorator_list if isinstance(node, Definition) else []
+        first = min([node.lineno, *(d.lineno for d in decorators)])
+        found.append((node, "\n".join(lines[first - 1 : node.end_lineno])))
     return found
+
+
+def _binds(node: ast.stmt, name: str) -> bool:
+    """Whether a statement gives `name` its value."""
+    if isinstance(node, Definition):
+        return node.name == name
+    if isinstance(node, Import):
+        return name in map(_local, node.names)
+    return isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets)
+
+
+def _local(alias: ast.alias) -> str:
+    """What an import calls what it brings."""
+    return alias.asname or alias.name.split(".")[0]
+
+
+def _given(starter: Sequence[tuple[ast.stmt, str]]) -> dict[str, str]:
+    """Name and source of what the starter gives: functions and classes with nothing to be done."""
+    return {n.name: text for n, text in starter if isinstance(n, Definition) and "TODO" not in text}
 
 
 @dataclass
@@ -163,11 +180,14 @@ class _Pieces:
     """What goes into the file, in the order in which it must be defined."""
 
     namespace: dict[str, Any]
-    exercise_id: str
     given: Mapping[str, str]  # what the starter has, for the names that no cell defines
     imports: list[str] = field(default_factory=list)
     definitions: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        cells = self.namespace.get("In", [])
+        self.cells = [statement for cell in cells for statement in _statements(cell)]
 
     def text(self, exercise: Exercise, starter_imports: Sequence[str]) -> str:
         """The file below its stamp."""
@@ -190,23 +210,17 @@ class _Pieces:
                     f"cannot be saved with it: pass it as an argument, or make it inside."
                 )
         else:
-            source = self._defined(name, value)
-            self._add_used(source, name)
-            self.definitions.append(source)
+            self._add_source(self._defined(name, value), name)
 
-    def _add_used(self, source: str, user: str) -> None:
-        for name in sorted(_used(source)):
-            if name in self.namespace and not self._is_builtin(name):
-                self.add(name, self.namespace[name], user)
-            elif name in self.given:
-                self._add_given(name)
-
-    def _add_given(self, name: str) -> None:
-        """Add a definition of the starter, after everything that it uses itself."""
-        if name not in self.seen:
-            self.seen.add(name)
-            self._add_used(self.given[name], name)
-            self.definitions.append(self.given[name])
+    def _add_source(self, source: str, name: str) -> None:
+        """Add a piece of source behind all that it uses of the notebook and of the starter."""
+        for used in sorted(_used(source)):
+            if used in self.namespace and not self._is_builtin(used):
+                self.add(used, self.namespace[used], name)
+            elif used in self.given and used not in self.seen:
+                self.seen.add(used)
+                self._add_source(self.given[used], used)
+        self.definitions.append(source)
 
     def _is_builtin(self, name: str) -> bool:
         """Whether a name means what it means everywhere; IPython has an `open` of its own."""
@@ -216,50 +230,27 @@ class _Pieces:
 
     def _add_elsewhere(self, name: str, value: Any) -> bool:
         """Add an import, a simple constant or an alias; False if `value` is none of them."""
-        if isinstance(value, ModuleType):
-            self.imports.append(self._imported(name) or f"import {value.__name__} as {name}")
+        node, source = self._bound(name)
+        if isinstance(node, Import):
+            alone = copy.copy(node)
+            alone.names = [alias for alias in node.names if _local(alias) == name]
+            self.imports.append(ast.unparse(alone))
+        elif isinstance(value, ModuleType):
+            self.imports.append(f"import {value.__name__} as {name}")
         elif _is_literal(value):
             self.definitions.append(f"{name} = {value!r}")
-        elif statement := self._imported(name):
-            self.imports.append(statement)
         elif isinstance(value, FunctionType | BuiltinFunctionType | type) and value.__module__:
             self.imports.append(f"from {value.__module__} import {value.__name__} as {name}")
-        elif statement := self._alias(name):
-            self._add_used(statement, name)
-            self.definitions.append(statement)
+        elif node is not None and _calls(node) <= CONSTANTS:  # also a type: Block = list[int]
+            self._add_source(source, name)
         else:
             return False
         return True
 
-    def _cells(self) -> Iterator[ast.Module]:
-        """The notebook's cells that can be read, the latest first (IPython keeps them in `In`)."""
-        for text in reversed(self.namespace.get("In", [])):
-            try:
-                yield ast.parse(text)
-            except (SyntaxError, ValueError):
-                continue
-
-    def _imported(self, name: str) -> str:
-        """The import statement that bound `name`, alone."""
-        for cell in self._cells():
-            for node in ast.walk(cell):
-                if isinstance(node, ast.Import | ast.ImportFrom):
-                    for alias in node.names:
-                        if (alias.asname or alias.name.split(".")[0]) == name:
-                            node.names = [alias]
-                            return ast.unparse(node)
-        return ""
-
-    def _alias(self, name: str) -> str:
-        """A type alias such as ``Block = list[int]``, or a constant of kernels: an assignment that
-        calls nothing, or only ``tl.constexpr``."""
-        for cell in self._cells():
-            for node in cell.body:
-                if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets):
-                    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
-                    constant = {_last_name(call.func) for call in calls} <= CONSTANTS
-                    return ast.unparse(node) if constant else ""
-        return ""
+    def _bound(self, name: str) -> tuple[ast.stmt | None, str]:
+        """The latest statement of a cell that binds `name`, and its source."""
+        found = (pair for pair in reversed(self.cells) if _binds(pair[0], name))
+        return next(found, (None, ""))
 
     def _defined(self, name: str, value: Any) -> str:
         """The source of a function or class of this notebook, or of ``name = lambda ...``."""
@@ -267,70 +258,26 @@ class _Pieces:
             raise ExerciseError(
                 f"`{name}` is defined inside another function: define it at the top of a cell."
             )
-        if isinstance(value, FunctionType):
-            return _function_source(name, value.__code__)
-        if isinstance(value, type):
-            return self._class_source(name, value)
-        raise ExerciseError(
-            f"`{name}` is an object of the class {type(value).__name__}, which cannot be saved: "
-            f"make it inside the function that uses it."
-        )
-
-    def _class_source(self, name: str, value: type) -> str:
-        files = {method.__code__.co_filename for method in _methods(value)}
-        for file in files:
-            for node in _nodes(_text(file)):
-                if isinstance(node, ast.ClassDef) and node.name == name:
-                    return _cut(_text(file), node)
-        for text in reversed(self.namespace.get("In", [])):  # a class without methods
-            for node in _nodes(text):
-                if isinstance(node, ast.ClassDef) and node.name == name:
-                    return _cut(text, node)
-        raise _unavailable(name)
+        if not isinstance(value, FunctionType | type):
+            raise ExerciseError(
+                f"`{name}` is an object of the class {type(value).__name__}, which cannot be "
+                f"saved: make it inside the function that uses it."
+            )
+        if source := self._bound(name)[1]:
+            return source
+        try:  # in a branch, or in a file that was run
+            return textwrap.dedent(inspect.getsource(value)).rstrip()
+        except (OSError, TypeError):
+            raise ExerciseError(
+                f"The source of `{name}` is not available: run the cell that defines it again, "
+                f"without magics in that cell, or write it into a .py file."
+            ) from None
 
 
-def _last_name(node: ast.expr) -> str:
-    return ast.unparse(node).rsplit(".", 1)[-1]
-
-
-def _function_source(name: str, code: CodeType) -> str:
-    text = _text(code.co_filename)
-    for node in _nodes(text):
-        if isinstance(node, ast.Assign) and code.co_name == "<lambda>":
-            if node.lineno <= code.co_firstlineno <= (node.end_lineno or 0):
-                return _cut(text, node)
-        elif isinstance(node, Definition) and node.name == code.co_name:
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            if first == code.co_firstlineno:
-                return _cut(text, node) + (
-                    f"\n\n\n{name} = {node.name}" if name != node.name else ""
-                )
-    raise _unavailable(name)
-
-
-def _text(file: str) -> str:
-    return "".join(linecache.getlines(file))
-
-
-def _nodes(text: str) -> Iterator[ast.AST]:
-    try:
-        return ast.walk(ast.parse(text))
-    except (SyntaxError, ValueError):  # a cell with a magic; its definitions cannot be read
-        return iter(())
-
-
-def _cut(text: str, node: Definition | ast.Assign) -> str:
-    """The lines of a definition with its decorators, comments and all."""
-    decorators = [] if isinstance(node, ast.Assign) else node.decorator_list
-    first = min([node.lineno, *(d.lineno for d in decorators)])
-    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
-
-
-def _unavailable(name: str) -> ExerciseError:
-    return ExerciseError(
-        f"The source of `{name}` is not available: run the cell that defines it again, without "
-        f"magics in that cell, or write it into a .py file."
-    )
+def _calls(node: ast.AST) -> set[str]:
+    """The last names of what a statement calls."""
+    calls = [part.func for part in ast.walk(node) if isinstance(part, ast.Call)]
+    return {ast.unparse(call).rsplit(".", 1)[-1] for call in calls}
 
 
 def _used(source: str) -> set[str]:

@@ -5,14 +5,12 @@ nothing the submission prints can be taken for one. A report leaves when its che
 happens later, that check was graded.
 """
 
-import contextlib
 import faulthandler
 import functools
 import io
 import json
 import os
 import re
-import secrets
 import signal
 import sys
 import time
@@ -47,6 +45,7 @@ class Job:
 
     source: str
     name: str  # "e03_1.py", which is how the submission sees itself
+    file_of_checks: Path
     checks: tuple[str, ...]
     folder: Path
     seed: int = 0
@@ -70,7 +69,7 @@ class Job:
 
     def to_json(self) -> str:
         """The job as one line."""
-        return json.dumps({**vars(self), "folder": str(self.folder), "limits": vars(self.limits)})
+        return json.dumps({**vars(self), "limits": vars(self.limits)}, default=str)
 
     @classmethod
     def from_json(cls, line: str) -> "Job":
@@ -78,6 +77,7 @@ class Job:
         job = cls(**json.loads(line))
         return replace(
             job,
+            file_of_checks=Path(job.file_of_checks),
             checks=tuple(job.checks),
             folder=Path(job.folder),
             limits=Limits(**job.limits),  # type: ignore[arg-type]
@@ -153,6 +153,7 @@ def _isolate(channel: Connection, job: Job) -> None:
     """Leave the submission a folder of its own, no input, no other file, and bounded memory."""
     if hasattr(os, "setsid"):
         os.setsid()  # so that processes it starts end with it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     job.file.write_text(job.source, encoding="utf-8")
     printed = _Printed(job.printed)
     fault = job.fault.open("w", encoding="utf-8")
@@ -319,15 +320,3 @@ def _compact(value: object) -> object:
     if isinstance(value, int) and value.bit_length() > 64:
         return f"{value.bit_length()} bits, {value % (2**61 - 1)} modulo 2**61 - 1"
     return value
-
-
-def new_word() -> bytes:
-    """The random word in front of the reports of one process."""
-    return secrets.token_hex(16).encode()
-
-
-def kill_group(process_id: int) -> None:
-    """End a learner's process with all that it started."""
-    if hasattr(os, "killpg"):
-        with contextlib.suppress(OSError):
-            os.killpg(process_id, signal.SIGKILL)

@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -18,15 +17,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from minillm_exercises.manifest import exercises_root
-from minillm_exercises.session import Session
-from minillm_exercises.standing import unavailable
+from minillm_exercises.session import Session, unavailable
 from minillm_exercises.workspace import shown_path
 
 PATIENCE = 120.0  # seconds for a process that imports torch, on a slow disk too
 OLDEST = (3, 11)
 COURSE = ("torch", "numpy", "rich", "matplotlib", "ipykernel", "ipywidgets", "jupyterlab")
 INSTALL = "pip install -c constraints.txt -e '.[course]' (or make lab, which does it)"
-PACKAGE = re.compile(r"([\w.-]+)(?:\[([^]]*)\])?")  # a requirement's name and extras
 TRITON_TOLERANCE = 1e-6
 TORCH_FACTS = """
 import json, torch
@@ -113,24 +110,22 @@ def _pins(path: Path) -> dict[str, str]:
 def _required(extra: str = "course") -> list[str]:
     """What the course needs on this system: by the installed distribution's metadata, and in any
     case what no chapter runs without. `extra` is what INSTALL installs."""
+    names, extras = list(COURSE), [extra]
     try:
-        lines = importlib.metadata.requires("minillm-course") or []
-    except importlib.metadata.PackageNotFoundError:
-        lines = []
-    names, wanted = list(COURSE), ["", extra]
-    for own in wanted:  # grows while it is read
+        from packaging.requirements import Requirement
+
+        lines = [*map(Requirement, importlib.metadata.requires("minillm-course") or [])]
+    except ImportError:  # also of a distribution that is not installed
+        return names
+    for own in extras:  # grows while it is read
         for line in lines:
-            requirement, _, marker = line.replace('"', "'").partition(";")
-            of = re.search(r"extra == '(\w+)'", marker)
-            system = re.search(r"sys_platform (==|!=) '(\w+)'", marker)
-            here = not system or (system[2] == sys.platform) is (system[1] == "==")
-            name, more = PACKAGE.match(requirement.strip()).groups()  # type: ignore[union-attr]
-            if (of[1] if of else "") != own or not here:
+            here = {"extra": own, "sys_platform": sys.platform}
+            if line.marker is not None and not line.marker.evaluate(here):
                 continue
-            if name == "minillm-course":
-                wanted += [each.strip() for each in more.split(",") if each.strip() not in wanted]
+            if line.name == "minillm-course":
+                extras += line.extras.difference(extras)
             else:
-                names.append(name.replace("_", "-").lower())
+                names.append(line.name.replace("_", "-").lower())
     return list(dict.fromkeys(names))
 
 

@@ -7,7 +7,6 @@ beside the public checks, and no misconception is looked for in them.
 import csv
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from minillm_exercises.errors import ExerciseError
 from minillm_exercises.grader import Grader
 from minillm_exercises.manifest import Exercise
 from minillm_exercises.results import Verdict
-from minillm_exercises.standing import unavailable
+from minillm_exercises.session import unavailable
 
 SKIPPED = ("__pycache__", "__MACOSX", ".history", ".ipynb_checkpoints")
 FORMULA = ("=", "+", "-", "@", "\t")  # what a spreadsheet would run instead of showing
@@ -111,36 +110,26 @@ def grade_class(
     results: list[Grades] = []
     of = len(able) * len(everybody)
     for exercise in able:
-        with ExitStack() as stack:
-            public = _Judge(exercise, seed, stack)
-            private = _Judge(extra[exercise.id], seed, stack) if exercise.id in extra else None
-            for student in everybody:
-                told(len(results), of, f"{exercise.id} {student.name}")
-                file = submission(student, exercise)
-                secret = private.grade(file, diagnose=False) if private else None
-                results.append(Grades(student.name, exercise, public.grade(file), secret))
+        public = Grader(exercise, seed=seed)
+        private = Grader(extra[exercise.id], seed=seed) if exercise.id in extra else None
+        for student in everybody:
+            told(len(results), of, f"{exercise.id} {student.name}")
+            file = submission(student, exercise)
+            secret = _judge(private, file, diagnose=False) if private else None
+            results.append(Grades(student.name, exercise, _judge(public, file), secret))
     told(of, of, "")
     return results
 
 
-class _Judge:
-    """A grader that outlives what goes wrong in it."""
-
-    def __init__(self, exercise: Exercise, seed: int, stack: ExitStack) -> None:
-        self._new = lambda: stack.enter_context(Grader(exercise, seed=seed))
-        self._grader = self._new()
-
-    def grade(self, file: Path, diagnose: bool = True) -> Verdict:
-        """The verdict on a file; a failure of the grader is one, with a new process after it."""
-        try:
-            return self._grader.grade(file, diagnose=diagnose)
-        except Exception as error:
-            known = isinstance(error, MinillmError)
-            said = str(error) if known else f"{type(error).__name__}: {error}"
-            checks, exercise = self._grader.checks, self._grader.exercise
-            self._grader = self._new()
-            message = f"The grader itself failed: {said}"
-            return Verdict(exercise.id, "crashed", checks, message)
+def _judge(grader: Grader, file: Path, diagnose: bool = True) -> Verdict:
+    """The verdict on a file; a failure of the grader is one."""
+    try:
+        return grader.grade(file, diagnose=diagnose)
+    except Exception as error:
+        known = isinstance(error, MinillmError)
+        said = str(error) if known else f"{type(error).__name__}: {error}"
+        message = f"The grader itself failed: {said}"
+        return Verdict(grader.exercise.id, "crashed", grader.checks, message)
 
 
 def as_csv(results: Sequence[Grades]) -> str:

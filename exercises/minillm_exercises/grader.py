@@ -1,8 +1,6 @@
 """Grading one file: read it (`guard`), run it elsewhere (`runner`), say what came out.
 
-    verdict = grade(exercise, path)
-
-A `Grader` keeps the process between submissions, which `verify` needs for its hundreds.
+verdict = grade(exercise, path)
 """
 
 import ast
@@ -10,18 +8,16 @@ import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from minillm_exercises.child import LOADING
-from minillm_exercises.diagnosis import same_behaviour
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.guard import inspect_source
 from minillm_exercises.limits import DEFAULT, Limits
 from minillm_exercises.manifest import Exercise
 from minillm_exercises.mutants import Mutant
-from minillm_exercises.results import CheckResult, Status, Verdict
-from minillm_exercises.runner import Runner
+from minillm_exercises.results import CheckResult, Status, Verdict, same_behaviour
+from minillm_exercises.runner import run_submission
 from minillm_exercises.wording import (
     crash_sentence,
     error_sentence,
@@ -52,8 +48,7 @@ def grade(
     Raises:
         ExerciseError: the exercise itself is broken; nothing a learner writes raises.
     """
-    with Grader(exercise, seed=seed, limits=limits) as grader:
-        return grader.grade(submission, diagnose=diagnose)
+    return Grader(exercise, seed=seed, limits=limits).grade(submission, diagnose=diagnose)
 
 
 def list_checks(exercise: Exercise) -> tuple[CheckResult, ...]:
@@ -100,25 +95,13 @@ def _check_of(function: ast.FunctionDef, file: str) -> CheckResult:
 
 
 class Grader:
-    """Grades submissions of one exercise with one process; a context manager."""
+    """Grades submissions of one exercise, and remembers what its known mistakes look like."""
 
     def __init__(self, exercise: Exercise, *, seed: int = 0, limits: Limits = DEFAULT) -> None:
         self.exercise = exercise
         self.checks = list_checks(exercise)
         self._seed, self._limits = seed, limits
-        self._runner = Runner(exercise)
         self._known: dict[tuple[str, str], CheckResult] = {}  # by mutant and check
-
-    def __enter__(self) -> "Grader":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._runner.close()
 
     def grade(self, submission: Path, *, diagnose: bool = True) -> Verdict:
         """The verdict on a file."""
@@ -148,7 +131,8 @@ class Grader:
         """Run `source` without reading it first; only `checks`, if some are named; within `limits`,
         if they are not the grader's."""
         wanted = [c for c in self.checks if not checks or c.name in checks]
-        outcome = self._runner.run(
+        outcome = run_submission(
+            self.exercise,
             source,
             [check.name for check in wanted],
             seed=self._seed if seed is None else seed,

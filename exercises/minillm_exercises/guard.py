@@ -19,19 +19,11 @@ MAX_BYTES = 200_000
 
 _FILES = "the exercise reads and writes no files"
 _HIDDEN = "it would hide from the checks what your code does"
+HIDING = "eval exec compile __import__ globals vars locals __builtins__ __loader__ __spec__"
 FORBIDDEN_NAMES: Mapping[str, str] = MappingProxyType(
-    {
+    dict.fromkeys(HIDING.split(), _HIDDEN)
+    | {
         "open": _FILES,
-        "eval": _HIDDEN,
-        "exec": _HIDDEN,
-        "compile": _HIDDEN,
-        "__import__": _HIDDEN,
-        "globals": _HIDDEN,
-        "vars": _HIDDEN,
-        "locals": _HIDDEN,
-        "__builtins__": _HIDDEN,
-        "__loader__": _HIDDEN,
-        "__spec__": _HIDDEN,
         "input": "the checks call your code without a keyboard",
         "breakpoint": "the checks call your code without a keyboard; print instead",
     }

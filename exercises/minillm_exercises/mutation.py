@@ -12,60 +12,35 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-OPERATORS: Mapping[type[ast.AST], type[ast.AST]] = MappingProxyType(
+# Each operator with its sign, and the sign of what it becomes.
+OPERATORS: Mapping[str, tuple[type[ast.AST], str]] = MappingProxyType(
     {
-        ast.Add: ast.Sub,
-        ast.Sub: ast.Add,
-        ast.Mult: ast.Add,
-        ast.Div: ast.Mult,
-        ast.FloorDiv: ast.Div,
-        ast.Mod: ast.FloorDiv,
-        ast.Pow: ast.Mult,
-        ast.LShift: ast.RShift,
-        ast.RShift: ast.LShift,
-        ast.BitAnd: ast.BitOr,
-        ast.BitOr: ast.BitAnd,
-        ast.And: ast.Or,
-        ast.Or: ast.And,
-        ast.Lt: ast.LtE,
-        ast.LtE: ast.Lt,
-        ast.Gt: ast.GtE,
-        ast.GtE: ast.Gt,
-        ast.Eq: ast.NotEq,
-        ast.NotEq: ast.Eq,
-        ast.Is: ast.IsNot,
-        ast.IsNot: ast.Is,
-        ast.In: ast.NotIn,
-        ast.NotIn: ast.In,
+        "+": (ast.Add, "-"),
+        "-": (ast.Sub, "+"),
+        "*": (ast.Mult, "+"),
+        "/": (ast.Div, "*"),
+        "//": (ast.FloorDiv, "/"),
+        "%": (ast.Mod, "//"),
+        "**": (ast.Pow, "*"),
+        "<<": (ast.LShift, ">>"),
+        ">>": (ast.RShift, "<<"),
+        "&": (ast.BitAnd, "|"),
+        "|": (ast.BitOr, "&"),
+        "and": (ast.And, "or"),
+        "or": (ast.Or, "and"),
+        "<": (ast.Lt, "<="),
+        "<=": (ast.LtE, "<"),
+        ">": (ast.Gt, ">="),
+        ">=": (ast.GtE, ">"),
+        "==": (ast.Eq, "!="),
+        "!=": (ast.NotEq, "=="),
+        "is": (ast.Is, "is not"),
+        "is not": (ast.IsNot, "is"),
+        "in": (ast.In, "not in"),
+        "not in": (ast.NotIn, "in"),
     }
 )
-SIGNS: Mapping[type[ast.AST], str] = MappingProxyType(
-    {
-        ast.Add: "+",
-        ast.Sub: "-",
-        ast.Mult: "*",
-        ast.Div: "/",
-        ast.FloorDiv: "//",
-        ast.Mod: "%",
-        ast.Pow: "**",
-        ast.LShift: "<<",
-        ast.RShift: ">>",
-        ast.BitAnd: "&",
-        ast.BitOr: "|",
-        ast.And: "and",
-        ast.Or: "or",
-        ast.Lt: "<",
-        ast.LtE: "<=",
-        ast.Gt: ">",
-        ast.GtE: ">=",
-        ast.Eq: "==",
-        ast.NotEq: "!=",
-        ast.Is: "is",
-        ast.IsNot: "is not",
-        ast.In: "in",
-        ast.NotIn: "not in",
-    }
-)
+SIGNS = MappingProxyType({kind: sign for sign, (kind, _) in OPERATORS.items()})
 UNTOUCHED = ("annotation", "returns", "decorator_list", "type_params")
 DROPPED = ast.Expr | ast.AugAssign | ast.Break | ast.Continue | ast.If
 
@@ -136,7 +111,7 @@ def _is_docstring(node: ast.AST) -> bool:
 
 
 def _operators(node: ast.AST) -> Iterator[_Edit]:
-    if isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in OPERATORS:
+    if isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in SIGNS:
         yield _operator(node, "op", node.op, node.lineno)
     if isinstance(node, ast.Compare):
         for index, operator in enumerate(node.ops):
@@ -144,8 +119,9 @@ def _operators(node: ast.AST) -> Iterator[_Edit]:
 
 
 def _operator(holder: Any, key: Any, old: ast.AST, line: int) -> _Edit:
-    new = OPERATORS[type(old)]
-    return _Edit(holder, key, new(), line, f"{SIGNS[type(old)]} -> {SIGNS[new]}")
+    sign = SIGNS[type(old)]
+    new = OPERATORS[sign][1]
+    return _Edit(holder, key, OPERATORS[new][0](), line, f"{sign} -> {new}")
 
 
 def _values(node: ast.AST) -> Iterator[_Edit]:

@@ -125,37 +125,28 @@ def turn(answer: Any, expected: Any, hint: str) -> None:
 
 
 def task(exercise_id: str) -> None:
-    """Show the task of an exercise and the file to begin with, here in the notebook.
-
-    Never raises: a mistake of any kind becomes the text that is shown.
-    """
-    from IPython.display import display
-
-    from minillm_exercises.report import task_here
-
-    display(task_here(exercise_id))
+    """Show the task of an exercise and the file to begin with, here in the notebook."""
+    _show("task_here", exercise_id)
 
 
 def check(exercise_id: str, *solution: Any) -> None:
     """Grade an exercise and show the verdict. With the function or class written in this notebook
-    it is first saved into the learner's folder, so that the command line grades the same file.
-
-    Never raises: a mistake of any kind becomes the text that is shown.
-    """
-    from IPython.display import display
-
-    from minillm_exercises.report import check_here  # the grader: only when it is asked for
-
-    display(check_here(exercise_id, *solution))
+    it is first saved into the learner's folder, so that the command line grades the same file."""
+    _show("check_here", exercise_id, *solution)
 
 
 def hint(exercise_id: str) -> None:
     """Show the next hint of an exercise: first the idea, then where to look, then the steps."""
+    _show("hint_here", exercise_id)
+
+
+def _show(what: str, *arguments: Any) -> None:
+    """Show what a function of `report` returns; none raises: a mistake becomes the text shown."""
     from IPython.display import display
 
-    from minillm_exercises.report import hint_here
+    from minillm_exercises import report  # the grader: only when it is asked for
 
-    display(hint_here(exercise_id))
+    display(getattr(report, what)(*arguments))
 
 
 def engine(*prompts: str) -> None:

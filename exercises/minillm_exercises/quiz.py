@@ -1,6 +1,7 @@
 """Three questions at the end of a chapter; the answers are in `exercises/quiz/NN.toml`."""
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,16 +79,26 @@ def quiz_text(chapter: str, answers: str = "", root: Path | None = None) -> str:
         ExerciseError: no such quiz, too many answers, or a letter that is no option.
     """
     questions = load_quiz(chapter, root)
+    if answers.strip():
+        return judged(questions, answers, f'quiz("{chapter}", "a b c")')[0]
+    asked = "\n".join(q.asked(n) for n, q in enumerate(questions, 1))
+    return f'{asked}\nAnswer with quiz("{chapter}", "a b c"); a dash leaves one out.'
+
+
+def judged(questions: Sequence[Question], answers: str, example: str) -> tuple[str, bool]:
+    """What each answer is worth, and whether all are right; `example` shows how to write them.
+
+    Raises:
+        ExerciseError: too many answers, or a letter that is no option.
+    """
     chosen = answers.lower().replace(",", " ").split()
-    if not chosen:
-        asked = "\n".join(q.asked(n) for n, q in enumerate(questions, 1))
-        return f'{asked}\nAnswer with quiz("{chapter}", "a b c"); a dash leaves one out.'
     if len(chosen) > len(questions):
         raise ExerciseError(
             f"There are {len(questions)} questions and {len(chosen)} answers; write one letter "
-            f'each with spaces between, for instance quiz("{chapter}", "a b c").'
+            f"each with spaces between, for instance {example}."
         )
     pairs = list(zip(questions, chosen))  # noqa: B905 (fewer answers are allowed)
     lines = [q.answered(n, c) for n, (q, c) in enumerate(pairs, 1) if c != "-"]
     right = sum(q.answer == c for q, c in pairs)
-    return "\n".join([*lines, f"{right} of {len(questions)} right."])
+    lines.append(f"{right} of {len(questions)} right.")
+    return "\n".join(lines), right == len(questions)

@@ -1,19 +1,21 @@
-"""What `check` and `hint` show in a notebook: a small table, which a log shows as plain text."""
+"""What `check` and `hint` show in a notebook; where there is no page, a log shows it as text."""
 
-from collections.abc import Sequence
+import io
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from minillm.errors import MinillmError
-from minillm_exercises.explain import Cell, Explained, Trouble, explain
+from minillm_exercises.explain import Cell, advice
 from minillm_exercises.manifest import Exercise
 from minillm_exercises.readme import task
+from minillm_exercises.results import Verdict
 from minillm_exercises.session import Session
+from minillm_exercises.wording import PAGE_COLUMNS
 
-SIGNS = (("pass", "✓", "#117733"), ("fail", "✗", "#aa3311"), ("error", "!", "#aa3311"),
-         ("not run", "·", "#777777"))  # fmt: skip
-CELL = "text-align:left;padding:0.1em 1em 0.1em 0;background:none;border:none"
+PRE = '<pre style="white-space:pre-wrap;margin:0.3em 0">{code}</pre>'
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,65 @@ class Shown:
         return self.html
 
 
+class Page(Shown):
+    """Markdown, shown as a page where there is one."""
+
+    def _repr_markdown_(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> None:  # type: ignore[override]
+        return None
+
+
+def lines(*texts: str) -> Shown:
+    """Sentences below each other."""
+    paragraphs = (f'<p style="margin:0.3em 0;">{escape(text)}</p>' for text in texts)
+    return Shown("\n".join(texts), "".join(paragraphs))
+
+
 def check_here(exercise_id: str, *objects: Any, session: Session | None = None) -> Shown:
     """Grade an exercise from a notebook, after saving `objects` (the function or class that was
     written there) into the learner's file. Whatever goes wrong becomes the text that is shown.
     """
+    return _told(f"{exercise_id} could not be graded", _check, exercise_id, session, objects)
+
+
+def hint_here(exercise_id: str, session: Session | None = None) -> Shown:
+    """The next hint of an exercise, below those already seen; never raises."""
+    return _told(f"No hint for {exercise_id}", _hints, exercise_id, session)
+
+
+def task_here(exercise_id: str, session: Session | None = None) -> Shown:
+    """The task of an exercise and the file to begin with, as Markdown. Never raises."""
+    return _told(f"No task for {exercise_id}", _task, exercise_id, session)
+
+
+def _told(
+    failed: str, what: Callable[..., Shown], exercise_id: str, session: Session | None, *more: Any
+) -> Shown:
+    """What `what` shows of an exercise; a notebook runs on, and a traceback of ours would teach
+    nothing."""
     try:
-        return _check(exercise_id, objects, session or Session.open())
+        session = session or Session.open()
+        return what(session.find(exercise_id), session, *more)
     except MinillmError as error:
-        return message(str(error))
-    except Exception as error:  # a notebook runs on; a traceback of ours would teach nothing
-        return message(f"{exercise_id} could not be graded: {type(error).__name__}: {error}")
+        return lines(str(error))
+    except Exception as error:
+        return lines(f"{failed}: {type(error).__name__}: {error}")
+
+
+def _check(exercise: Exercise, session: Session, objects: Sequence[Any]) -> Shown:
+    from minillm_exercises.capture import save_function  # ast and linecache: only when needed
+
+    if objects:
+        save_function(exercise, objects, session.workspace)
+    notice = session.progress().notice
+    if not session.workspace.begun(exercise):
+        return lines(_not_begun(exercise))
+    shown = _verdict(exercise, session.run(exercise), session)
+    if not notice:
+        return shown
+    return Shown(f"{notice}\n{shown.text}", lines(notice).html + shown.html, shown.passed)
 
 
 def _not_begun(exercise: Exercise) -> str:
@@ -54,61 +105,33 @@ def _not_begun(exercise: Exercise) -> str:
     )
 
 
-def _check(exercise_id: str, objects: Sequence[Any], session: Session) -> Shown:
-    from minillm_exercises.capture import save_function  # ast and linecache: only when needed
+def _verdict(exercise: Exercise, verdict: Verdict, session: Session) -> Shown:
+    """The screen of a terminal, on a page."""
+    from rich.console import Console  # only when something is graded
 
-    exercise = session.find(exercise_id)
-    if objects:
-        save_function(exercise, objects, session.workspace)
-    notice = session.progress().notice
-    if not session.workspace.begun(exercise):
-        return message(_not_begun(exercise))
-    verdict = session.run(exercise)
+    from minillm_exercises.board import advised, verdict_screen
+
+    page = Console(
+        file=io.StringIO(), record=True, width=PAGE_COLUMNS, color_system="truecolor",
+        force_terminal=True, force_jupyter=False, highlight=False, markup=False, emoji=False,
+    )  # fmt: skip
+    page.print(verdict_screen(exercise, verdict, page))
     entry = session.progress().of(exercise.id)
-    told = explain(exercise, verdict, entry, Cell(), session.suggestion())
-    shown = Shown(told.text(), _html(told), told.passed)
-    if notice:
-        return Shown(f"{notice}\n{shown.text}", _paragraph(notice) + shown.html, told.passed)
-    return shown
+    for line in advice(exercise, verdict, entry, Cell(), session.suggestion()):
+        page.print(advised(line), soft_wrap=True)
+    html = page.export_html(inline_styles=True, code_format=PRE, clear=False)
+    text, html = (re.sub(" +$", "", x, flags=re.M).rstrip() for x in (page.export_text(), html))
+    return Shown(text, html, verdict.status == "pass")
 
 
-def hint_here(exercise_id: str, session: Session | None = None) -> Shown:
-    """The next hint of an exercise, below those already seen; never raises."""
-    try:
-        session = session or Session.open()
-        exercise = session.find(exercise_id)
-        shown, _ = session.take_hint(exercise)
-    except MinillmError as error:
-        return message(str(error))
-    except Exception as error:
-        return message(f"No hint for {exercise_id}: {type(error).__name__}: {error}")
-    lines = [f"Hint {n} of 3: {text}" for n, text in enumerate(exercise.hints[:shown], 1)]
+def _hints(exercise: Exercise, session: Session) -> Shown:
+    shown, _ = session.take_hint(exercise)
+    said = [f"Hint {n} of 3: {text}" for n, text in enumerate(exercise.hints[:shown], 1)]
     last = shown == len(exercise.hints)
-    lines.append("That was the last." if last else f'Another: hint("{exercise.id}")')
-    return Shown("\n".join(lines), "".join(_paragraph(line) for line in lines))
+    return lines(*said, "That was the last." if last else f'Another: hint("{exercise.id}")')
 
 
-class Page(Shown):
-    """Markdown, shown as a page where there is one."""
-
-    def _repr_markdown_(self) -> str:
-        return self.text
-
-    def _repr_html_(self) -> None:  # type: ignore[override]
-        return None
-
-
-def task_here(exercise_id: str, session: Session | None = None) -> Shown:
-    """The task of an exercise and the file to begin with, as Markdown. Never raises."""
-    try:
-        return _task((session or Session.open()).find(exercise_id))
-    except MinillmError as error:
-        return message(str(error))
-    except Exception as error:
-        return message(f"No task for {exercise_id}: {type(error).__name__}: {error}")
-
-
-def _task(exercise: Exercise) -> Page:
+def _task(exercise: Exercise, session: Session) -> Page:
     names = ", ".join(name for name in exercise.names if "." not in name)
     starter = exercise.starter.read_text(encoding="utf-8").strip()
     parts = [
@@ -118,37 +141,3 @@ def _task(exercise: Exercise) -> Page:
         f"```python\n{starter}\n```",
     ]
     return Page("\n\n".join(parts), "")
-
-
-def message(text: str) -> Shown:
-    """A sentence, where there is no verdict to show."""
-    return Shown(text, _paragraph(text))
-
-
-def _paragraph(text: str, style: str = "") -> str:
-    return f'<p style="margin:0.3em 0;{style}">{escape(text)}</p>'
-
-
-def _html(told: Explained) -> str:
-    """The verdict as a page: signs and words, so that it also works without colour."""
-    rows = "".join(
-        f'<tr><td style="{CELL};color:{colour}">{sign} {line.word}</td>'
-        f'<td style="{CELL}">{escape(line.task)}</td><td style="{CELL}">{line.points}</td></tr>'
-        for line in told.lines
-        for status, sign, colour in SIGNS
-        if status == line.status
-    )
-    parts = [_paragraph(told.title, "font-weight:bold"), f"<table>{rows}</table>" if rows else ""]
-    parts += [_trouble(trouble) for trouble in told.troubles]
-    if told.printed:
-        parts += [_paragraph("Your code printed:"), f"<pre>{escape(told.printed)}</pre>"]
-    parts += [_paragraph(told.summary, "font-weight:bold")]
-    return "<div>" + "".join([*parts, *map(_paragraph, told.advice)]) + "</div>"
-
-
-def _trouble(trouble: Trouble) -> str:
-    head = _paragraph(trouble.task, "font-weight:bold") if trouble.task else ""
-    body = f'<pre style="white-space:pre-wrap;margin:0.3em 0">{escape(trouble.message)}</pre>'
-    where = f"<p>Your <code>{escape(trouble.where)}</code></p>" if trouble.where else ""
-    known = f"Perhaps: {trouble.misconception}" if trouble.misconception else ""
-    return head + body + where + (_paragraph(known) if known else "")

@@ -16,8 +16,7 @@ from typing import Any
 from minillm_exercises.explain import clean
 from minillm_exercises.manifest import Exercise
 from minillm_exercises.results import CheckResult, Verdict
-from minillm_exercises.session import Session
-from minillm_exercises.standing import checks_of, max_points
+from minillm_exercises.session import Session, checks_of, max_points
 
 VERSION = 3
 MAX_OUTPUT = 500  # characters; exercism's limit for what a test printed

@@ -1,10 +1,8 @@
-"""A process that has torch and the checks loaded, and runs one submission after another in copies.
+"""A process that has torch and checks loaded, and runs one submission after another in copies.
 
-``python -m minillm_exercises.server CHECKS`` reads one job per line and answers with one line. Each
-job runs in a fork of this process, which takes milliseconds where importing torch takes seconds;
-where there is no fork, it runs in a new process. This process never runs code of a submission.
-
-Without an argument it is the process of `warm.py`, from which servers are forked.
+``python -m minillm_exercises.server`` reads one job per line and answers with one line. Each job
+runs in a fork of this process, which takes milliseconds where importing torch takes seconds; where
+there is no fork, it runs in a new process. This process never runs code of a submission.
 """
 
 import contextlib
@@ -14,19 +12,18 @@ import json
 import multiprocessing
 import os
 import re
+import secrets
 import signal
-import socket
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from minillm_exercises.checking import Check
-from minillm_exercises.child import MAX_PRINTED, Job, kill_group, new_word, run_job
+from minillm_exercises.child import MAX_PRINTED, Job, run_job
 from minillm_exercises.limits import ON_GPU, processor_time
 
 MAX_REPORT = 64 * 2**20
@@ -37,26 +34,31 @@ PAUSE = 0.002  # seconds between two looks at it
 
 def load_checks(path: Path) -> dict[str, Check]:
     """The functions of a file of checks that are marked as checks, by name."""
-    sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    folder = str(path.parent)
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(folder)
+        for name, beside in list(sys.modules.items()):  # another folder may have one of that name
+            if (getattr(beside, "__file__", None) or "").startswith(folder + os.sep):
+                del sys.modules[name]
     return {name: value for name, value in vars(module).items() if hasattr(value, "check_info")}
 
 
-def supervise(
-    job: Job, checks: Path, loaded: Mapping[str, Check], method: str = METHOD
-) -> dict[str, Any]:
+def supervise(job: Job, loaded: Mapping[str, Check], method: str = METHOD) -> dict[str, Any]:
     """Run a job in a process of its own and return its reports and how it ended."""
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
-    word = new_word()
+    word = secrets.token_hex(16).encode()  # in front of the reports of this process
     target = (
         functools.partial(run_job, sender, word, job, loaded)
         if method == "fork"
-        else functools.partial(_run_afresh, sender, word, job, checks)
+        else functools.partial(_run_afresh, sender, word, job)
     )
     process = context.Process(target=target)
     process.start()
@@ -76,8 +78,8 @@ def supervise(
     }
 
 
-def _run_afresh(channel: Connection, word: bytes, job: Job, checks: Path) -> None:
-    run_job(channel, word, job, load_checks(checks))
+def _run_afresh(channel: Connection, word: bytes, job: Job) -> None:
+    run_job(channel, word, job, load_checks(job.file_of_checks))
 
 
 def _receive(receiver: Connection, word: bytes, job: Job, process_id: int) -> list[dict[str, Any]]:
@@ -131,7 +133,9 @@ def _end(process: Any) -> None:
         if process.exitcode is not None:
             break
         time.sleep(PAUSE)
-    kill_group(process.pid)
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)  # with all that it started
     process.kill()
     process.join()
 
@@ -151,69 +155,34 @@ def _read(path: Path, most: int) -> str:
         return ""
 
 
-def serve(checks: Path) -> None:
-    """Say that the checks are loaded, or why not; then answer jobs until the input ends."""
+def serve() -> None:
+    """Answer jobs until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a check prints while it is imported is no answer
-
-    def answer(data: dict[str, Any]) -> None:
-        answers.write(json.dumps(data) + "\n")
+    known: dict[Path, tuple[bytes, Mapping[str, Check]]] = {}
+    for line in sys.stdin:
+        answers.write(json.dumps(_answer(Job.from_json(line), known)) + "\n")
         answers.flush()
 
+
+def _answer(job: Job, known: dict[Path, tuple[bytes, Mapping[str, Check]]]) -> dict[str, Any]:
+    """What came of a job; the checks of `known` need not be loaded, unless they have changed."""
+    path = job.file_of_checks
     try:
-        loaded = load_checks(checks)
+        text = path.read_bytes()
+        if path not in known or known[path][0] != text:
+            known[path] = text, load_checks(path)
     except BaseException as error:
-        answer({"error": f"{type(error).__name__}: {error}"})
-        return
-    answer({"checks": list(loaded)})
-    for line in sys.stdin:
-        job = Job.from_json(line)
-        answer(supervise(replace(job, limits=ON_GPU) if _on_gpu() else job, checks, loaded))
-
-
-def fork_servers() -> None:
-    """Import torch; then fork a server for each message on the socket that is the input, until the
-    socket is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the servers
-    with contextlib.suppress(ImportError):  # a server says it of the checks
-        importlib.import_module("torch")
-    orders = socket.socket(fileno=os.dup(0))
-    while True:
-        message, files, *_ = socket.recv_fds(orders, 2**16, 2)
-        if not message:
-            return
-        order = json.loads(message)
-        if process_id := order.get("ended"):
-            os.waitpid(process_id, 0)
-        elif not (process_id := os.fork()):
-            orders.close()
-            _become_server(order, *files)
-        for file in files:
-            os.close(file)
-        orders.send(str(process_id).encode())
-
-
-def _become_server(order: Mapping[str, str], requests: int, answers: int) -> NoReturn:
-    """Take over what differs from server to server, and serve."""
-    try:
-        for ours, file in enumerate((requests, answers)):
-            os.dup2(file, ours)
-            os.close(file)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.environ["HOME"] = os.environ["TMPDIR"] = order["folder"]
-        tempfile.tempdir = None  # it is remembered
-        os.chdir(order["folder"])
-        sys.argv.append(order["checks"])
-        serve(Path(order["checks"]))
-    finally:
-        os._exit(0)
+        return {"error": f"{type(error).__name__}: {error}"}
+    return supervise(replace(job, limits=ON_GPU) if _on_gpu() else job, known[path][1])
 
 
 def _on_gpu() -> bool:
-    """Whether these checks launch compiled kernels (`triton_mode`), which have other limits."""
+    """Whether the checks launch compiled kernels (`triton_mode`), which have other limits."""
     mode = sys.modules.get("minillm_exercises.triton_mode")
     return mode is not None and not mode.INTERPRETED
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1])) if sys.argv[1:] else fork_servers()
+    serve()

@@ -1,23 +1,73 @@
-"""One learner at work: the exercises, the learner's folder and what is remembered, together.
+"""One learner at work: the exercises, the learner's folder and what is remembered, together; and
+where the learner stands with every exercise.
 
 The command line, the watcher and the notebooks grade through `Session.run`, so that all of them
 count the same attempts and show the same verdict.
 """
 
-from collections.abc import Callable, Mapping
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from minillm.errors import MinillmError
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.grader import grade
+from minillm_exercises.grader import grade, list_checks
 from minillm_exercises.manifest import Exercise, find, load_manifest
 from minillm_exercises.progress import Entry, Progress, ProgressFile
-from minillm_exercises.results import Verdict
-from minillm_exercises.standing import Standing, max_points, standings, suggestion, unavailable
+from minillm_exercises.results import CheckResult, Verdict
 from minillm_exercises.workspace import Workspace, work_root
 
 Grade = Callable[..., Verdict]
+State = Literal["done", "begun", "open", "unavailable"]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One line of the board; `why` says what is missing here when `state` is "unavailable"."""
+
+    exercise: Exercise
+    state: State
+    earned: int
+    points: int
+    why: str = ""
+    outdated: bool = False
+
+
+def checks_of(exercise: Exercise) -> tuple[CheckResult, ...]:
+    """The public checks as not yet run; none where their file is missing or broken."""
+    try:
+        return list_checks(exercise)
+    except ExerciseError:
+        return ()
+
+
+def max_points(exercise: Exercise) -> int:
+    """The points of all public checks of an exercise."""
+    return sum(check.points for check in checks_of(exercise))
+
+
+def unavailable(exercise: Exercise) -> str:
+    """Why an exercise cannot be done on this machine, in a few words; empty when it can."""
+    if not exercise.checks.is_file() or not exercise.starter.is_file():
+        return "its files are missing"
+    for need in exercise.needs:
+        if need == "gpu":
+            if not _has_gpu():
+                return "needs a GPU"
+        elif importlib.util.find_spec(need) is None:
+            return f"needs {need}"
+    return ""
+
+
+def _has_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
+    from minillm_exercises.doctor import torch_facts  # imports torch, so only if needed
+
+    return bool(torch_facts().get("cuda"))
 
 
 @dataclass(frozen=True)
@@ -66,8 +116,20 @@ class Session:
         return row.exercise
 
     def standings(self) -> tuple[Standing, ...]:
-        """Where the learner stands with every exercise."""
-        return standings(self.manifest, self.workspace, self.progress())
+        """Where the learner stands with every exercise, in the course's order."""
+        progress = self.progress()
+        return tuple(self._standing(e, progress.of(e.id)) for e in self.manifest.values())
+
+    def _standing(self, exercise: Exercise, entry: Entry) -> Standing:
+        points, why = max_points(exercise), unavailable(exercise)
+        begun, outdated = self.workspace.begun(exercise), self.workspace.outdated(exercise)
+        state: State = "begun" if begun else "open"
+        if entry.status == "pass" and begun:
+            state = "done"
+        elif why:
+            state = "unavailable"
+        earned = min(entry.earned, points) if begun else 0
+        return Standing(exercise, state, earned, points, why, outdated)
 
     def suggestion(self) -> Standing | None:
         """What to do next."""
@@ -160,3 +222,13 @@ def canonical(name: str) -> str:
     return (
         f"e{chapter.zfill(2)}.{number.removesuffix('.py')}" if dot and chapter.isdigit() else name
     )
+
+
+def suggestion(rows: Sequence[Standing], last: str = "") -> Standing | None:
+    """What to do next: the exercise last worked on if it is not done, else the next one begun,
+    else the next one not begun, in order from there; None when all that can be done here is."""
+    ids = [row.exercise.id for row in rows]
+    start = ids.index(last) if last in ids else 0
+    ahead = [*rows[start:], *rows[:start]]
+    begun = [row for row in ahead if row.state == "begun"]
+    return next(iter([*begun, *(row for row in ahead if row.state == "open")]), None)

@@ -76,17 +76,16 @@ def verify(
     manifest: dict[str, Exercise] | None = None,
     ids: Iterable[str] | None = None,
     progress: Callable[[str], None] | None = None,
-    repeat: bool = True,
     thorough: bool = True,
 ) -> list[Problem]:
     """Everything wrong with the exercises called `ids` (all, if None) of `manifest`.
 
     Args:
         progress: is called with one line about each exercise when it is done.
-        repeat: run each known-wrong submission twice, to show that its results do not depend on
-            chance.
-        thorough: try mechanical mutants of the solution, and objects that agree with everything
-            of every kind instead of one.
+        thorough: run each known-wrong solution twice and to its end, to see that it is recognised
+            and none of its results depends on chance; try mechanical mutants of the solution, and
+            objects that agree with everything of every kind instead of one. Without, a known-wrong
+            solution has to fail, and the others wait for who runs all.
 
     Raises:
         ExerciseError: an id that is not in the manifest, or a manifest that cannot be read.
@@ -95,20 +94,19 @@ def verify(
     exercises = [find(key, manifest) for key in (manifest if ids is None else ids)]
     problems: list[Problem] = []
     for exercise in exercises:
-        found, summary = _verify(exercise, repeat, thorough)
+        found, summary = _verify(exercise, thorough)
         problems += found
         if progress is not None:
             progress(f"{exercise.id}: {summary}, {len(found)} to repair")
     return problems
 
 
-def _verify(exercise: Exercise, repeat: bool, thorough: bool) -> tuple[list[Problem], str]:
+def _verify(exercise: Exercise, thorough: bool) -> tuple[list[Problem], str]:
     messages = list(_texts(exercise))
     try:
-        with Grader(exercise) as grader:
-            trial = _Trial(exercise, grader, repeat, thorough)
-            messages += trial.messages()
-            summary = trial.summary
+        trial = _Trial(exercise, Grader(exercise), thorough)
+        messages += trial.messages()
+        summary = trial.summary
     except ExerciseError as error:
         messages.append(str(error))
         summary = "not graded"
@@ -169,18 +167,17 @@ def _imported(tree: ast.Module) -> set[str]:
 class _Trial:
     """Tries one exercise's grader on submissions whose outcome is known."""
 
-    def __init__(self, exercise: Exercise, grader: Grader, repeat: bool, thorough: bool) -> None:
-        self._exercise, self._grader = exercise, grader
-        self._repeat, self._thorough = repeat, thorough
+    def __init__(self, exercise: Exercise, grader: Grader, thorough: bool) -> None:
+        self._exercise, self._grader, self._thorough = exercise, grader, thorough
         self.summary = "no solution"
 
     def messages(self) -> Iterator[str]:
         """The faults of the exercise."""
         if not sum(check.points for check in self._grader.checks) > 0:
             yield "the checks give no points."
-        yield from self._starter()
-        yield from self._nothing()
-        yield from self._agreeable()
+        if self._exercise.starter.is_file():
+            yield from self._starter()
+            yield from self._fooled(self._exercise.starter.read_text(encoding="utf-8"))
         solution = self._exercise.answers / "solution.py"
         yield from self._correct(solution)
         yield from self._correct(self._exercise.answers / "alternate.py")
@@ -190,8 +187,6 @@ class _Trial:
                 yield from self._mechanical(solution)
 
     def _starter(self) -> Iterator[str]:
-        if not self._exercise.starter.is_file():
-            return
         verdict = self._grader.grade(self._exercise.starter, diagnose=False)
         todo = f"TODO {self._exercise.id}"
         if verdict.status != "todo":
@@ -205,40 +200,27 @@ class _Trial:
             elif verdict.status == "todo" and not check.message.startswith(todo):
                 yield f"{check.name} fails on the starter without its TODO: {check.message}"
 
-    def _nothing(self) -> Iterator[str]:
-        """An empty file, and the starter with functions that return None."""
-        empty = self._grader.run("")
-        for check in empty.checks:
-            if check.status == "pass":
-                yield f"{check.name} passes on an empty file: it does not call the submission."
-        if not self._exercise.starter.is_file():
-            return
-        lazy = self._grader.run(returning_none(self._exercise.starter.read_text("utf-8")))
-        for check in lazy.checks:
-            if check.status == "pass":
-                yield (
-                    f"{check.name} passes when every function returns None: compare a value that "
-                    f"the submission returned."
-                )
-
-    def _agreeable(self) -> Iterator[str]:
-        """The starter with functions that return an object equal to everything."""
-        if not self._exercise.starter.is_file():
-            return
-        starter = self._exercise.starter.read_text(encoding="utf-8")
-        tensor = ("torch.Tensor",) if "torch" in self._exercise.needs else ()
-        bases = (*BASES, *tensor)
-        fooled: dict[str, str] = {}
-        for base in bases if self._thorough else bases[-1:]:
-            source = returning_agreeable(starter, base)
+    def _fooled(self, starter: str) -> Iterator[str]:
+        """Nothing may pass an empty file, and the starter with functions that return None or an
+        object equal to everything."""
+        bases = (*BASES, *(("torch.Tensor",) if "torch" in self._exercise.needs else ()))
+        tried = {
+            "on an empty file: it does not call the submission": "",
+            "when every function returns None: compare a value that the submission returned": (
+                returning_none(starter)
+            ),
+        } | {
+            f"when every function returns an object of a kind of {base} that agrees with "
+            f"everything: pass a result through number(...) or accept(...) before the check "
+            f"computes with it": returning_agreeable(starter, base)
+            for base in (bases if self._thorough else bases[-1:])
+        }
+        known = set()
+        for why, source in tried.items():
             for name in self._passed(source):
-                fooled.setdefault(name, base)
-        for name, base in fooled.items():
-            yield (
-                f"{name} passes when every function returns an object of a kind of {base} that "
-                f"agrees with everything: pass a result through number(...) or accept(...) before "
-                f"the check computes with it."
-            )
+                if name not in known:
+                    yield f"{name} passes {why}."
+                known.add(name)
 
     def _passed(self, source: str) -> Iterator[str]:
         """The checks that `source` passes; what ends the process hides those behind it, which are
@@ -294,13 +276,16 @@ class _Trial:
             yield from self._wrong(mutant, verdicts)
 
     def _verdicts(self, mutants: Iterable[Mutant]) -> dict[str, Verdict]:
-        """The verdict on each mutant that may be handed in. The grader compares every mutant with
-        all others: it need not run those once more for each of their checks."""
+        """The verdict on each mutant that may be handed in, in a hurry up to its first failure. The
+        grader compares every mutant with all others: it need not run those once more for each of
+        their checks."""
         verdicts = {}
         for mutant in mutants:
             if not inspect_source(mutant.source.encode(), self._exercise):
-                verdicts[mutant.name] = self._grader.run(mutant.source)
-                self._grader.remember(mutant, verdicts[mutant.name])
+                verdict = self._grader.run(mutant.source, stop=not self._thorough)
+                verdicts[mutant.name] = verdict
+                if self._thorough:
+                    self._grader.remember(mutant, verdict)
         return verdicts
 
     def _wrong(self, mutant: Mutant, verdicts: dict[str, Verdict]) -> Iterator[str]:
@@ -309,9 +294,10 @@ class _Trial:
             why = finding.message.splitlines()[0]
             yield f"mutant {mutant.name} is refused, so no learner can make this mistake: {why}"
             return
-        if self._repeat:
+        verdict = verdicts[mutant.name]
+        if self._thorough:
             self._grader.forget(mutant)  # a second run of itself must do the same
-        verdict = self._grader.diagnose(verdicts[mutant.name])
+            verdict = self._grader.diagnose(verdict)
         if verdict.status == "pass":
             yield (
                 f"mutant {mutant.name} passes every check: add a case that notices "
@@ -322,6 +308,8 @@ class _Trial:
                 f"mutant {mutant.name} should fail a check, but its verdict is {_said(verdict)}. "
                 f"Make it run to the end."
             )
+        elif not self._thorough:
+            return
         elif not verdict.earned:
             yield f"mutant {mutant.name} fails every check: add a check that its mistake passes."
         elif verdict.mutant != mutant.name:

@@ -1,20 +1,15 @@
-"""The toy exercises that the graders are tried on: tests/course/toy, as tracked and as a copy; and
-the graders of real ones, for programs that strangers wrote."""
+"""The toy exercises that the graders are tried on: tests/course/toy, as tracked and as a copy."""
 
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from minillm_exercises import disturbance
-from minillm_exercises.grader import Grader
-from minillm_exercises.limits import Limits
 from minillm_exercises.manifest import Exercise, load_manifest
-from minillm_exercises.results import Verdict
 
 TOY = Path(__file__).parent / "toy"
 collect_ignore = ["toy"]  # its test_*.py are the toys' checks
@@ -34,10 +29,14 @@ class ToyRoot:
         """The manifest as it is now."""
         return load_manifest(self.root)
 
-    def edit(self, name: str, old: str, new: str) -> None:
-        """Replace `old`, which must be there, in a file."""
+    def edit(self, name: str, old: str | None, new: str) -> None:
+        """Replace `old`, which must be there, in a file; "" is its end, and None the whole file."""
         file = self.root / name
+        if old is None:
+            return file.unlink()
         text = file.read_text("utf-8")
+        if not old:
+            return self.write(name, text + new)
         assert old in text, f"{old!r} is not in {name}"
         file.write_text(text.replace(old, new), "utf-8")
 
@@ -72,35 +71,3 @@ def no_figure_stays_open() -> Iterator[None]:
     yield
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")
-
-
-@pytest.fixture(scope="module")
-def graders(request: pytest.FixtureRequest) -> Iterator[dict[str, Grader]]:
-    """A grader for each of the module's EXERCISES."""
-    manifest = load_manifest()
-    with ExitStack() as stack:
-        yield {
-            name: stack.enter_context(Grader(manifest[name])) for name in request.module.EXERCISES
-        }
-
-
-@pytest.fixture
-def graded(graders: dict[str, Grader], tmp_path: Path) -> Callable[..., Verdict]:
-    """The verdict on a program, or on our solution with some of its text replaced; within `limits`
-    nothing but the verdict of the run: for programs that do not end."""
-
-    def grade(
-        exercise_id: str, *swap: str, source: str = "", limits: Limits | None = None
-    ) -> Verdict:
-        solution = graders[exercise_id].exercise.answers / "solution.py"
-        text = source or solution.read_text(encoding="utf-8")
-        for old, new in zip(swap[::2], swap[1::2], strict=True):
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
-        if limits is not None:
-            return graders[exercise_id].run(text, limits=limits)
-        path = tmp_path / "submission.py"
-        path.write_text(text, encoding="utf-8")
-        return graders[exercise_id].grade(path)
-
-    return grade

@@ -1,6 +1,8 @@
 """A course of three small exercises in a temporary folder, graded by the real grader."""
 
 import io
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,6 +152,14 @@ class Terminal:
         app = App(self.session, out, Shell("python"), self._answer)
         code = main(words, app)
         return code, out.file.getvalue()  # type: ignore[attr-defined]
+
+    def sees(self, line: str, *texts: str, code: int = 0, lacks: Sequence[str] = ()) -> str:
+        """Type a line: it ends with `code`, and shows all `texts` and none of `lacks`."""
+        ended, shown = self.type(*shlex.split(line))
+        assert ended == code, shown
+        assert [text for text in texts if text not in shown] == [], shown
+        assert [text for text in lacks if text in shown] == [], shown
+        return shown
 
     def _answer(self, question: str) -> str:
         if not self.answers:

@@ -18,6 +18,7 @@ from minillm_exercises.checking import (
     plain,
     run_traced,
 )
+from minillm_exercises.ranks import MOST, together
 
 
 class Agrees:
@@ -203,3 +204,33 @@ def test_without_torch_nothing_is_a_tensor(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")
     equal([1], [1], "it")
     assert said(equal, derived(int)(3), 3, "it").endswith("return a plain int.")
+
+
+def test_together_gives_each_rank_the_answers_in_order():
+    def call(rank, meet):
+        first = meet(rank)
+        return [first, meet(10 * rank)]
+
+    done = together(3, call, sum, "meet")
+    assert done.results == [[3, 30]] * 3
+    assert done.meetings == [[0, 1, 2], [0, 10, 20]]
+    assert together(2, lambda rank, meet: rank, sum, "meet").results == [0, 1]
+
+
+def test_a_solution_that_catches_every_exception_still_meets():
+    def call(rank, meet):
+        try:
+            return meet(rank)
+        except Exception:
+            return None
+
+    assert together(2, call, sum, "meet").results == [1, 1]
+
+
+def test_ranks_that_never_end_are_stopped():
+    def call(rank, meet):
+        while True:
+            meet(rank)
+
+    with pytest.raises(CheckFailedError, match=f"After {MOST} calls of meet"):
+        together(2, call, sum, "meet")

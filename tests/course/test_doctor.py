@@ -191,7 +191,7 @@ def test_the_exit_code(at: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
         ([fine, bad], 1, "1 problem."),
         ([bad, bad], 1, "2 problems."),
     ):
-        monkeypatch.setattr("minillm_exercises.cli.tools.examine", lambda _, f=found: f)
+        monkeypatch.setattr("minillm_exercises.cli.learn.examine", lambda _, f=found: f)
         got, shown = at.type("doctor")
         assert got == code
         assert shown.splitlines()[-1] == last

@@ -118,14 +118,14 @@ def tables():
     return module
 
 
-def test_the_guide_has_every_plan_and_the_errors_are_complete():
+def test_the_guide_has_every_plan_and_the_errors_are_complete(capsys):
     made, remedy = tables(), "run: python exercises/instructor_tables.py --write"
-    page = text_of(made.ERRORS)
+    assert made.main(["--errors"]) == 0
+    page = capsys.readouterr().out
     messages = [m.teaches for e in MANIFEST.values() for m in e.mutants]
     assert messages
     assert all(messages)
-    assert not [message for message in messages if message not in page], remedy
-    assert made.error_page() == page, remedy
+    assert not [message for message in messages if message not in page]
     assert made.filled(text_of(GUIDE)) == text_of(GUIDE), remedy
 
 

@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from minillm_exercises.cli import main
 from minillm_exercises.cli.parser import COMMANDS, EXAMPLES, build_parser
+from minillm_exercises.quiz import load_quiz
 from minillm_exercises.readme import brief, task
 from minillm_exercises.results import Verdict
 from tests.course.small import MUTANT, SOLUTION, STARTER, Terminal, terminal
@@ -22,22 +24,21 @@ def at(tmp_path: Path) -> Terminal:
 
 
 def test_the_board_says_where_you_stand(at: Terminal) -> None:
-    code, shown = at.type("list")
-    assert code == 0
-    lines = shown.splitlines()
-    assert re.search(r"e90\.1  Add two numbers +90 +5  ●○○ +0/3", lines[1])
-    assert re.search(r"- not here  e91\.1  Not for this machine", shown)
-    assert "needs no_such_package" in shown
-    assert "0 of 9 points, 0 of 3 done" in shown
-    assert "Next: python -m minillm_exercises start e90.1" in shown
+    shown = at.sees(
+        "list",
+        "- not here  e91.1  Not for this machine",
+        "needs no_such_package",
+        "0 of 9 points, 0 of 3 done",
+        "Next: python -m minillm_exercises start e90.1",
+    )
+    assert re.search(r"e90\.1  Add two numbers +90 +5  ●○○ +0/3", shown.splitlines()[1])
     at.write(SOLUTION)
-    at.type("run", "e90.1")
+    at.sees("run e90.1")
     at.write("nonsense(", "e90.2")
-    _, shown = at.type("list")
+    bar = "█" * 10 + "░" * 20 + "  3 of 9 points, 1 of 3 done"
+    shown = at.sees("list", bar, "Next: python -m minillm_exercises run e90.2")
     assert re.search(r"✓ done +e90\.1 .* 3/3", shown)
     assert re.search(r"… begun +e90\.2 ", shown)
-    assert "█" * 10 + "░" * 20 + "  3 of 9 points, 1 of 3 done" in shown
-    assert "Next: python -m minillm_exercises run e90.2" in shown
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -75,87 +76,69 @@ def test_a_task_is_one_section_of_the_readme(at: Terminal) -> None:
 
 
 def test_start_gives_the_file_once(at: Terminal) -> None:
-    code, shown = at.type("start", "e90.1")
-    text = at.file().read_text()
-    assert code == 0
-    assert re.fullmatch(
-        r"# minillm exercise e90\.1, starter [0-9a-f]{8}: this line lets the grader notice a newer "
-        r"starter",
-        text.splitlines()[0],
+    at.sees(
+        "start e90.1",
+        "Write `add` so that\nit returns the sum.",
+        "def add(a, b) -> int",
+        "python -m minillm_exercises run e90.1",
+        lacks=["More about sums"],
     )
-    assert text.split("\n", 1)[1] == STARTER
-    assert "Write `add` so that\nit returns the sum." in shown
-    assert "def add(a, b) -> int" in shown
-    assert "More about sums" not in shown
-    assert "python -m minillm_exercises run e90.1" in shown
+    first, rest = at.file().read_text().split("\n", 1)
+    said = "this line lets the grader notice a newer starter"
+    assert re.fullmatch(rf"# minillm exercise e90\.1, starter [0-9a-f]{{8}}: {said}", first)
+    assert rest == STARTER
     at.file().write_text("mine")
-    code, shown = at.type("start", "e90.1")
-    assert code == 0
-    assert "already there" in shown
+    at.sees("start e90.1", "already there")
     assert at.file().read_text() == "mine"
 
 
 def test_a_newer_starter_is_said_and_put_beside(at: Terminal) -> None:
-    at.type("start", "e90.1")
-    _, shown = at.type("run")
-    assert "newer starter" not in shown
-    assert "newest starter" in at.type("start", "e90.1", "--new")[1]
-    starter = at.exercise().starter
+    at.sees("start e90.1")
+    starter, notice = at.exercise().starter, "start e90.1 --new puts it beside yours."
+    starter.write_bytes(STARTER.replace("\n", "\r\n").encode())  # line ends are nothing new
+    at.sees("run", code=1, lacks=[notice])
+    at.sees("start e90.1 --new", "newest starter")
     starter.write_text(STARTER + "\nEXTRA = 1\n")
     mine = at.file().read_text()
-    notice = "start e90.1 --new puts it beside yours."
-    assert notice in at.type("run")[1]
-    assert notice in at.type("list")[1]
-    code, _ = at.type("start", "e90.1", "--new")
-    beside = at.file().with_name("e90_1.new.py")
-    assert code == 0
-    assert "EXTRA = 1" in beside.read_text()
+    at.sees("run", notice, code=1)
+    at.sees("list", notice)
+    at.sees("start e90.1 --new")
+    beside = at.file().with_name("e90_1.new.py").read_text()
+    assert "EXTRA = 1" in beside
     assert at.file().read_text() == mine
     # the notice ends as promised: the new first line over the old one
-    at.file().write_text(beside.read_text().split("\n")[0] + "\n" + mine.split("\n", 1)[1])
-    assert notice not in at.type("list")[1]
-
-
-def test_line_ends_are_no_newer_starter(at: Terminal) -> None:
-    at.type("start", "e90.1")
-    starter = at.exercise().starter
-    starter.write_bytes(STARTER.replace("\n", "\r\n").encode())
-    assert "newer starter" not in at.type("list")[1]
+    at.file().write_text(beside.split("\n")[0] + "\n" + mine.split("\n", 1)[1])
+    at.sees("list", lacks=[notice])
 
 
 def test_a_verdict_screen(at: Terminal) -> None:
     at.write(MUTANT + "\n\nprint('loaded \\x1b[31mred')\n")
-    code, shown = at.type("run")
-    assert code == 1
-    assert "✓ passed   small numbers     1/1" in shown
-    assert "✗ not yet  negative numbers  0/2" in shown
-    assert "-1 plus 2 (add(-1, 2)): expected 1, got 3." in shown
-    assert "Perhaps: You add the sizes: a minus counts." in shown
-    assert "Your code printed:\n  loaded red" in shown
-    assert "1 of 3 points, public checks 1/2; an instructor may run more." in shown
-    assert "Stuck: python -m minillm_exercises hint e90.1  (hint 1 of 3)" in shown
-    assert "Graded in" not in shown
-    assert "Graded in" in at.type("run", "-v")[1]
+    at.sees(
+        "run",
+        "✓ passed   small numbers     1/1",
+        "✗ not yet  negative numbers  0/2",
+        "-1 plus 2 (add(-1, 2)): expected 1, got 3.",
+        "Perhaps: You add the sizes: a minus counts.",
+        "Your code printed:\n  loaded red",
+        "1 of 3 points, public checks 1/2; an instructor may run more.",
+        "Stuck: python -m minillm_exercises hint e90.1  (hint 1 of 3)",
+        code=1,
+        lacks=["Graded in"],
+    )
+    at.sees("run -v", "Graded in", code=1)
 
 
 def test_only_the_first_failure_is_expanded(at: Terminal) -> None:
     at.write("def add(a, b):\n    return 7\n")
-    _, brief = at.type("run")
-    _, long = at.type("run", "-v")
-    assert "1 plus 2 (add(1, 2))" in brief
-    assert "-1 plus 2 (add" not in brief
-    assert "-1 plus 2 (add" in long
-    assert "One other check fails too. Repair the first one" in brief
-    assert "fails too" not in long
+    others, second = "One other check fails too. Repair the first one", "-1 plus 2 (add"
+    at.sees("run", "1 plus 2 (add(1, 2))", others, code=1, lacks=[second])
+    at.sees("run -v", second, code=1, lacks=["fails too"])
 
 
 def test_passing_proposes_what_follows(at: Terminal) -> None:
     at.write(SOLUTION)
-    code, shown = at.type("run")
-    assert code == 0
-    assert "3 of 3 points, public checks 2/2; an instructor may run more." in shown
-    assert "Next: python -m minillm_exercises start e90.2" in shown
-    assert "solution e90.1" in shown
+    points = "3 of 3 points, public checks 2/2; an instructor may run more."
+    at.sees("run", points, "Next: python -m minillm_exercises start e90.2", "solution e90.1")
 
 
 @pytest.mark.parametrize(
@@ -175,15 +158,8 @@ def test_bad_files_get_a_sentence_and_the_next_still_runs(
     at.write(text)
     counter = "class Counter:\n    count = 0\n\n    def add(self):\n        self.count += 1\n"
     at.write(counter, "e90.2")
-    code, shown = at.type("run", "e90.1")
-    assert code == 1
-    assert says in shown
-    assert "Traceback" not in shown
-    code, shown = at.type("run", "--all")
-    assert code == 1
-    assert "✗ e90.1" in shown
-    assert "✓ e90.2" in shown
-    assert "1 of 2 begun exercises pass." in shown
+    at.sees("run e90.1", says, code=1, lacks=["Traceback"])
+    at.sees("run --all", "✗ e90.1", "✓ e90.2", "1 of 2 begun exercises pass.", code=1)
 
 
 def test_a_grader_that_fails_stops_nothing(at: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +167,9 @@ def test_a_grader_that_fails_stops_nothing(at: Terminal, monkeypatch: pytest.Mon
         raise ZeroDivisionError("oh")
 
     at.write(SOLUTION)
-    at.session = type(at.session)(at.session.manifest, at.session.workspace, broken)
-    code, shown = at.type("run", "--all")
-    assert code == 1
-    assert "The grader itself failed (ZeroDivisionError: oh); your code is not to blame." in shown
+    at.session = replace(at.session, grade=broken)
+    said = "The grader itself failed (ZeroDivisionError: oh); your code is not to blame."
+    at.sees("run --all", said, code=1)
 
 
 def test_run_takes_the_last_one_and_another_file(at: Terminal, tmp_path: Path) -> None:
@@ -223,6 +198,7 @@ def test_run_as_json(at: Terminal) -> None:
     assert code == 1
     assert (data["status"], data["earned"], data["mutant"]) == ("fail", 1, "sizes")
     assert [check["status"] for check in data["checks"]] == ["pass", "fail"]
+    assert "trace" not in data["checks"][0]
     assert isinstance(json.loads(at.type("run", "--all", "--json")[1]), list)
 
 
@@ -230,84 +206,74 @@ def test_commands_are_whole_however_narrow(at: Terminal) -> None:
     at.width = 40
     command = "python -m minillm_exercises {} e90.1"
     at.write(MUTANT)
-    assert command.format("hint") + "  (hint 1 of 3)" in at.type("run")[1]
-    assert command.format("run") in at.type("list")[1]
+    at.sees("run", command.format("hint") + "  (hint 1 of 3)", code=1)
+    at.sees("list", command.format("run"))
     at.write(SOLUTION)
-    assert command.format("solution") in at.type("run")[1]
+    at.sees("run", command.format("solution"))
 
 
 def test_a_copy_without_solutions_offers_none(at: Terminal) -> None:
     (at.exercise().answers / "solution.py").unlink()
-    assert "solution e90.1" not in at.type("hint", "e90.1", "-n", "3")[1]
-    for text in (MUTANT, SOLUTION):
+    at.sees("hint e90.1 -n 3", lacks=["solution e90.1"])
+    for text, code in ((MUTANT, 1), (SOLUTION, 0)):
         at.write(text)
-        assert "solution e90.1" not in at.type("run")[1]
+        at.sees("run", code=code, lacks=["solution e90.1"])
 
 
 def test_hints_come_one_by_one_and_are_counted(at: Terminal) -> None:
-    first, second = at.type("hint", "e90.1")[1], at.type("hint", "e90.1")[1]
-    assert "think of a sum" in first
-    assert "look at +" not in first
-    assert "look at +" in second
-    assert at.session.progress().of("e90.1").hints == 2
-    at.type("hint", "e90.1", "-n", "1")
-    assert at.session.progress().of("e90.1").hints == 2
-    third = at.type("hint", "e90.1")[1]
-    assert "take a, go b steps on" in third
-    assert "That was the last" in third
-    assert at.type("hint", "e90.1")[0] == 0
-    assert at.session.progress().of("e90.1").hints == 3
-    assert at.type("hint", "e90.2", "-n", "2")[1].count("Hint ") == 2
-    assert at.session.progress().of("e90.2").hints == 2
+    def seen(name: str = "e90.1") -> int:
+        return at.session.progress().of(name).hints
+
+    at.sees("hint e90.1", "think of a sum", lacks=["look at +"])
+    at.sees("hint e90.1", "look at +")
+    assert seen() == 2
+    at.sees("hint e90.1 -n 1")
+    assert seen() == 2
+    at.sees("hint e90.1", "take a, go b steps on", "That was the last")
+    at.sees("hint e90.1")
+    assert seen() == 3
+    assert at.sees("hint e90.2 -n 2").count("Hint ") == seen("e90.2") == 2
 
 
 def test_solution_opens_after_a_pass_or_on_giving_up(at: Terminal) -> None:
-    code, shown = at.type("solution", "e90.1")
-    assert code == 1
-    assert "a + b" not in shown
-    assert "--give-up" in shown
+    at.sees("solution e90.1", "--give-up", code=1, lacks=["a + b"])
     assert not at.session.progress().of("e90.1").gave_up
-    code, shown = at.type("solution", "e90.1", "--give-up")
-    assert code == 0
-    assert "return a + b" in shown
+    at.sees("solution e90.1 --give-up", "return a + b")
     assert at.session.progress().of("e90.1").gave_up
     assert not (at.session.workspace.root / "e90_sums").exists()  # nothing written
     at.write(SOLUTION)
-    at.type("run")
-    shown = at.type("solution", "e90.1")[1]
-    assert "Another way: python -m minillm_exercises solution e90.1 --alternate" in shown
-    assert "sum((a, b))" in at.type("solution", "e90.1", "--alternate")[1]
-    at.type("solution", "e90.1", "--save")
+    at.sees("run")
+    other = "solution e90.1 --alternate"
+    at.sees("solution e90.1", f"Another way: python -m minillm_exercises {other}")
+    at.sees(other, "sum((a, b))")
+    at.sees("solution e90.1 --save")
     assert at.file().with_name("e90_1.solution.py").read_text() == SOLUTION
 
 
 def test_having_passed_is_not_giving_up(at: Terminal) -> None:
     at.write(SOLUTION)
-    at.type("run")
+    at.sees("run")
     at.write(MUTANT)  # passed once is enough, whatever the file is now
-    at.type("run")
-    code, shown = at.type("solution", "e90.1", "--give-up")
-    assert code == 0
-    assert "return a + b" in shown
+    at.sees("run", code=1)
+    at.sees("solution e90.1 --give-up", "return a + b")
     assert not at.session.progress().of("e90.1").gave_up
 
 
 def test_reset_asks_and_keeps(at: Terminal) -> None:
     at.write(SOLUTION)
     at.type("run")
-    for answer in ("n", "", "what"):
-        at.answers = [answer]
-        assert at.type("reset", "e90.1")[0] == 1
-    assert at.type("reset", "e90.1")[0] == 1  # nobody answers
+    at.answers = ["n", "", "what"]
+    for _ in range(4):  # the fourth time nobody answers
+        at.sees("reset e90.1", code=1)
     assert SOLUTION in at.file().read_text()
     at.answers = ["y"]
-    assert at.type("reset", "e90.1")[0] == 0
+    at.sees("reset e90.1")
     assert STARTER in at.file().read_text()
     assert SOLUTION in (at.session.workspace.root / ".history" / "e90_1.1.py").read_text()
     at.write(MUTANT)
-    assert at.type("reset", "e90.1", "--yes")[0] == 0
+    at.sees("reset e90.1 --yes")
     assert MUTANT in (at.session.workspace.root / ".history" / "e90_1.2.py").read_text()
-    assert "begun" in at.type("list")[1]
+    at.sees("list", "begun")
 
 
 MISTAKES = [
@@ -358,6 +324,13 @@ def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]
             build_parser().parse_args(line.partition("   ")[0].split())
     assert main([]) == 0
     assert "to teach:" in capsys.readouterr().out
+
+
+def test_a_quiz_is_asked_and_judged(at: Terminal) -> None:
+    letters = [question.answer for question in load_quiz("03")]
+    at.sees("quiz 3", "1. ", "  a)  ", "Answer with: python -m minillm_exercises quiz 03 a b c")
+    at.sees(f"quiz 03 {' '.join(letters)}", "1. right.", "3 of 3 right.")
+    at.sees(f"quiz 03 - {' '.join(letters[1:])}", "2. right.", "2 of 3 right.", code=1)
 
 
 def test_a_damaged_memory_is_said_and_set_aside(

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,10 +24,9 @@ COMPUTE = (
 
 
 @pytest.fixture(scope="module")
-def grader(toys: Toys) -> Iterator[Grader]:
+def grader(toys: Toys) -> Grader:
     """A grader of e90.1 with which an endless loop ends soon."""
-    with Grader(toys["e90.1"], limits=Limits(cpu=1.0, wall=600.0)) as made:
-        yield made
+    return Grader(toys["e90.1"], limits=Limits(cpu=1.0, wall=600.0))
 
 
 @pytest.fixture
@@ -130,6 +128,6 @@ def test_systems_that_count_no_processor_time_have_the_clock(
         monkeypatch.delattr(signal, "setitimer")
     exercise = toys["e90.1"]
     source = with_first(exercise, "while True: pass")
-    job = Job(source, "mine.py", ("test_one_window",), tmp_path, limits=IMPATIENT)
-    (last,) = supervise(job, exercise.checks, load_checks(exercise.checks))["reports"][-1:]
+    job = Job(source, "mine.py", exercise.checks, ("test_one_window",), tmp_path, limits=IMPATIENT)
+    (last,) = supervise(job, load_checks(exercise.checks))["reports"][-1:]
     assert timeout_sentence(last, "", "here", IMPATIENT).startswith(says)

@@ -12,7 +12,7 @@ from minillm_exercises import progress as progress_module
 from minillm_exercises import workspace
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.progress import Entry, ProgressFile
-from minillm_exercises.standing import suggestion
+from minillm_exercises.session import suggestion
 from minillm_exercises.workspace import work_root
 from tests.course.small import SOLUTION, Terminal, terminal
 
@@ -169,6 +169,9 @@ def test_what_comes_next(at: Terminal) -> None:
     assert following("e90.2") == "e90.2"  # in order from the last one
     at.write("", "e90.1")
     assert following("e90.2") == "e90.1"  # begun comes before open
+    at.write("", "e90.2")
+    assert following("") == "e90.1"
+    at.file("e90.2").unlink()
     at.write(SOLUTION)
     at.type("run", "e90.1")
     assert following("e90.1") == "e90.2"

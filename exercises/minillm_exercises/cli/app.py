@@ -2,16 +2,19 @@
 
 import io
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 
 from minillm_exercises.cli.parser import TEACH, build_parser
 from minillm_exercises.explain import Shell
 from minillm_exercises.session import Session
+from minillm_exercises.workspace import shown_path, writing
 
 
 def terminal() -> Console:
@@ -23,12 +26,13 @@ def terminal() -> Console:
 
 @dataclass(frozen=True)
 class App:
-    """A session at a terminal; `ask` puts a question and returns the answer."""
+    """A session at a terminal; `ask` puts a question and returns the answer, `wait` sleeps."""
 
     session: Session = field(default_factory=Session.open)
     out: Console = field(default_factory=terminal)
     shell: Shell = field(default_factory=Shell.here)
     ask: Callable[[str], str] = input
+    wait: Callable[[float], object] = time.sleep
 
     def show(self, *what: RenderableType | str) -> None:
         """Write lines or anything that rich can draw."""
@@ -38,6 +42,13 @@ class App:
     def aside(self, line: str) -> None:
         """Write a line that is no part of the result, and so not into a pipe."""
         sys.stderr.write(line + "\n")
+
+    def write(self, path: Path | str, text: str) -> None:
+        """Write a file that was asked for, and say so."""
+        path = Path(path)
+        with writing(path):
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        self.aside(f"Written: {shown_path(path)}")
 
 
 Command = Callable[[Namespace, App], int]
@@ -61,7 +72,5 @@ def run(argv: Sequence[str] | None, app: App | None) -> int:
 
 def _command(name: str) -> Command:
     """The function of that name; each module is only imported when a command of it runs."""
-    module = "teach" if name in TEACH else "learn"
-    if name in ("report", "doctor", "watch", "quiz", "engine"):
-        module = "tools"
+    module = "teach" if name in (*TEACH, "report") else "learn"
     return getattr(import_module(f"minillm_exercises.cli.{module}"), f"command_{name}")

@@ -1,44 +1,41 @@
-"""What a learner types: list, start, run, hint, solution, reset."""
+"""What a learner types: all commands but those of `teach`."""
 
 import json
 import re
+import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.markdown import Markdown
 from rich.syntax import Syntax
 from rich.text import Text
 
-from minillm_exercises.board import advice, board, mark, verdict_screen
+from minillm.errors import MinillmError
+from minillm_exercises.assemble import assemble, run_engine
+from minillm_exercises.board import STYLES, advised, board, mark, verdict_screen
 from minillm_exercises.cli.app import App
+from minillm_exercises.doctor import Finding, examine
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.explain import explain, has_answer
+from minillm_exercises.explain import advice, has_answer, next_step, summary, troubles
 from minillm_exercises.manifest import Exercise
+from minillm_exercises.quiz import LETTERS, Question, judged, load_quiz
 from minillm_exercises.readme import brief
 from minillm_exercises.results import Verdict
+from minillm_exercises.watch import watch
 from minillm_exercises.workspace import STAMP, shown_path
 
+LEVELS = (("ok", "pass"), ("note", "not run"), ("problem", "fail"))
 HINT_KINDS = ("the idea", "where to look", "the steps")
 
 
 def command_list(args: Namespace, app: App) -> int:
-    """Draw the board."""
-    show_board(app)
-    return 0
-
-
-def show_board(app: App) -> None:
     """The board with what comes next."""
     rows = app.session.standings()
-    notices = [_outdated(row.exercise, app) for row in rows if row.outdated]
-    following = app.session.suggestion()
-    if following is None:
-        notices.append("Everything that can be done here is done.")
-    else:
-        command = "run" if following.state == "begun" else "start"
-        notices.append(f"Next: {app.shell.do(command, following.exercise.id)}")
     app.out.print(board(rows, app.out))
-    app.show(*notices)
+    app.show(*(_outdated(row.exercise, app) for row in rows if row.outdated))
+    app.show(next_step(app.session.suggestion(), app.shell))
+    return 0
 
 
 def _outdated(exercise: Exercise, app: App) -> str:
@@ -124,16 +121,39 @@ def show_verdict(
 ) -> None:
     """Draw the verdict and say what comes next."""
     session = app.session
-    entry = session.progress().of(exercise.id)
-    told = explain(exercise, verdict, entry, app.shell, session.suggestion(), verbose)
+    entry, following = session.progress().of(exercise.id), session.suggestion()
     path = shown_path(session.workspace.file(exercise)) if file is None else str(file)
-    app.out.print(verdict_screen(told, app.out, path))
-    for line in told.advice:
-        app.out.print(advice(line), soft_wrap=True)
+    app.out.print(verdict_screen(exercise, verdict, app.out, path, verbose))
+    for line in advice(exercise, verdict, entry, app.shell, following, verbose):
+        app.out.print(advised(line), soft_wrap=True)
     if verbose:
         app.show(f"Graded in {verdict.seconds:.2f} s.")
     if session.workspace.outdated(exercise) and file is None:
         app.show(_outdated(exercise, app))
+
+
+def command_watch(args: Namespace, app: App) -> int:
+    """Grade the file after each save."""
+    exercise = app.session.current(args.id)
+    path = app.session.start(exercise)
+
+    def grade() -> bool:
+        app.out.clear()
+        try:
+            verdict = app.session.run(exercise)
+        except MinillmError as error:  # the file has gone just now
+            app.show(str(error))
+            return False
+        show_verdict(exercise, verdict, app)
+        app.show("", f"Watching {path}; Ctrl-C stops.")
+        return verdict.status == "pass"
+
+    def gone() -> None:
+        app.show(f"{path.name} is gone: save it again, or `start {exercise.id}` begins anew.")
+
+    passed = watch(path, grade, gone, app.wait)
+    app.show(f"Stopped watching {exercise.id}.")
+    return int(not passed)
 
 
 def _run_all(args: Namespace, app: App) -> int:
@@ -156,25 +176,18 @@ def _run_all(args: Namespace, app: App) -> int:
 
 def _one_line(exercise: Exercise, verdict: Verdict, app: App) -> None:
     """An exercise's outcome and, unless it passed, the first thing that is wrong."""
-    entry = app.session.progress().of(exercise.id)
-    told = explain(exercise, verdict, entry, app.shell)
-    sign = mark("pass" if told.passed else "fail", app.out)
-    app.show(Text(f"{sign} {told.title}: {told.summary.partition(';')[0]}."))
-    for trouble in told.troubles[:1]:
+    sign = mark("pass" if verdict.status == "pass" else "fail", app.out)
+    said = summary(exercise, verdict).partition(";")[0]
+    app.show(Text(f"{sign} {exercise.id}  {exercise.title}: {said}."))
+    for trouble in [*troubles(verdict)][:1]:
         said = " ".join(f"{trouble.task}. {trouble.message}".removeprefix(". ").split())
         app.show(Text(f"    {said}"))
 
 
 def command_hint(args: Namespace, app: App) -> int:
-    """Show one hint more."""
-    show_hints(app.session.find(args.id), app, args.number)
-    return 0
-
-
-def show_hints(exercise: Exercise, app: App, number: int | None = None) -> None:
-    """The hints up to the next one, or up to `number`."""
-    shown, _ = app.session.take_hint(exercise, number)
-    give_up = app.shell.do("solution", exercise.id, "--give-up")
+    """The hints up to the next one, or up to the number that was asked for."""
+    exercise = app.session.find(args.id)
+    shown, _ = app.session.take_hint(exercise, args.number)
     for number, text in enumerate(exercise.hints[:shown], 1):
         head = f"Hint {number} of 3, {HINT_KINDS[number - 1]}: "
         app.out.print(Text.assemble((head, "bold"), text))
@@ -184,7 +197,8 @@ def show_hints(exercise: Exercise, app: App, number: int | None = None) -> None:
     else:
         app.show("That was the last.")
         if has_answer(exercise):
-            app.show(f"The answer: {give_up}")
+            app.show(f"The answer: {app.shell.do('solution', exercise.id, '--give-up')}")
+    return 0
 
 
 def command_solution(args: Namespace, app: App) -> int:
@@ -249,3 +263,62 @@ def _agrees(app: App, question: str) -> bool:
         return app.ask(question).strip().lower() in ("y", "yes")
     except EOFError:
         return False
+
+
+def command_doctor(args: Namespace, app: App) -> int:
+    """Look at the machine."""
+    problems = 0
+    for finding in examine(app.session):
+        problems += finding.level == "problem"
+        _show_finding(finding, app)
+    app.show("", f"{problems} problem{'s' * (problems != 1)}." if problems else "All is well.")
+    return int(problems > 0)
+
+
+def _show_finding(finding: Finding, app: App) -> None:
+    look = dict(LEVELS)[finding.level]
+    level = (f"{mark(look, app.out)} {finding.level:<7}", STYLES[look])
+    app.out.print(Text.assemble(level, f"  {finding.about:<10} {finding.said}"))
+    if finding.remedy:
+        app.out.print(Text(f"             {finding.remedy}"))
+
+
+def command_quiz(args: Namespace, app: App) -> int:
+    """Ask a chapter's questions, or judge the answers that were given with the command."""
+    chapter = args.chapter.zfill(2)
+    questions = load_quiz(chapter)
+    if args.answers:
+        said, right = judged(questions, " ".join(args.answers), f"quiz {chapter} a b c")
+        app.show(said)
+        return int(not right)
+    if sys.stdin.isatty():
+        return _ask(questions, app)
+    app.show(*(q.asked(n) for n, q in enumerate(questions, 1)))
+    app.show(f"Answer with: {app.shell.do('quiz', chapter, 'a', 'b', 'c')}")
+    return 0
+
+
+def _ask(questions: Sequence[Question], app: App) -> int:
+    """Question by question at a terminal; an answer that is no option is asked for again."""
+    right = 0
+    for number, question in enumerate(questions, 1):
+        app.show(question.asked(number))
+        allowed = LETTERS[: len(question.options)]
+        try:
+            while (said := app.ask("> ").strip().lower()) not in tuple(allowed):
+                app.show(f"One of {', '.join(allowed)}, or Ctrl-D to stop.")
+        except EOFError:
+            app.show("")
+            break
+        right += said == question.answer
+        app.show(question.answered(number, said), "")
+    app.show(f"{right} of {len(questions)} right.")
+    return int(right < len(questions))
+
+
+def command_engine(args: Namespace, app: App) -> int:
+    """Put the passed exercises together and serve prompts with them."""
+    file, lines = assemble(app.session)
+    app.show(*lines, "")
+    app.out.file.flush()
+    return run_engine(file, args.prompts)[0]

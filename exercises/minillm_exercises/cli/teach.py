@@ -1,19 +1,22 @@
-"""What an instructor types: verify, grade, release."""
+"""What an instructor types: report, verify, grade, release."""
 
 import json
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 
+from minillm_exercises.board import mark
 from minillm_exercises.cli.app import App
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.gradebook import as_csv, as_json, grade_class
 from minillm_exercises.manifest import exercises_root
+from minillm_exercises.scores import grade_begun, junit, report
 from minillm_exercises.workspace import shown_path, writing
 
 PRIVATE = ("_solutions", "__pycache__", ".ipynb_checkpoints", "*.egg-info", "*.pyc")
@@ -31,6 +34,33 @@ def progress_bar() -> Iterator[Told]:
     ) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
+
+
+def command_report(args: Namespace, app: App) -> int:
+    """Grade everything begun and write the report."""
+    session = app.session
+    graded = grade_begun(session, args.seed, lambda e: app.aside(f"grading {e.id} ..."))
+    data = report(session, graded, args.seed)
+    text = json.dumps(data, indent=1) + "\n"
+    if args.json == "-":
+        app.out.file.write(text)
+    elif args.json:
+        app.write(args.json, text)
+    if args.junit:
+        app.write(args.junit, junit(data["tests"]))
+    if args.json != "-":
+        _table(data, app)
+    return int(data["status"] != "pass")
+
+
+def _table(data: dict[str, Any], app: App) -> None:
+    for name, found in data["exercises"].items():
+        sign = mark("pass" if found["status"] == "pass" else "fail", app.out)
+        app.show(Text(f"{sign} {name}  {found['earned']}/{found['max']}  {found['status']}"))
+    score = data["score"]
+    app.show(f"{score['earned']} of {score['max']} points, {data['summary']}.")
+    if "message" in data:
+        app.show(data["message"])
 
 
 def command_verify(args: Namespace, app: App) -> int:
@@ -63,18 +93,12 @@ def command_grade(args: Namespace, app: App) -> int:
         results = grade_class(args.folder, manifest, args.hidden, args.seed, told)
     table = as_csv(results)
     if args.json:
-        _write(args.json, json.dumps(as_json(results, args.seed), indent=1) + "\n", app)
+        app.write(args.json, json.dumps(as_json(results, args.seed), indent=1) + "\n")
     if args.out:
-        _write(args.out, table, app)
+        app.write(args.out, table)
     else:
         app.out.file.write(table)
     return 0
-
-
-def _write(path: Path, text: str, app: App) -> None:
-    with writing(path):
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    app.aside(f"Written: {shown_path(path)}")
 
 
 def command_release(args: Namespace, app: App) -> int:
