@@ -11,6 +11,7 @@ from submissions import Graded, failed, said
 
 from minillm.lab.benchmarks.serving import measures
 from minillm.lab.benchmarks.serving.reply import Reply
+from minillm_exercises.chapters import ch22
 from minillm_exercises.manifest import load_manifest
 
 EXERCISES = ("e22.1", "e22.2")  # for the fixture `graded`
@@ -160,7 +161,7 @@ def test_the_measures_are_those_of_our_load_generator() -> None:
     times = [time for time, _ in chunks]
     reply = Reply(0, 0, 1.0, 1.25, 4.0, frames=times, texts=times, output_tokens=3)
     ours = loaded("e22.1").measures(request)
-    vllm, guidellm = measures.vllm(reply), measures.guidellm(reply)
+    vllm, guidellm = measures.vllm(reply), ch22.guidellm(reply)
     assert ours["ttft"] == vllm["ttft"]
     assert ours["e2e"] == vllm["e2el"]
     assert ours["tpot_vllm"] == vllm["tpot"]

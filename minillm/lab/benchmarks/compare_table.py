@@ -124,14 +124,4 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
         )
         measured += beside["results"]
     too_low = disturbance(measured, ", so these figures are too low")
-    return [*lines, *limits(found.get("processor", {})), *found["left_out"].values(), *too_low]
-
-
-def limits(processor: Mapping[str, Any]) -> list[str]:
-    """With --isa: what was asked of each engine, and whether it obeyed."""
-    words = {True: "obeyed", False: "did not obey", None: "shows no evidence of what it used"}
-    return [
-        f"{name} was asked for {one['asked']} and {words[one['obeyed']]}"
-        + (f": {', '.join(one['evidence'])}." if one["evidence"] else ".")
-        for name, one in processor.get("engines", {}).items()
-    ]
+    return [*lines, *found["left_out"].values(), *too_low]

@@ -4,6 +4,7 @@ counts over medians, and the table, the sentences and the picture say what was m
 import json
 import logging
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,13 +36,13 @@ from minillm.lab.benchmarks.scale import (
     ScaleCase,
     ScaleWork,
     as_json,
-    cases_of,
+    contexts_of,
     open_engine,
+    statement,
+    table,
     tokens_of,
 )
 from minillm.lab.benchmarks.scale_plot import check_plot, draw
-from minillm.lab.benchmarks.scale_table import statement, table
-from minillm.lab.commands.bench_scale import check_contexts
 from minillm.lab.decode_law import DecodeRates, decode_time
 from minillm.models.presets import preset
 from minillm.ops.batch import Batch
@@ -278,9 +279,8 @@ def test_counts_are_those_of_the_middle_step() -> None:
     assert work.batch == 4
 
 
-def test_cases_are_all_pairs_and_take_whole_blocks() -> None:
-    cases = cases_of((1, 2), (33, 64))
-    assert [str(case) for case in cases] == ["B=1 ctx 33", "B=2 ctx 33", "B=1 ctx 64", "B=2 ctx 64"]
+def test_cases_take_whole_blocks() -> None:
+    cases = [ScaleCase(batch, context) for context in (33, 64) for batch in (1, 2)]
     assert [tokens_of(case) for case in cases] == [64, 128, 64, 128]
 
 
@@ -413,14 +413,13 @@ def test_from_end_to_end(
 
 
 def test_contexts_that_nobody_asked_for_hold_the_steps_that_are_timed() -> None:
-    config = replace(preset("smollm2-135m"), max_position_embeddings=1024)
-    given: dict[str, Any] = {"context": (128, 512, 4096), "new_tokens": 200}
-    check_contexts(given, config, asked=False)
-    assert given["context"] == (512,)
-    given = {"context": (128, 512, 4096), "new_tokens": 1000}
-    check_contexts(given, config, asked=False)
-    assert given["context"] == (1024,)
+    def contexts(new_tokens: int, *asked: int) -> tuple[int, ...]:
+        given, context = {"context"} if asked else set(), asked or (128, 512, 4096)
+        return contexts_of(Namespace(new_tokens=new_tokens, context=context, given=given), 1024)
+
+    assert contexts(200) == (512,)
+    assert contexts(1000) == (1024,)
     with pytest.raises(ConfigError, match=r"--new-tokens is 1021; .* at most 1020"):
-        check_contexts({"context": (128,), "new_tokens": 1021}, config, asked=False)
+        contexts(1021)
     with pytest.raises(ConfigError, match=r"--context is 128; with 200 .* from 204 to 1024"):
-        check_contexts({"context": (128,), "new_tokens": 200}, config, asked=True)
+        contexts(200, 128)

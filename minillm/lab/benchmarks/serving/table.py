@@ -27,7 +27,7 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
     terminal.line()
     terminal.table((*RATES, "SLO met", "goodput") if found["slo"] else RATES, rate_rows(found))
     if len(found["runs"]) == 1:
-        show_dialects(found["runs"][0]["summary"], terminal)
+        show_latencies(found["runs"][0]["summary"], terminal)
     for line in statement(found):
         terminal.paragraph(line)
 
@@ -61,23 +61,17 @@ def rate_rows(found: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def show_dialects(summary: Mapping[str, Any], terminal: Terminal) -> None:
-    """Print every latency of a single run in each dialect."""
-    rows = []
-    for dialect, measures in summary["dialects"].items():
-        for name, one in measures.items():
-            if one is None:
-                continue
-            in_tokens = name.startswith("output_token")
-            cells = [
-                "inf" if one.get(which) is None else
-                f"{digits(one[which])} tok/s" if in_tokens else seconds(one[which])
-                for which in ("mean", "p50", "p90", "p99")
-            ]  # fmt: skip
-            rows.append([f"{dialect} {name}", *cells])
+def show_latencies(summary: Mapping[str, Any], terminal: Terminal) -> None:
+    """Print every latency of a single run."""
+    quantiles = ("mean", "p50", "p90", "p99")
+    rows = [
+        [name, *(seconds(one[which]) for which in quantiles)]
+        for name, one in summary["latencies"].items()
+        if one is not None
+    ]
     if rows:
         terminal.line()
-        terminal.table(("measure, by dialect", "mean", "p50", "p90", "p99"), rows)
+        terminal.table(("measure, as in vLLM", *quantiles), rows)
         terminal.line()
 
 
