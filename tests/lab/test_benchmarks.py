@@ -142,6 +142,23 @@ def test_the_cost_of_a_running_sequence_is_what_another_one_adds(time: float, wo
     assert word in line
 
 
+def test_a_clock_counts_what_is_timed_inside_for_the_inner_part_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(outputs, "thread_time", lambda: now[0])
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = outputs.Clock()
+    inner = clock.around(lambda: wait(2.0), "trace")
+    clock.around(lambda: (wait(1.0), inner(), wait(4.0)), "schedule")()
+    assert {part: each for part, each in clock.seconds.items() if part and each} == {
+        "schedule": 5.0, "trace": 2.0,
+    }  # fmt: skip
+
+
 # ---- what is measured -------------------------------------------------------------------------
 
 

@@ -43,7 +43,7 @@ class Assisted:
             self.variants[f"assisted by {draft}"] = {"assistant_model": assistant}
 
     @torch.inference_mode()
-    def seconds(self, prompt: Sequence[int], new_tokens: int, variant: str) -> float:
+    def seconds(self, variant: Mapping[str, Any], prompt: Sequence[int], new_tokens: int) -> float:
         """Decode time of all new tokens except the first: the time of a run with one new token,
         which is the prefill, is subtracted."""
         ids = torch.tensor([list(prompt)])
@@ -65,4 +65,4 @@ class Assisted:
                 raise MinillmError(f"transformers gave {out.shape[1]} tokens instead of {count}.")
             return seconds
 
-        return run(new_tokens, **self.variants[variant]) - run(1)
+        return run(new_tokens, **variant) - run(1)

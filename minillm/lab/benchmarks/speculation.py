@@ -16,9 +16,10 @@ given rates, whatever their tokens: such a run measures time only.
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import zip_longest
 from statistics import median
 from time import perf_counter
@@ -38,6 +39,7 @@ from minillm.llm import LLM
 from minillm.speculative.proposer import DraftRow
 
 T = TypeVar("T")
+V = TypeVar("V")
 PLAIN = "plain"
 COUNTS = ("num_steps", "num_drafts", "num_draft_tokens")  # of the scheduler's counters
 PROMPT_TOKENS = 128
@@ -99,10 +101,8 @@ def measure(work: SpeculationWork, say: Callable[[str], None]) -> dict[str, Any]
         for batch in work.batches:
             prompts = prompts_of(workload, batch, engines[PLAIN])
             params = params_of(workload, work.new_tokens)
-            runs = in_turn(
-                engines, work.repeats, f"{workload} B={batch}", say,
-                lambda name, prompts=prompts, params=params: timed(engines[name], prompts, params),
-            )  # fmt: skip
+            run = partial(timed, prompts=prompts, params=params)
+            runs = in_turn(engines, work.repeats, f"{workload} B={batch}", say, run)
             for name, config in work.variants.items():
                 free = config is not None and "model" not in config
                 found = {"workload": workload, "batch": batch, "variant": name, "free_drafts": free}
@@ -131,10 +131,8 @@ def peers_of(work: SpeculationWork, llm: LLM, say: Callable[[str], None]) -> lis
         if not params_of(workload, 1).greedy:
             continue
         prompt = prompts_of(workload, 1, llm)[0]
-        seconds = in_turn(
-            peer.variants, work.repeats, f"transformers, {workload}", say,
-            lambda name, prompt=prompt: peer.seconds(prompt, work.new_tokens, name),
-        )  # fmt: skip
+        run = partial(peer.seconds, prompt=prompt, new_tokens=work.new_tokens)
+        seconds = in_turn(peer.variants, work.repeats, f"transformers, {workload}", say, run)
         for variant, own in seconds.items():
             ratios = [a / b for a, b in zip(seconds[PLAIN], own, strict=True)]
             rates = [(work.new_tokens - 1) / each for each in own]
@@ -158,20 +156,20 @@ def open_engine(work: SpeculationWork, config: Mapping[str, Any] | None) -> LLM:
 
 
 def in_turn(
-    variants: Iterable[str],
+    variants: Mapping[str, V],
     repeats: int,
     what: str,
     say: Callable[[str], None],
-    run: Callable[[str], T],
+    run: Callable[[V], T],
 ) -> dict[str, list[T]]:
     """Run the variants in turn, after one warm-up run of each."""
-    runs: dict[str, list[T]] = {variant: [] for variant in variants}
+    runs: dict[str, list[T]] = {name: [] for name in variants}
     for number in range(repeats + 1):
-        for variant in rotated(list(runs), number):
-            say(f"{what}: {variant}, run {number} of {repeats}")
-            found = run(variant)
+        for name in rotated(list(variants), number):
+            say(f"{what}: {name}, run {number} of {repeats}")
+            found = run(variants[name])
             if number:
-                runs[variant].append(found)
+                runs[name].append(found)
     return runs
 
 
