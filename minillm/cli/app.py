@@ -60,11 +60,14 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one sentence and exit with code 2."""
-        bad = re.match(r"argument COMMAND: invalid choice: '(.*?)' ", message)
+        bad = re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if bad:
-            hint = did_you_mean(bad[1], COMMANDS)
-            message = f"there is no command '{bad[1]}'; the commands are {', '.join(COMMANDS)}"
-            message += f".{hint}"
+            what, given, names = bad[1], bad[2], re.findall(r"[\w-]+", bad[3])
+            noun = {"COMMAND": "command", "WHAT": "benchmark"}.get(what)
+            message = f"{what} is {given!r}; it must be one of {', '.join(names)}."
+            if noun:
+                message = f"there is no {noun} {given!r}; the {noun}s are {', '.join(names)}."
+            message += did_you_mean(given, names)
         message = message if message.endswith(("?", ".")) else message + "."
         self.exit(2, f"error: {message}\nTry '{self.prog} --help'.\n")
 

@@ -32,6 +32,7 @@ from minillm.cli.terminal import Terminal, amount, billions, seconds, size, wrap
 from minillm.lab.benchmarks.others import Watch
 from minillm.lab.ceilings import DISTURBED, MEASURED
 from minillm.lab.commands import demo, place, plan
+from minillm.lab.commands.bench_options import BENCHMARKS
 from minillm.models import checkpoint
 from minillm.models.decoder import Decoder
 from minillm.models.families import parse_config
@@ -99,7 +100,8 @@ def test_help_fits_a_terminal_and_has_examples_that_parse(command: str, cli: Any
     assert 3 <= len(examples) <= 4
     assert all("minillm" in line for line in examples)
     options = set(re.findall(r"--[a-z][\w-]+", "\n".join(examples)))
-    everything = "".join(cli(name, "--help").out for name in COMMANDS)
+    commands = [*([name] for name in COMMANDS), *(["bench", what] for what in BENCHMARKS)]
+    everything = "".join(cli(*each, "--help").out for each in commands)
     assert options <= set(re.findall(r"^  (--[a-z][\w-]+)", everything, re.MULTILINE))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minillm.lab.benchmarks.serving.measures import DIALECTS
+from minillm.lab.benchmarks.serving.measures import vllm
 from minillm.lab.benchmarks.serving.percentiles import percentile
 from minillm.lab.benchmarks.serving.reply import Reply
 from minillm.lab.links import LINKS
@@ -39,14 +39,14 @@ STEPS = (
 
 def test_l2_the_first_token_is_inside_the_ttft():
     times = [0.2 + 0.02 * number for number in range(100)]
-    found = DIALECTS["vllm"](ch22.answered(0, 0.0, times, 100))
+    found = vllm(ch22.answered(0, 0.0, times, 100))
     assert found["e2el"] == pytest.approx(2.18)
     assert found["ttft"] + found["tpot"] * 99 == pytest.approx(found["e2el"])
 
 
 def test_l3_a_stall_is_in_the_gaps_and_not_in_the_tpot():
     times = [0.02 * number + 0.5 * (number > 50) for number in range(100)]
-    found = DIALECTS["vllm"](ch22.answered(0, 0.0, times, 100))
+    found = vllm(ch22.answered(0, 0.0, times, 100))
     assert found["tpot"] == pytest.approx((99 * 0.02 + 0.5) / 99)
     assert max(later - earlier for earlier, later in pairwise(times)) == pytest.approx(0.52)
 
@@ -61,9 +61,6 @@ def test_the_tools_count_from_sending_and_our_load_generator_from_when_it_was_du
     """The reply of the chapter: due at 0, sent at 50 ms, a frame without text at 100, then text."""
     reply = Reply(0, 0, 0.0, 0.05, 1.0, 200, None, [0.1, 0.5, 0.6, 1.0], [0.5, 0.6, 1.0],
                   output_tokens=4)  # fmt: skip
-    due = ch22.by_tool(reply, reply.intended)
-    for tool, names in ch22.NAMES.items():
-        assert due[tool] == pytest.approx([DIALECTS[tool](reply)[name] for name in names])
     tables = []
     monkeypatch.setattr(ch22, "show_table", lambda head, rows: tables.append(rows))
     ch22.show_tools(reply)

@@ -3,17 +3,15 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import pytest
 
 from minillm.lab.benchmarks import deterministic, outputs
 from minillm.lab.benchmarks import scheduler as bench
-from minillm.lab.benchmarks.deterministic import Cost, Sizes
 from minillm.lab.benchmarks.scheduler import Series, Workload, blocked_line, statement
-from minillm.models.deterministic import TILES, TiledDecoder
+from minillm.lab.benchmarks.step_times import Sizes, Times, measure, opened
+from minillm.models.deterministic import TiledDecoder
 from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.policies import POLICIES
 
@@ -88,9 +86,10 @@ def test_the_table_and_the_statement_are_printed(quick: tuple[str, dict]) -> Non
 def test_without_a_file_json_is_the_last_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made_up = [bench.Task("made up", "running", (1, 2), lambda size: 2.0 * size)]
+    made_up = [Series("made up", "running", (1, 2), (2.0, 4.0))]
     monkeypatch.setattr(bench, "step_series", lambda sizes: iter(made_up))
     monkeypatch.setattr(bench, "prefix_series", lambda sizes: iter(()))
+    monkeypatch.setattr(outputs, "WAYS", {})
     assert bench.main(["--quick"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["series"][0]["microseconds"] == [2.0, 4.0]
@@ -141,6 +140,23 @@ def test_the_cost_of_a_running_sequence_is_what_another_one_adds(time: float, wo
     cost = (time - 500) / 600
     assert line.startswith(f"decode: {cost:.2f} microseconds for each additional running sequence")
     assert word in line
+
+
+def test_a_clock_counts_what_is_timed_inside_for_the_inner_part_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(outputs, "thread_time", lambda: now[0])
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = outputs.Clock()
+    inner = clock.around(lambda: wait(2.0), "trace")
+    clock.around(lambda: (wait(1.0), inner(), wait(4.0)), "schedule")()
+    assert {part: each for part, each in clock.seconds.items() if part and each} == {
+        "schedule": 5.0, "trace": 2.0,
+    }  # fmt: skip
 
 
 # ---- what is measured -------------------------------------------------------------------------
@@ -195,27 +211,7 @@ def test_the_index_of_a_lookup_knows_the_text_and_its_siblings(kind: str) -> Non
     assert almost.num_tokens == (63 if kind == "radix" else 48)
 
 
-@pytest.mark.slow
-def test_the_trace_benchmark_says_what_recording_costs(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    command = [sys.executable, "-m", "minillm.lab.benchmarks.trace", "--quick", "--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(path.read_text("utf-8"))
-    assert [one["running"] for one in result["recording"]] == [1, 4]
-    for one in result["recording"]:
-        assert 0 < one["recording"] < one["step"]
-        assert one["share"] == one["recording"] / one["step"]
-    assert (
-        f"At most {max(one['share'] for one in result['recording']):.2%} of a step" in done.stdout
-    )
-    assert {form["name"] for form in result["forms"]} == {
-        "JSON lines, saved", "JSON lines, loaded", "page (minillm trace view)", "Chrome events",
-    }  # fmt: skip
-    assert all(form["bytes"] > 1_000 for form in result["forms"])
-
-
-# ---- deterministic mode -----------------------------------------------------------------------
+# ---- engines that take turns ------------------------------------------------------------------
 
 
 def test_the_cost_of_deterministic_mode_is_measured_for_both_dtypes(
@@ -229,41 +225,36 @@ def test_the_cost_of_deterministic_mode_is_measured_for_both_dtypes(
         (dtype, step) for dtype in ("float32", "bfloat16") for step in steps
     ]
     for cost in result["costs"]:
-        assert len(cost["off"]) == len(cost["on"]) == (2 if "prefill" in cost["step"] else 3)
-        assert min(*cost["off"], *cost["on"]) > 0
-        assert cost["ratio"] == pytest.approx(median(cost["on"]) / median(cost["off"]))
-        assert f"{cost['ratio']:.2f}" in printed
-        assert set(cost["tiles"]) <= {1, *TILES}
-    joined = " ".join(printed.split())
-    for line in result["statement"]:
-        assert line in joined
+        assert len(cost["base"]) == len(cost["own"]) == deterministic.QUICK.turns
+        assert min(*cost["base"], *cost["own"]) > 0
+        assert f"{cost['ratio'][1]:.2f}" in printed
+    assert result["statement"][0] == "tiny, float32: every row by itself."
+    ratios = sorted(cost["ratio"][1] for cost in result["costs"])
+    assert f"from {ratios[0]:.2f} (tiny, " in result["statement"][-1]
+    assert f"to {ratios[-1]:.2f} (tiny, " in result["statement"][-1]
 
 
-def test_neighbours_are_compared_and_the_extremes_named() -> None:
-    one = Cost("a", "float32", "decode, 1", (16,), (1.0, 2.0, 4.0), (2.0, 4.0, 8.0))
-    two = Cost("a", "float32", "prefill, 9", (16,), (1.0, 2.0, 4.0), (3.0, 6.0, 12.0))
-    assert (one.ratio, one.middle_half) == (2.0, (2.0, 2.0))
-    untiled = deterministic.statement([replace(one, tiles=())])
-    assert untiled[0] == "a, float32: every row by itself."
-    assert deterministic.statement([two, one]) == [
-        "a, float32: tiles of 16 rows.",
-        "A deterministic step takes from 2.00 (a, float32, decode, 1) to 3.00 (a, float32, "
-        "prefill, 9) times as long.",
-    ]
+def test_neighbours_are_compared() -> None:
+    one = Times("decode, 1", "on", (1.0, 2.0, 4.0), (2.0, 5.0, 12.0))
+    assert one.ratio == (2.0, 2.5, 3.0)
+    assert one.row() == ["decode, 1", "on", "2,000.0", "5,000.0", "2.50", "2.00 to 3.00"]
+    assert one.row(inverse=True)[4:] == ["0.40", "0.33 to 0.50"]
 
 
 def test_the_engines_that_are_compared_do_the_step_that_is_named() -> None:
-    sizes = Sizes(batches=(3,), context=8, prefill=20, steps=2, prefills=2)
-    engines = [deterministic.open_engine("tiny", "float32", mode, sizes) for mode in (False, True)]
+    sizes = Sizes(batches=(3,), context=8, steps=2, turns=2, prefill=20)
     plans: list[list[int]] = []
-    for llm in engines:
-        launch = llm.engine.runner.launch
-        llm.engine.runner.launch = lambda plan, launch=launch: (
-            plans.append([row.num_tokens for row in plan.rows]) or launch(plan)
-        )
-    deterministic.decode_times(engines, 3, sizes)
-    assert plans[-4:] == [[1, 1, 1]] * 4
-    deterministic.prefill_times(engines, sizes)
-    assert plans[-6:] == [[20]] * 6
-    assert not any(llm.engine.has_work for llm in engines)
-    assert [isinstance(llm.engine.runner.model, TiledDecoder) for llm in engines] == [False, True]
+    with opened("tiny", "float32", sizes, deterministic.VARIANTS) as engines:
+        for llm in engines.values():
+            launch = llm.engine.runner.launch
+            llm.engine.runner.launch = lambda plan, launch=launch: (
+                plans.append([row.num_tokens for row in plan.rows]) or launch(plan)
+            )
+        found = list(measure(engines, sizes))
+        assert not any(llm.engine.has_work for llm in engines.values())
+        assert [isinstance(llm.engine.runner.model, TiledDecoder) for llm in engines.values()] == [
+            False, True,
+        ]  # fmt: skip
+    turn = [[8, 8, 8], *[[1, 1, 1]] * 4]  # three steps warm up, two are timed
+    assert plans == turn * 4 + [[20]] * 6
+    assert [(one.step, one.engine) for one in found] == [("decode, 3", "on"), ("prefill, 20", "on")]

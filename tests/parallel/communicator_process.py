@@ -1,6 +1,6 @@
-"""A rank that is a process: `python -m tests.parallel.communicator_process KIND RANK SIZE PLACE`.
+"""A rank that is a process: `python -m tests.parallel.communicator_process RANK SIZE PLACE`.
 
-PLACE is the port of a store, or the file descriptor of shared memory. It prints a line after sums
+PLACE is the file descriptor of shared memory. It prints a line after sums
 and gathers that were right, and then waits for the others; the last rank ends by a signal instead.
 """
 
@@ -9,27 +9,17 @@ import signal
 import sys
 
 import torch
-from torch.distributed import TCPStore
 
-from minillm.lab.benchmarks.gloo import GlooCommunicator
-from minillm.parallel.communicator import CommunicationError, Communicator
+from minillm.parallel.communicator import CommunicationError
 from minillm.parallel.shared_memory import SharedMemoryCommunicator
 from tests.parallel.rank_groups import COUNTS, DTYPES, ordered_sum, parts_of, same_bits
 
 PATIENCE = 60.0
 
 
-def connect(kind: str, rank: int, size: int, place: int) -> Communicator:
-    """The rank's communicator."""
-    if kind == "shared":
-        return SharedMemoryCommunicator(rank, place, PATIENCE)
-    store = TCPStore("127.0.0.1", place, is_master=False, wait_for_workers=False)
-    return GlooCommunicator(rank, size, store, PATIENCE)
-
-
-def main(kind: str, rank: int, size: int, place: int) -> None:
+def main(rank: int, size: int, place: int) -> None:
     """Compare, and fail."""
-    communicator = connect(kind, rank, size, place)
+    communicator = SharedMemoryCommunicator(rank, place, PATIENCE)
     for dtype in DTYPES:
         for count in COUNTS:
             parts = parts_of(size, (count,), dtype)
@@ -48,4 +38,4 @@ def main(kind: str, rank: int, size: int, place: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(*map(int, sys.argv[1:]))

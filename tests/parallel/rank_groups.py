@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
 
-from minillm.lab.benchmarks.gloo import GlooCommunicator
 from minillm.parallel.communicator import Communicator, ThreadGroup
 from minillm.parallel.shared_memory import SharedGroup, why_not
 from minillm.parallel.sockets import SocketCommunicator, as_bytes
 
-KINDS = ("threads", "gloo", "shared", "sockets")
+KINDS = ("threads", "shared", "sockets")
 ROOM = 8192  # bytes of shared memory for a part
 LONG = 600.0  # seconds: a test that waits so long hangs
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -31,9 +29,7 @@ def on_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         return [each.exception() or each.result() for each in futures]
 
 
-def ranks(
-    kind: str, size: int, patience: float = LONG, store: HashStore | None = None, **more: Any
-) -> list[Communicator]:
+def ranks(kind: str, size: int, patience: float = LONG) -> list[Communicator]:
     """The ranks of a group."""
     if kind == "threads":
         return ThreadGroup(size, patience).communicators()
@@ -44,14 +40,7 @@ def ranks(
         found = group.communicators(patience)
         group.close()
         return found
-    if kind == "sockets":
-        return mesh(size, patience)
-    store = store or HashStore()
-
-    def make(rank: int) -> Communicator:
-        return GlooCommunicator(rank, size, store, patience, **more)
-
-    return on_all([lambda rank=rank: make(rank) for rank in range(size)])
+    return mesh(size, patience)
 
 
 def mesh(size: int, patience: float) -> list[Communicator]:

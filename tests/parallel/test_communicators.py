@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore
 
 from minillm.errors import UnsupportedFeatureError
-from minillm.lab.benchmarks.gloo import GlooCommunicator
 from minillm.ops.c_library import NoLibrary
 from minillm.parallel import shared_memory
 from minillm.parallel.communicator import Alone, CommunicationError
@@ -32,7 +30,6 @@ from tests.parallel.rank_groups import (
 
 ROOT = Path(__file__).parents[2]
 OTHER_TYPES = (torch.int64, torch.int32, torch.uint8, torch.bool)
-BETWEEN_PROCESSES = ("gloo", "shared")
 
 
 @pytest.fixture(params=KINDS)
@@ -89,9 +86,7 @@ def test_a_sum_is_in_place(kind):
 
 
 def test_two_groups_at_once(kind):
-    store = HashStore()
-    more = [{"name": name} if kind == "gloo" else {} for name in ("one", "two")]
-    one, two = (ranks(kind, 2, store=store, **each) for each in more)
+    one, two = (ranks(kind, 2) for _ in range(2))
     parts = [parts_of(2, (2000,), torch.float32, seed=seed) for seed in range(2)]
 
     def both(rank):
@@ -141,12 +136,6 @@ def test_a_rank_that_does_not_come_is_named(kind):
     assert kind == "threads" or named
 
 
-def test_a_rank_that_never_arrives_is_named():
-    store = HashStore()
-    with pytest.raises(CommunicationError, match=r"Rank 1 of 2 waited 1 s for rank 0\."):
-        GlooCommunicator(1, 2, store, patience=1)
-
-
 def test_no_call_follows_one_that_failed():
     """Or the next one would meet a call of another step."""
     first, second = ranks("shared", 2, patience=0.5)
@@ -155,18 +144,6 @@ def test_no_call_follows_one_that_failed():
     second.gather(torch.ones(3))  # finds the part that was brought
     (error, _) = on_all([lambda: first.gather(torch.zeros(3)), lambda: second.sum(torch.zeros(3))])
     assert "Rank 0 of 2 stopped" in str(error)
-
-
-def test_groups_in_one_store_do_not_see_each_other():
-    store = HashStore()
-    ranks("gloo", 2, store=store, name="one")
-    with pytest.raises(CommunicationError, match=r"Rank 0 of 2 waited 1 s for rank 1\."):
-        GlooCommunicator(0, 2, store, patience=1, name="two")
-
-
-def test_an_interface_that_is_not_there():
-    with pytest.raises(CommunicationError, match=r"Rank 0 of 2 cannot reach .* 192\.0\.2\.1"):
-        GlooCommunicator(0, 2, HashStore(), patience=5, host="192.0.2.1")
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -193,20 +170,8 @@ def test_abort_wakes_those_who_wait(kind, waits):
         each.close()
 
 
-def test_a_rank_that_closes_does_not_leave_the_others_waiting():
-    group = ranks("gloo", 2)
-    group[1].close()
-    group[1].close()
-    with pytest.raises(CommunicationError, match=r"Rank 0 of 2 stopped"):
-        group[0].gather(torch.zeros(3))
-    with pytest.raises(CommunicationError, match=r"Rank 1 of 2 stopped"):
-        group[1].gather(torch.zeros(3))
-
-
-@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
-def test_parts_of_unequal_size_are_refused(kind):
-    group = ranks(kind, 3, **({"checks_sizes": True} if kind == "gloo" else {}))
-    errors = on_all([lambda c=c: c.gather(torch.zeros(c.rank)) for c in group])
+def test_parts_of_unequal_size_are_refused():
+    errors = on_all([lambda c=c: c.gather(torch.zeros(c.rank)) for c in ranks("shared", 3)])
     for rank, error in enumerate(errors):
         assert isinstance(error, CommunicationError), error
         assert f"Rank {rank} of 3 found that the parts of the ranks differ: 0 bytes" in str(error)
@@ -232,39 +197,26 @@ def test_a_sum_does_not_meet_a_gather():
         assert "differ: 8 bytes to a sum, 8 bytes to a gather." in str(error)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("gloo", marks=pytest.mark.slow), "shared"])
-def test_processes_and_the_death_of_one(kind):
-    ranks(kind, 1)  # skips where there is no compiler
-    if kind == "gloo":
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        place, group = store.port, None
-    else:
-        group = SharedGroup(2, 4096)
-        place = group.fd
-    command = [sys.executable, "-m", "tests.parallel.communicator_process", kind]
+def test_processes_and_the_death_of_one():
+    ranks("shared", 1)  # skips where there is no compiler
+    group = SharedGroup(2, 4096)
+    command = [sys.executable, "-m", "tests.parallel.communicator_process"]
     running = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(place)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=[] if group is None else [group.fd],
-        )
+        subprocess.Popen([*command, str(rank), "2", str(group.fd)], cwd=ROOT,
+                         stdout=subprocess.PIPE, text=True, pass_fds=[group.fd])
         for rank in range(2)
-    ]
+    ]  # fmt: skip
     try:
         said = running[1].communicate(timeout=120)[0]
         assert (said, running[1].returncode) == ("right\n", -signal.SIGKILL)
-        if group is not None:  # what a driver does that sees a rank end
-            group.abort()
+        group.abort()  # what a driver does that sees a rank end
         said = running[0].communicate(timeout=120)[0]
         assert said.startswith("right\nRank 0 of 2 stopped, because another rank has failed")
     finally:
         for each in running:
             each.kill()
             each.wait()
-        if group is not None:
-            group.close()
+        group.close()
 
 
 # ---- what is left behind -----------------------------------------------------------------------

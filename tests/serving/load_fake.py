@@ -11,9 +11,8 @@ from aiohttp import web
 
 from minillm.lab.benchmarks.serving.bench import Bench, Plan
 from minillm.lab.benchmarks.serving.client import Client, Fields
-from minillm.lab.benchmarks.serving.prompts import WORDS, Vocabulary
+from minillm.lab.benchmarks.serving.prompts import WORDS, Vocabulary, Writer
 from minillm.lab.benchmarks.serving.target import Target, session
-from minillm.lab.benchmarks.serving.writer import Writer
 
 
 def data(frame: Any) -> bytes:

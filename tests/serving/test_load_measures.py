@@ -1,24 +1,20 @@
 """Latencies, windows and objectives against numbers that were worked out by hand."""
 
-import math
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minillm.errors import ConfigError
 from minillm.lab.benchmarks.serving import measures
 from minillm.lab.benchmarks.serving.percentiles import percentile, statistics
 from minillm.lab.benchmarks.serving.reply import COLUMNS, Reply, row
 from minillm.lab.benchmarks.serving.slo import evaluate, parse_slo
-from minillm.lab.benchmarks.serving.summary import Evaluation, summarise
-from minillm.lab.benchmarks.serving.window import (
+from minillm.lab.benchmarks.serving.summary import (
+    Evaluation,
     concurrency,
-    offered_window,
-    prompts_within,
+    offered,
     steady_window,
+    summarise,
     tokens_within,
 )
 
@@ -38,34 +34,11 @@ def failed(status: int | None = 500, index: int = 1, at: float = 10.0) -> Reply:
     return Reply(index, 0, at, at, at + 0.1, status, "broken")
 
 
-def test_the_dialects_by_hand() -> None:
+def test_the_latencies_by_hand() -> None:
     assert measures.vllm(reply()) == pytest.approx({"ttft": 0.4, "tpot": 0.9 / 4, "e2el": 1.3})
-    assert measures.aiperf(reply()) == pytest.approx(
-        {
-            "time_to_first_token": 0.5,
-            "time_to_second_token": 0.2,
-            "inter_token_latency": 0.6 / 4,
-            "request_latency": 1.1,
-            "output_token_throughput_per_user": 4 / 0.6,
-        }
-    )
-    assert measures.guidellm(reply()) == pytest.approx(
-        {
-            "time_to_first_token": 0.5,
-            "inter_token_latency": 0.6 / 4,
-            "time_per_output_token": 1.1 / 5,
-            "request_latency": 1.5,
-        }
-    )
     assert measures.gaps(reply().frames) == pytest.approx([0.1, 0.2, 0.4, 0.2])
-
-
-def test_one_token_has_no_time_per_output_token() -> None:
     one = reply(frames=[10.4], texts=[10.4], output_tokens=1)
     assert measures.vllm(one) == pytest.approx({"ttft": 0.4, "tpot": None, "e2el": 0.4})
-    assert measures.aiperf(one)["inter_token_latency"] is None
-    assert measures.aiperf(one)["output_token_throughput_per_user"] is None
-    assert measures.guidellm(one)["time_per_output_token"] == pytest.approx(0.4)
 
 
 def test_tokens_without_usage_are_the_frames_with_text() -> None:
@@ -79,21 +52,10 @@ def test_outcomes() -> None:
     assert failed(500).outcome == failed(None).outcome == failed(200).outcome == "failed"
 
 
-@given(
-    values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40),
-    q=st.sampled_from([0, 1, 50, 90, 99, 100]),
-)
-def test_percentiles_are_those_of_numpy(values: list[float], q: int) -> None:
-    assert percentile(values, q) == pytest.approx(float(np.percentile(values, q)), abs=1e-6)
-
-
-def test_percentiles_with_failures_as_infinity() -> None:
-    assert percentile([1.0, 2.0, math.inf], 50) == 2.0
-    assert percentile([1.0, 2.0, math.inf], 51) == math.inf
-    found = statistics([1.0, 2.0, 3.0, math.inf, None])
-    assert found == {"count": 4, "p50": 2.5, "p90": None, "p99": None}
+def test_statistics() -> None:
+    assert percentile([3.0, 1.0, 2.0, 10.0], 90) == pytest.approx(7.9)
     assert statistics([None]) is None
-    assert statistics([1.0, 3.0]) == pytest.approx(
+    assert statistics([1.0, None, 3.0]) == pytest.approx(
         {"count": 2, "mean": 2, "std": 1, "max": 3, "p50": 2, "p90": 2.8, "p99": 2.98}
     )
 
@@ -117,9 +79,7 @@ def test_objectives(text: str, found: dict[str, float]) -> None:
         ("ttf=5ms", "Did you mean 'ttft'"),
         ("", "no measure ''"),
         ("ttft", "positive time"),
-        ("ttft=0ms", "positive time"),
         ("ttft=-5", "positive time"),
-        ("ttft=fast", "positive time"),
         ("ttft=inf", "positive time"),
         ("ttft=1h", "positive time"),
         ("ttft=1,ttft=2", "twice"),
@@ -162,10 +122,11 @@ def test_the_steady_window_by_hand() -> None:
     assert steady_window(replies, 0.9) == ((2, 5), 3)
     assert steady_window(replies, 0.3) == ((0, 8), 3)
     assert steady_window([], 0.5) == ((0.0, 0.0), 0)
-    assert offered_window(replies) == (0, 7)
+    found = offered(replies)
+    assert found is not None
+    assert found["request_rate"] == 3 / 7
     # Frames of 2 tokens each: at 3 and 6, 3 and 5, 5 and 8, 7.25 and 7.5; at 6 it is closed.
     assert tokens_within(replies, (1, 6)) == 2 * 4
-    assert prompts_within(replies, (1, 5)) == 2 * 20
 
 
 def test_a_request_that_follows_another_at_once_keeps_the_window() -> None:
@@ -188,16 +149,10 @@ def test_the_summary_of_a_run() -> None:
     assert found["offered"]["output_throughput"] == pytest.approx(5 / 2)
     assert found["lateness"]["max"] == pytest.approx(0.1)
     assert found["slo"]["attainment"] == pytest.approx(1 / 3)
-    vllm = found["dialects"]["vllm"]
-    assert vllm["ttft"]["mean"] == pytest.approx((0.4 + 1.0) / 2)
-    assert vllm["itl"]["count"] == 5
-    assert vllm["itl"]["max"] == pytest.approx(1.0)
-    adjusted = found["dialects"]["aiperf"]["adj_time_to_first_token"]
-    assert adjusted["count"] == 3
-    assert adjusted["p50"] == pytest.approx(1.0)
-    assert adjusted["p99"] is None
-    per_user = found["dialects"]["guidellm"]["output_tokens_per_second"]
-    assert per_user["max"] == pytest.approx(5 / 1.5)
+    latencies = found["latencies"]
+    assert latencies["ttft"]["mean"] == pytest.approx((0.4 + 1.0) / 2)
+    assert latencies["itl"]["count"] == 5
+    assert latencies["itl"]["max"] == pytest.approx(1.0)
 
 
 def test_warm_up_is_left_out() -> None:

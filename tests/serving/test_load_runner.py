@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from minillm.lab.benchmarks.serving.arrivals import Arrivals, Recorded
-from minillm.lab.benchmarks.serving.bench import Bench, Plan, sweep
+from minillm.lab.benchmarks.serving.bench import Bench, Plan
 from minillm.lab.benchmarks.serving.reply import COLUMNS
 from minillm.lab.benchmarks.serving.slo import parse_slo
 from minillm.lab.benchmarks.serving.summary import Evaluation
+from minillm.lab.benchmarks.serving.sweep import sweep
 from minillm.lab.benchmarks.serving.workload import parse_workload
 from tests.serving.load_fake import FakeServer, bench_of
 from tests.serving.virtual_time import run_virtual
@@ -62,7 +63,7 @@ def test_a_limit_of_concurrency_counts_as_latency() -> None:
     lateness = [row["sent"] - row["intended"] for row in rows(found)]
     assert lateness == pytest.approx([0, 0, 0.2, 0.2, 0.4, 0.4, 0.6, 0.6], abs=1e-5)
     first = rows(found)[-1]
-    assert found["summary"]["dialects"]["vllm"]["ttft"]["max"] == pytest.approx(1.0, abs=1e-5)
+    assert found["summary"]["latencies"]["ttft"]["max"] == pytest.approx(1.0, abs=1e-5)
     assert first["intended"] == pytest.approx(0.7, abs=1e-5)
 
 

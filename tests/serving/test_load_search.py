@@ -12,16 +12,21 @@ from hypothesis import strategies as st
 from minillm.lab.benchmarks.serving.arrivals import Arrivals
 from minillm.lab.benchmarks.serving.bench import Bench, Plan
 from minillm.lab.benchmarks.serving.client import Fields
-from minillm.lab.benchmarks.serving.knee import knee
-from minillm.lab.benchmarks.serving.measurement import Wanted, collected, search
-from minillm.lab.benchmarks.serving.prompts import Vocabulary
+from minillm.lab.benchmarks.serving.measurement import Wanted, collected
+from minillm.lab.benchmarks.serving.prompts import Vocabulary, Writer
 from minillm.lab.benchmarks.serving.reply import Reply
-from minillm.lab.benchmarks.serving.search import MOST_STEPS, Found, cost, highest_rate
 from minillm.lab.benchmarks.serving.slo import parse_slo
 from minillm.lab.benchmarks.serving.summary import Evaluation
+from minillm.lab.benchmarks.serving.sweep import (
+    MOST_STEPS,
+    Found,
+    highest_rate,
+    knee,
+    price,
+    search,
+)
 from minillm.lab.benchmarks.serving.target import Target
 from minillm.lab.benchmarks.serving.workload import parse_workload
-from minillm.lab.benchmarks.serving.writer import Writer
 from tests.serving.virtual_time import run_virtual
 
 
@@ -93,7 +98,7 @@ def planted(slots: int) -> dict[str, Any]:
         client: Any = Queue(slots)
         bench = Bench(plan, target, client, writer, lambda text: None, polled=0.0)
         wanted = Wanted(plan, search=True, tolerance=0.01, dollars_per_hour=2.0)
-        points, found = await search(bench, wanted)
+        points, found = await search(bench, wanted.target, wanted.tolerance)
         return collected(wanted, bench, points, found)
 
     found: dict[str, Any] = run_virtual(main(), grace=0.0)
@@ -124,9 +129,12 @@ def test_the_search_finds_a_planted_knee(slots: int) -> None:
 
 def test_tokens_per_dollar_by_hand() -> None:
     """1,000 tokens/s are 3.6 million an hour; at 4 dollars an hour, 0.9 million per dollar."""
-    found = cost({"input_throughput": 5000.0, "output_throughput": 1000.0}, 4.0)
+    points = [at(2.0, 1000.0, 0.95)]
+    summary = {"input_throughput": 5000.0, "output_throughput": 1000.0}
+    found = price(points, [{"load": 2.0, "summary": summary}], 0.9, 4.0)
     assert found["output_mtok_per_dollar"] == pytest.approx(0.9)
     assert found["input_mtok_per_dollar"] == pytest.approx(4.5)
+    assert "no load keeps" in price([at(2.0, 1000.0, 0.5)], [], 0.9, 4.0)["missing"]
 
 
 def at(load: float, throughput: float, attainment: float | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from minillm.errors import ConfigError
 from minillm.lab.benchmarks.serving.arrivals import Recorded
 from minillm.lab.benchmarks.serving.client import Fields
-from minillm.lab.benchmarks.serving.prompts import WORDS, Vocabulary, any_ids, from_counts
+from minillm.lab.benchmarks.serving.prompts import WORDS, Vocabulary, Writer, any_ids, from_counts
 from minillm.lab.benchmarks.serving.workload import (
     DRAWS,
     Conversation,
@@ -19,7 +19,6 @@ from minillm.lab.benchmarks.serving.workload import (
     fit,
     parse_workload,
 )
-from minillm.lab.benchmarks.serving.writer import Writer
 
 WORDED = Vocabulary(ids=tuple(range(100, 200)))
 

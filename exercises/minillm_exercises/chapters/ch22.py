@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from minillm.lab.benchmarks.serving.client import Client, Fields
-from minillm.lab.benchmarks.serving.measures import DIALECTS, vllm
+from minillm.lab.benchmarks.serving.measures import vllm
 from minillm.lab.benchmarks.serving.percentiles import percentile
 from minillm.lab.benchmarks.serving.reply import REJECTION, Reply
 from minillm.lab.benchmarks.serving.runner import Load, Progress, offer
@@ -229,29 +229,45 @@ def rate_of(replies: Sequence[Reply]) -> float:
     return len(replies) / (max(r.end for r in replies) - min(r.sent for r in replies))
 
 
-# What each tool calls the time until the first token, the mean gap, and the mean with the prompt.
-NAMES: Mapping[str, tuple[str, str]] = {
-    "vllm": ("ttft", "tpot"),
-    "aiperf": ("time_to_first_token", "inter_token_latency"),
-    "guidellm": ("time_to_first_token", "time_per_output_token"),
+def aiperf(reply: Reply) -> dict[str, float | None]:
+    """Measures of aiperf (successor of genai-perf) in seconds: frames with text only. Its
+    inter_token_latency has the formula of vLLM's TPOT."""
+    start, texts, tokens = reply.intended, reply.texts, reply.tokens
+    between = (texts[-1] - texts[0]) / (tokens - 1) if tokens > 1 else None
+    return {"time_to_first_token": texts[0] - start, "inter_token_latency": between}
+
+
+def guidellm(reply: Reply) -> dict[str, float | None]:
+    """Measures of guidellm in seconds: frames with text only. Its time_per_output_token includes
+    the time to the first token."""
+    start, texts = reply.intended, reply.texts
+    per_token = (texts[-1] - start) / reply.tokens
+    return {"time_to_first_token": texts[0] - start, "time_per_output_token": per_token}
+
+
+# What each tool measures, and its names of the time until the first token and of that per token.
+TOOLS: Mapping[str, tuple[Callable[[Reply], dict[str, float | None]], str, str]] = {
+    "vllm": (vllm, "ttft", "tpot"),
+    "aiperf": (aiperf, "time_to_first_token", "inter_token_latency"),
+    "guidellm": (guidellm, "time_to_first_token", "time_per_output_token"),
 }
 
 
 def by_tool(reply: Reply, start: float) -> dict[str, tuple[float, float]]:
-    """The two times of `NAMES` by each tool's definition, in seconds from `start`. The tools start
+    """The two times of `TOOLS` by each tool's definition, in seconds from `start`. The tools start
     when they send; the engine's measures, when the request was due."""
-    moved = replace(reply, intended=start)
-    times = {
-        tool: {name: at or 0.0 for name, at in DIALECTS[tool](moved).items()} for tool in NAMES
-    }
-    return {tool: (times[tool][first], times[tool][mean]) for tool, (first, mean) in NAMES.items()}
+    moved, found = replace(reply, intended=start), {}
+    for tool, (measure, first, per_token) in TOOLS.items():
+        times = measure(moved)
+        found[tool] = (times[first] or 0.0, times[per_token] or 0.0)
+    return found
 
 
 def show_tools(reply: Reply) -> None:
     """Show what each tool reports under which name, and the same times from when it was due."""
     due, rows = by_tool(reply, reply.intended), []
     for tool, times in by_tool(reply, reply.sent).items():
-        named = zip(NAMES[tool], times, strict=True)
+        named = zip(TOOLS[tool][1:], times, strict=True)
         cells = [f"`{name}` {1e3 * seconds:.0f}" for name, seconds in named]
         rows.append([tool, *cells, *(f"{1e3 * seconds:.0f}" for seconds in due[tool])])
     heads = ["first token (ms)", "per token (ms)", "first, from due", "per token, from due"]

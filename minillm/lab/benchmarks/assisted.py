@@ -1,14 +1,13 @@
 """Speculative decoding of transformers, for comparison: plain `generate`, prompt lookup decoding
 and assisted generation at batch 1, greedy, with the same checkpoint and prompts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from minillm.errors import MinillmError
-from minillm.lab.benchmarks.contest import spread
 from minillm.models.checkpoint import find_folder
 
 NUM_DRAFTS = 4
@@ -44,7 +43,7 @@ class Assisted:
             self.variants[f"assisted by {draft}"] = {"assistant_model": assistant}
 
     @torch.inference_mode()
-    def seconds(self, prompt: Sequence[int], new_tokens: int, variant: str) -> float:
+    def seconds(self, variant: Mapping[str, Any], prompt: Sequence[int], new_tokens: int) -> float:
         """Decode time of all new tokens except the first: the time of a run with one new token,
         which is the prefill, is subtracted."""
         ids = torch.tensor([list(prompt)])
@@ -66,40 +65,4 @@ class Assisted:
                 raise MinillmError(f"transformers gave {out.shape[1]} tokens instead of {count}.")
             return seconds
 
-        return run(new_tokens, **self.variants[variant]) - run(1)
-
-
-def measure_assisted(
-    model: str,
-    draft: str | None,
-    dtype: str,
-    prompts: Mapping[str, Sequence[int]],
-    new_tokens: int,
-    repeats: int,
-    say: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Throughput of each variant, and its ratio to transformers' plain decoding in the same repeat,
-    for one prompt of each workload."""
-    peer = Assisted(model, draft, dtype)
-    results = []
-    for workload, prompt in prompts.items():
-        times: dict[str, list[float]] = {variant: [] for variant in peer.variants}
-        order = list(times)
-        for number in range(repeats + 1):
-            for variant in order:
-                say(f"transformers, {workload}: {variant}, run {number} of {repeats}")
-                seconds = peer.seconds(prompt, new_tokens, variant)
-                if number:
-                    times[variant].append(seconds)
-            order = [*order[1:], order[0]]
-        for variant, found in times.items():
-            ratios = [base / own for base, own in zip(times["plain"], found, strict=True)]
-            results.append(
-                {
-                    "workload": workload,
-                    "variant": variant,
-                    "tokens_per_second": spread([(new_tokens - 1) / each for each in found]),
-                    "ratio": spread(ratios),
-                }
-            )
-    return results
+        return run(new_tokens, **variant) - run(1)

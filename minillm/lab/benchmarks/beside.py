@@ -37,22 +37,14 @@ class BusyProcessError(MinillmError, RuntimeError):
     """A busy process could not be started."""
 
 
-def most_processes() -> int:
-    """The largest number of busy processes on this machine."""
-    return PER_PROCESSOR * machine.cpu_count()
-
-
-def parse_count(text: str | None) -> int:
-    """The number of busy processes that --beside asks for; 0 without it."""
-    if text is None:
-        return 0
-    most = most_processes()
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+def check_count(count: int) -> None:
+    """Reject a number of busy processes that this machine could hardly run."""
+    most = PER_PROCESSOR * machine.cpu_count()
+    if count > most:
         raise ConfigError(
-            f"--beside is {text[:40]!r}; it must be a number of busy processes from 1 to {most}, "
-            f"which is {PER_PROCESSOR} per processor."
+            f"--beside is {count}; it must be a number of busy processes from 1 to {most}, which "
+            f"is {PER_PROCESSOR} per processor."
         )
-    return int(text)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def heading(found: Found) -> str:
 
 
 def lines_of(title: str, group: Sequence[tuple[str, Found]]) -> Iterator[str]:
-    """The lines of one class: the table, the peers that did not obey, and the files."""
+    """The lines of one class: the table, and the files."""
     present = {one["engine"] for _, found in group for one in found["results"]}
     engines = [name for name in LABELS if name in present]
     yield from (title, "")
@@ -79,7 +79,6 @@ def lines_of(title: str, group: Sequence[tuple[str, Found]]) -> Iterator[str]:
     yield "Files: " + ", ".join(
         f"[{name.removesuffix('.json')}](bench/{name})" for name, _ in group
     )
-    yield from obedience_lines(group)
 
 
 def rows(found: Found, beside: Found | None, engines: Sequence[str]) -> Iterator[str]:
@@ -120,20 +119,6 @@ def cell(one: Found) -> str:
     """A speed in tokens per second, and beside busy processes its fraction of the idle speed."""
     speed = digits(one["tokens_per_second"]["median"])
     return f"{speed} ({one['over_idle']:.0%})" if "over_idle" in one else speed
-
-
-def obedience_lines(group: Sequence[tuple[str, Found]]) -> Iterator[str]:
-    """A line for each engine that did not keep to the forced class."""
-    evidence = {
-        name: one
-        for _, found in group
-        for name, one in found["processor"]["engines"].items()
-        if not one["obeyed"]
-    }
-    for name, one in evidence.items():
-        why = ", ".join(one["evidence"]) or "no evidence"
-        yield ""
-        yield f"{LABELS[name]} did not demonstrably keep to {one['asked']}: {why}."
 
 
 def replace_section(text: str, new: str) -> str:

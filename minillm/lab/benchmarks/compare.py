@@ -19,9 +19,9 @@ from minillm.lab.benchmarks.beside import report
 from minillm.lab.benchmarks.ceiling import Ceiling, best_of, measure_ceiling
 from minillm.lab.benchmarks.checkpoint import cache_folder
 from minillm.lab.benchmarks.contest import Case, Contest, OfflineRun, Run, Score, spread
-from minillm.lab.benchmarks.engine_process import OWN, EngineProcess, MissingPeerError, read_log
+from minillm.lab.benchmarks.engine_process import OWN, EngineProcess, MissingPeerError
 from minillm.lab.benchmarks.lengths import LENGTHS
-from minillm.lab.benchmarks.processor import obedience, processor
+from minillm.lab.benchmarks.processor import processor
 from minillm.plan.cost import StepCost, kv_bytes_per_token, step_cost
 from minillm.plan.weight_sizes import WeightSizes
 
@@ -63,11 +63,6 @@ def start_process(name: str, work: Work, log: Path) -> EngineProcess:
     return EngineProcess.start(name, work.threads, log, work.timeout)
 
 
-def log_of(name: str) -> Path:
-    """The log of an engine's process."""
-    return cache_folder() / "logs" / f"{name}.log"
-
-
 def options(work: Work) -> dict[str, Any]:
     """The options with which every engine loads the model."""
     longest = max(case.context + case.new_tokens for case in work.cases)
@@ -100,11 +95,11 @@ def contest_of(
 ) -> Iterator[Contest]:
     """The installed engines, with the model loaded; they are closed at the end of the block."""
     contestants, skipped = [], {}
-    contest = Contest([], work.config.vocab_size, say, work.beside, work.isa)
+    contest = Contest([], work.config.vocab_size, say, work.beside)
     try:
         for name in work.engines:
             try:
-                contestants.append(start(name, work, log_of(name)))
+                contestants.append(start(name, work, cache_folder() / "logs" / f"{name}.log"))
             except MissingPeerError as error:
                 skipped[name] = str(error)
         contest.active = contestants
@@ -123,23 +118,26 @@ def measure(
     say("measuring the ceilings")
     before = measure_ceiling(work.device, work.threads, work.fresh)
     with contest_of(work, say, start) as contest:
+        repeats = work.repeats, work.extra
         if work.what == "offline":
-            runs = offline(work, contest)
+            asked = offline_requests(work, work.cases[0])
+            runs = [
+                (score.beside, offline_result(score, *asked))
+                for score in contest.play_offline(*asked, *repeats)
+            ]
         else:
             scores = [
-                score
-                for case in work.cases
-                for score in contest.play(case, work.repeats, work.extra)
+                (case, score) for case in work.cases for score in contest.play(case, *repeats)
             ]
     say("measuring the ceilings again")
     after = measure_ceiling(work.device, work.threads, work.fresh)
     if work.what != "offline":
         best = best_of(before, after)
-        runs = [(score.beside, result(work, score, best)) for score in scores]
+        runs = [(score.beside, result(work, case, score, best)) for case, score in scores]
     return {
         "benchmark": work.what,
         "machine": before.machine,
-        "processor": processor(work.isa) | {"engines": who_obeyed(work, contest)},
+        "processor": processor(work.isa),
         "python": platform.python_version(),
         "model": work.name,
         "dtype": work.dtype,
@@ -152,15 +150,6 @@ def measure(
         "left_out": contest.failed,
         "ceiling": {"before": before.as_json(), "after": after.as_json()},
         **outcome(work, runs),
-    }
-
-
-def who_obeyed(work: Work, contest: Contest) -> dict[str, Any]:
-    """Whether each engine kept to the instruction set of --isa; empty without it."""
-    return {
-        name: obedience(work.isa, read_log(log_of(name)), facts, contest.avx512.get(name))
-        for name, facts in contest.facts.items()
-        if work.isa is not None
     }
 
 
@@ -199,9 +188,9 @@ def rate(work: Work, case: Case, run: Run) -> float:
     return run.tokens / run.decode_seconds
 
 
-def result(work: Work, score: Score, ceiling: Ceiling) -> dict[str, Any]:
+def result(work: Work, case: Case, score: Score[Run], ceiling: Ceiling) -> dict[str, Any]:
     """JSON data of one engine at one case: all repeats, and the median over the bound."""
-    case, cost = score.case, cost_of(work, score.case)
+    cost = cost_of(work, case)
     times = [step_seconds(work, run) for run in score.runs]
     memory, compute = cost.total_bytes / ceiling.bandwidth, cost.flops / ceiling.rate(cost.dtype)
     bound = max(memory, compute)
@@ -223,26 +212,14 @@ def result(work: Work, score: Score, ceiling: Ceiling) -> dict[str, Any]:
     }
 
 
-def offline(work: Work, contest: Contest) -> list[tuple[int, dict[str, Any]]]:
-    """Offline throughput: requests of mixed lengths, all submitted at once. Each result comes with
-    its number of busy processes."""
-    (case,) = work.cases
-    prompts, lengths = offline_requests(work, case)
-    found = contest.play_offline(prompts, lengths, work.repeats, work.extra)
-    return [
-        (load, offline_result(name, prompts, lengths, runs))
-        for load, each in found.items()
-        for name, runs in each.items()
-    ]
-
-
 def offline_result(
-    name: str, prompts: list[list[int]], lengths: list[int], runs: Sequence[OfflineRun]
+    score: Score[OfflineRun], prompts: list[list[int]], lengths: list[int]
 ) -> dict[str, Any]:
     """JSON data of one engine: all repeats."""
+    runs = score.runs
     shares = [run.outside_model for run in runs if run.outside_model is not None]
     return {
-        "engine": name,
+        "engine": score.engine,
         "requests": len(lengths),
         "prompt_tokens": sum(map(len, prompts)),
         "new_tokens": sum(lengths),

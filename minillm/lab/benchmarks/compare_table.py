@@ -1,10 +1,14 @@
 """The table that `minillm bench decode|prefill|offline` prints."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from minillm.cli.terminal import Terminal, amount, digits, seconds
 from minillm.lab.benchmarks.others import DISTURBED, disturbance
+
+Found = Mapping[str, Any]
+Columns = dict[str, Callable[[Found], str]]
+Table = tuple[list[str], list[list[str]]]
 
 
 def show(found: Mapping[str, Any], terminal: Terminal) -> None:
@@ -14,8 +18,7 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
         f"{found['threads']} threads, {found['machine']} ({class_of(found['processor'])})"
     )
     if found["results"]:
-        header, rows = offline_table(found) if found["benchmark"] == "offline" else table(found)
-        terminal.table(header, rows)
+        terminal.table(*table(found))
     if found.get("beside", {}).get("results"):
         terminal.line()
         terminal.table(*beside_table(found["beside"]))
@@ -35,64 +38,51 @@ def class_of(processor: Mapping[str, Any]) -> str:
     return processor["own_class"] + f", all engines limited to {forced}" * (forced is not None)
 
 
-def beside_table(beside: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the speeds beside busy processes, and over the idle speeds."""
-    rows, shown = [], ""
-    for one in beside["results"]:
-        name = f"B={one['batch']} ctx {one['context']}" if "batch" in one else "offline"
-        rows.append(
-            [
-                name * (name != shown),
-                one["engine"],
-                digits(one["idle_tokens_per_second"]),
-                in_brief(one["tokens_per_second"]),
-                f"{one['over_idle']:.0%}",
-                f"{beside['fair_share']:.0%}",
-                f"{one['busy']:.0%}",
-                f"{one['others']:.0%}",
-            ]
-        )
-        shown = name
-    count = beside["processes"]
-    header = ["", "engine", "idle", f"tok/s beside {count}", "over idle", "fair", "busy", "others"]
-    return header, rows
+def beside_table(beside: Found) -> Table:
+    """The speeds beside busy processes, and over the idle speeds."""
+    columns: Columns = {
+        "idle": lambda one: digits(one["idle_tokens_per_second"]),
+        f"tok/s beside {beside['processes']}": lambda one: in_brief(one["tokens_per_second"]),
+        "over idle": lambda one: f"{one['over_idle']:.0%}",
+        "fair": lambda one: f"{beside['fair_share']:.0%}",
+        "busy": lambda one: f"{one['busy']:.0%}",
+        "others": lambda one: f"{one['others']:.0%}",
+    }
+    return table_of(columns, beside["results"])
 
 
-def table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+def table(found: Found) -> Table:
+    """The speeds, and what they are of the bound."""
+    columns: Columns = {
+        "prompts" if found["benchmark"] == "prefill" else "step": lambda one: seconds(
+            one["step_seconds"]["median"]
+        ),
+        "tok/s (min median max)": lambda one: in_brief(one["tokens_per_second"]),
+        "rate": lambda one: (
+            amount(one["flops_per_second"], "FLOP/s")
+            if one["bound"] == "compute"
+            else amount(one["bytes_per_second"], "B/s")
+        ),
+        "of bound": lambda one: f"{one['share_of_bound']:.0%}",
+        "others": lambda one: f"{one['others']:.0%}",
+    }
+    if found["benchmark"] == "offline":
+        columns = {
+            "time": lambda one: seconds(one["seconds"]["median"]),
+            "new tok/s (min median max)": lambda one: in_brief(one["tokens_per_second"]),
+            "others": columns["others"],
+        }
+    return table_of(columns, found["results"])
+
+
+def table_of(columns: Columns, results: Sequence[Found]) -> Table:
     """Header and rows: one row per case and engine."""
-    prefill, rows, shown = found["benchmark"] == "prefill", [], ""
-    for one in found["results"]:
-        name = f"B={one['batch']} ctx {one['context']}"
-        unit = "FLOP/s" if one["bound"] == "compute" else "B/s"
-        moved = one["flops_per_second" if one["bound"] == "compute" else "bytes_per_second"]
-        rows.append(
-            [
-                name * (name != shown),
-                one["engine"],
-                seconds(one["step_seconds"]["median"]),
-                in_brief(one["tokens_per_second"]),
-                amount(moved, unit),
-                f"{one['share_of_bound']:.0%}",
-                f"{one['others']:.0%}",
-            ]
-        )
+    rows, shown = [], ""
+    for one in results:
+        name = f"B={one['batch']} ctx {one['context']}" if "batch" in one else "offline"
+        rows.append([name * (name != shown), one["engine"], *(of(one) for of in columns.values())])
         shown = name
-    step = "prompts" if prefill else "step"
-    return ["", "engine", step, "tok/s (min median max)", "rate", "of bound", "others"], rows
-
-
-def offline_table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: one row per engine."""
-    rows = [
-        [
-            one["engine"],
-            seconds(one["seconds"]["median"]),
-            in_brief(one["tokens_per_second"]),
-            f"{one['others']:.0%}",
-        ]
-        for one in found["results"]
-    ]
-    return ["", "time", "new tok/s (min median max)", "others"], rows
+    return ["", "engine", *columns], rows
 
 
 def in_brief(values: Mapping[str, float]) -> str:
@@ -124,14 +114,4 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
         )
         measured += beside["results"]
     too_low = disturbance(measured, ", so these figures are too low")
-    return [*lines, *limits(found.get("processor", {})), *found["left_out"].values(), *too_low]
-
-
-def limits(processor: Mapping[str, Any]) -> list[str]:
-    """With --isa: what was asked of each engine, and whether it obeyed."""
-    words = {True: "obeyed", False: "did not obey", None: "shows no evidence of what it used"}
-    return [
-        f"{name} was asked for {one['asked']} and {words[one['obeyed']]}"
-        + (f": {', '.join(one['evidence'])}." if one["evidence"] else ".")
-        for name, one in processor.get("engines", {}).items()
-    ]
+    return [*lines, *found["left_out"].values(), *too_low]

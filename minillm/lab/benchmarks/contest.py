@@ -1,8 +1,9 @@
 """Runs several engines on the same workload, in turn.
 
 Every engine runs a case once to warm up, and then once per repeat. Within a repeat the engines run
-one after the other, each alone on the machine; every repeat starts with a different engine, so that
-disturbances of a shared machine affect all engines. Prompts are the same random token ids for all;
+one after the other; every repeat starts with a different engine, so that disturbances of a shared
+machine affect all engines. Engines that wait are not stopped: what one of them uses while it spins
+counts as that of other programs. Prompts are the same random token ids for all;
 decoding is greedy, ignores the end token, and uses no prefix cache. With `beside`, each repeat also
 runs every engine beside that many busy processes.
 
@@ -14,17 +15,16 @@ last sequence has its first token.
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from minillm.lab.benchmarks.beside import busy_processes
 from minillm.lab.benchmarks.engine_process import EngineFailedError
-from minillm.lab.benchmarks.others import DISTURBED, Watch, watching
-from minillm.lab.benchmarks.processor import avx512_used
+from minillm.lab.benchmarks.others import DISTURBED, watching
 
 WARM_UP = 8  # warm-up requests of the offline workload
+T = TypeVar("T")
 Row = Sequence[float]  # seconds, new tokens, sequences started, sequences complete
 
 
@@ -69,12 +69,11 @@ AnyRun = TypeVar("AnyRun", Run, OfflineRun)
 
 
 @dataclass
-class Score:
+class Score(Generic[AnyRun]):
     """All counted runs of one engine at one case, beside this number of busy processes."""
 
     engine: str
-    case: Case
-    runs: list[Run] = field(default_factory=list)
+    runs: list[AnyRun]
     beside: int = 0
 
 
@@ -86,12 +85,6 @@ class Contestant(Protocol):
 
     def ask(self, request: Mapping[str, Any]) -> Any:
         """Answer a request, or raise EngineFailedError."""
-
-    def pause(self) -> None:
-        """Stop using the processor."""
-
-    def resume(self) -> None:
-        """Continue after `pause`."""
 
     def close(self) -> None:
         """End."""
@@ -135,80 +128,42 @@ class Contest:
         vocab_size: int,
         say: Callable[[str], Any] = lambda what: None,
         beside: int = 0,
-        isa: str | None = None,
     ):
         self.active = list(contestants)
         self.failed: dict[str, str] = {}
         self.facts: dict[str, dict[str, Any]] = {}
         self._vocab_size, self._say = vocab_size, say
         self._loads = (0, beside) if beside else (0,)
-        self._isa = isa
-        self.avx512: dict[str, bool] = {}  # with --isa avx2: whether runs used these registers
 
     def open(self, options: Mapping[str, Any]) -> None:
         """Load the model in each engine, one after the other."""
         for one in list(self.active):
             self._say(f"{one.name} loads the model")
-            answer = self._ask(one, {"do": "open", **options})
-            if answer is not None:
-                self.facts[one.name] = answer[0]
-
-    def _ask(
-        self, one: Contestant, request: Mapping[str, Any], load: int = 0
-    ) -> tuple[Any, Watch] | None:
-        """Run one request beside `load` busy processes while all other engines are paused; returns
-        the answer, and what other programs used of the processors."""
-        one.resume()
-        try:
-            with busy_processes(load) as busy, watching([one.group], busy=busy) as watch:
-                start = perf_counter()
-                answer = one.ask(request)
-                if self._isa == "avx2" and request["do"] != "open":
-                    self._note_registers(one, perf_counter() - start)
-        except EngineFailedError as error:
-            self._drop(one, str(error))
-            return None
-        one.pause()
-        return answer, watch
-
-    def _note_registers(self, one: Contestant, taken: float) -> None:
-        """Note whether an engine used AVX-512 registers during a run of `taken` seconds."""
-        used = avx512_used([one.group], taken)
-        if used is not None:
-            self.avx512[one.name] = self.avx512.get(one.name, False) or used
+            try:
+                self.facts[one.name] = one.ask({"do": "open", **options})
+            except EngineFailedError as error:
+                self._drop(one, str(error))
 
     def _drop(self, one: Contestant, why: str) -> None:
         self.failed[one.name] = why
         self.active.remove(one)
         one.close()
 
-    def turns(self, number: int) -> list[Contestant]:
-        """The order of the engines in a repeat, rotated by one for each repeat."""
-        start = number % len(self.active) if self.active else 0
-        return self.active[start:] + self.active[:start]
-
-    def play(self, case: Case, repeats: int, extra: int = 0) -> list[Score]:
+    def play(self, case: Case, repeats: int, extra: int = 0) -> list[Score[Run]]:
         """Run one case `repeats` times."""
 
         def request(number: int) -> dict[str, Any]:
             prompts = prompts_of(case, self._vocab_size, number)
             return {"do": "steps", "prompts": prompts, "new_tokens": case.new_tokens}
 
-        def read(answer: Any) -> Run:
-            return decode_run(answer, case)
-
-        found = self._collect(str(case), request, read, repeats, extra)
-        return [
-            Score(name, case, each, load)
-            for load, runs in found.items()
-            for name, each in runs.items()
-        ]
+        return self._collect(
+            str(case), request, lambda answer: decode_run(answer, case), repeats, extra
+        )
 
     def play_offline(
         self, prompts: list[list[int]], lengths: list[int], repeats: int, extra: int = 0
-    ) -> dict[int, dict[str, list[OfflineRun]]]:
-        """Run all requests at once, `repeats` times, after a warm-up with a few of them; returns
-        the runs of every engine by the number of busy processes."""
+    ) -> list[Score[OfflineRun]]:
+        """Run all requests at once, `repeats` times, after a warm-up with a few of them."""
 
         def request(number: int) -> dict[str, Any]:
             some = slice(None, WARM_UP if number < 0 else None)
@@ -231,28 +186,31 @@ class Contest:
         read: Callable[[Any], AnyRun],
         repeats: int,
         extra: int,
-    ) -> dict[int, dict[str, list[AnyRun]]]:
+    ) -> list[Score[AnyRun]]:
         """Collect `repeats` undisturbed runs of every engine, with up to `extra` more repeats to
         replace disturbed runs. Engines that fail are left out."""
-        runs: dict[int, dict[str, list[AnyRun]]]
-        runs = {load: {one.name: [] for one in self.active} for load in self._loads}
+        scores: dict[tuple[int, str], Score[AnyRun]] = {
+            (load, one.name): Score(one.name, [], load)
+            for load in self._loads
+            for one in self.active
+        }
         for number in range(-1, repeats + extra):  # the first warms up
-            counts = (
-                len(undisturbed(runs[load][one.name])) for load in runs for one in self.active
-            )
-            if number >= repeats and all(count >= repeats for count in counts):
+            left = [each for each in scores.values() if each.engine not in self.failed]
+            if number >= repeats and all(len(undisturbed(one.runs)) >= repeats for one in left):
                 break
             for load in self._loads if number >= 0 else (0,):
-                for one in self.turns(number + 1):
-                    self._say(f"{what}: {turn_name(number)} of {one.name}{beside_name(load)}")
+                for one in rotated(self.active, number + 1):
+                    turn = "warm-up" if number < 0 else f"run {number + 1}"
+                    beside = f", beside {load}" * (load > 0)
+                    self._say(f"{what}: {turn} of {one.name}{beside}")
                     run = self._run(one, request(number), read, load)
                     if run is not None and number >= 0:
-                        runs[load][one.name].append(run)
-        names = [one.name for one in self.active]
-        return {
-            load: {name: calmest(each[name], repeats) for name in names}
-            for load, each in runs.items()
-        }
+                        scores[load, one.name].runs.append(run)
+        return [
+            replace(each, runs=calmest(each.runs, repeats))
+            for each in scores.values()
+            if each.engine not in self.failed
+        ]
 
     def _run(
         self,
@@ -261,15 +219,15 @@ class Contest:
         read: Callable[[Any], AnyRun],
         load: int,
     ) -> AnyRun | None:
-        """One run of one engine; an engine that fails is removed, and None is returned."""
-        found = self._ask(one, request, load)
-        if found is None:
-            return None
-        answer, watch = found
+        """One run of one engine beside `load` busy processes; an engine that fails is removed, and
+        None is returned."""
+        answer = None
         try:
+            with busy_processes(load) as busy, watching([one.group], busy=busy) as watch:
+                answer = one.ask(request)
             return replace(read(answer), others=watch.share, busy=watch.busy)
         except EngineFailedError as error:
-            self._drop(one, f"{one.name}: {error}")
+            self._drop(one, str(error) if answer is None else f"{one.name}: {error}")
         except (TypeError, ValueError, LookupError, StopIteration):  # malformed answer
             self._drop(one, f"{one.name} returned an invalid answer: {str(answer)[:60]!r}.")
         return None
@@ -280,14 +238,10 @@ class Contest:
             one.close()
 
 
-def turn_name(number: int) -> str:
-    """The name of a repeat in progress messages."""
-    return "warm-up" if number < 0 else f"run {number + 1}"
-
-
-def beside_name(load: int) -> str:
-    """The number of busy processes in progress messages."""
-    return f", beside {load}" * (load > 0)
+def rotated(engines: Sequence[T], number: int) -> list[T]:
+    """The order of the engines in a repeat: every repeat starts with the next one."""
+    start = number % len(engines) if engines else 0
+    return [*engines[start:], *engines[:start]]
 
 
 def undisturbed(runs: Sequence[AnyRun]) -> list[AnyRun]:

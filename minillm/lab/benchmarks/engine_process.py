@@ -1,8 +1,4 @@
-"""Runs an engine in a separate process, with one JSON line per request (see peers/protocol.py).
-
-While another engine is measured, this one's processes are stopped (SIGSTOP), because some engines
-spin while they wait and would take processor time from the engine under test.
-"""
+"""Runs an engine in a separate process, with one JSON line per request (see peers/protocol.py)."""
 
 import json
 import os
@@ -18,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from minillm.errors import MinillmError
-from minillm.lab.benchmarks.processor import ISA
 
 PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parents[2]
@@ -61,8 +56,6 @@ def environment(name: str, threads: int) -> dict[str, str]:
     variables.pop("PYTHONPATH", None)
     if name == OWN:
         variables["PYTHONPATH"] = str(ROOT)
-    if ISA in variables:  # oneDNN then names its instruction set once; runs are not logged
-        variables["ONEDNN_VERBOSE"] = "dispatch,filter=rnn"
     return variables
 
 
@@ -139,22 +132,8 @@ class EngineProcess:
         tail = f"; last line of its log: {said}" if said else ""
         return EngineFailedError(f"{self.name} {what}{tail} (log: {self.log}).")
 
-    def pause(self) -> None:
-        """Stop the processes (SIGSTOP)."""
-        self._signal("SIGSTOP")
-
-    def resume(self) -> None:
-        """Continue the processes (SIGCONT)."""
-        self._signal("SIGCONT")
-
-    def _signal(self, name: str) -> None:
-        if hasattr(os, "killpg") and self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.group, getattr(signal, name))
-
     def close(self, patient: bool = True) -> None:
         """End the process and its children. May be called twice."""
-        self.resume()
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
@@ -175,14 +154,9 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def last_line(log: Path) -> str:
-    """The last non-empty line of a log."""
-    lines = read_log(log).split("\n")
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
-
-
-def read_log(log: Path) -> str:
-    """The text of a log; empty if there is none."""
+    """The last non-empty line of a log; empty if there is none."""
     try:
-        return log.read_text("utf-8", errors="replace")
+        lines = log.read_text("utf-8", errors="replace").split("\n")
     except OSError:
         return ""
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")

@@ -1,10 +1,10 @@
 """Host overhead of the engine without its model: microseconds per row and step.
 
 The engine is the real one, with the embedded tokenizer, but the runner is replaced by a lookup of
-tokens by a hash. What remains is scheduling, committing, detokenization, output objects and
-streams. Three interfaces are measured: `LLM.generate`; 256 streams whose consumers receive every
-output before the next step, as with a slow model; and the same streams with steps back to back, so
-that an output often holds several tokens.
+tokens by a hash. What remains is scheduling, committing, recording the trace, detokenization,
+output objects and streams. Three interfaces are measured: `LLM.generate`; 256 streams whose
+consumers receive every output before the next step, as with a slow model; and the same streams with
+steps back to back, so that an output often holds several tokens.
 """
 
 import asyncio
@@ -27,16 +27,15 @@ from minillm.engine.loop import Engine
 from minillm.execution.flight import Flight, StepResult
 from minillm.llm import LLM
 from minillm.scheduling.plan import StepPlan
+from minillm.scheduling.record import Logbook
 from minillm.scheduling.scheduler import Scheduler
 from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.step_thread import StepThread
 from minillm.text.tokenizer import Tokenizer
+from minillm.trace.recorder import Trace
 
 PROMPT = 16  # prompt tokens of a request
 TARGET = 12.0  # microseconds per row and step, including streams
-HEADER = ("", "wall", "processor", "tokens an output", "parts: schedule", "run", "commit",
-          "texts", "outputs", "streams")  # fmt: skip
-PARTS = ("schedule", "run", "commit", "texts", "outputs", "streams")
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,8 @@ class FreeRunner:
     """A runner without a model: the next token is looked up by a hash. With a `loop`, a step starts
     when that event loop has run all its pending callbacks."""
 
-    def __init__(self, corpus: list[int]):
-        self._corpus = corpus
-        self.loop: asyncio.AbstractEventLoop | None = None
+    def __init__(self, corpus: list[int], loop: asyncio.AbstractEventLoop | None = None):
+        self._corpus, self._loop = corpus, loop
         self.began: tuple[float, float] | None = None  # start of the first pure decode step
         self.num_rows = 0  # rows computed since then
         self.wall = self.processor = 0.0  # seconds from then to `stop`
@@ -82,24 +80,22 @@ class FreeRunner:
 
     def launch(self, plan: StepPlan) -> Flight:
         """Return the tokens of a step at once."""
-        if self.loop is not None:
-            settle(self.loop)
+        if self._loop is not None:
+            settle(self._loop)
         if self.began is None and all(row.num_tokens == 1 for row in plan.rows):
             self.began = perf_counter(), process_time()
         if self.began is not None:
             self.num_rows += len(plan.rows)
-        corpus, size = self._corpus, len(self._corpus)
-        result = StepResult()
+        corpus, result = self._corpus, StepResult()
         for row in plan.rows:
-            token = corpus[(row.seq_id * 7919 + row.start + row.num_tokens) % size]
-            result.token_ids[row.seq_id] = [token]
+            place = (row.seq_id * 7919 + row.start + row.num_tokens) % len(corpus)
+            result.token_ids[row.seq_id] = [corpus[place]]
         return Flight(result)
 
-    def reset(self) -> None:
-        """Nothing to reset: there is no state per sequence."""
-
     def close(self) -> None:
-        """Nothing to close."""
+        """Nothing to close, and no state per sequence to reset."""
+
+    reset = close
 
 
 def settle(loop: asyncio.AbstractEventLoop) -> None:
@@ -107,28 +103,6 @@ def settle(loop: asyncio.AbstractEventLoop) -> None:
     done = threading.Event()
     loop.call_soon_threadsafe(lambda: loop.call_soon(done.set))
     done.wait()
-
-
-class Clock:
-    """Accumulates seconds by part."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-
-    def around(self, function: Callable[..., Any], name: str, outer: str = "") -> Callable:
-        """Wrap a function so that its time counts for `name` instead of `outer`."""
-
-        def timed(*arguments: Any, **named: Any) -> Any:
-            start = thread_time()
-            try:
-                return function(*arguments, **named)
-            finally:
-                spent = thread_time() - start
-                self.seconds[name] += spent
-                if outer:
-                    self.seconds[outer] -= spent
-
-        return timed
 
 
 # ---- interfaces -------------------------------------------------------------------------------
@@ -147,19 +121,15 @@ def arguments(load: Load) -> dict[str, Any]:
     }
 
 
-def requests(load: Load, corpus: list[int]) -> list[dict[str, Any]]:
-    """A different prompt for each request."""
-    return [{"prompt_token_ids": [*corpus[i : i + PROMPT]]} for i in range(load.rows)]
-
-
 def corpus_of(tokenizer: Tokenizer | None) -> list[int]:
     """Token ids of this source file."""
     return tokenizer.encode(Path(__file__).read_text("utf-8")) if tokenizer else []
 
 
-def params_of(load: Load) -> SamplingParams:
-    """Greedy sampling with a fixed output length."""
-    return SamplingParams(temperature=0, max_tokens=load.new_tokens, ignore_eos=True)
+def requests(load: Load, corpus: list[int]) -> tuple[list[Any], SamplingParams]:
+    """A different prompt for each request; greedy sampling with a fixed output length."""
+    prompts = [{"prompt_token_ids": [*corpus[i : i + PROMPT]]} for i in range(load.rows)]
+    return prompts, SamplingParams(temperature=0, max_tokens=load.new_tokens, ignore_eos=True)
 
 
 def offline(load: Load) -> tuple[FreeRunner, float]:
@@ -168,7 +138,7 @@ def offline(load: Load) -> tuple[FreeRunner, float]:
         corpus = corpus_of(llm.tokenizer)
         runner = FreeRunner(corpus)
         llm.engine._runner = runner  # type: ignore[assignment]
-        llm.generate(requests(load, corpus), params_of(load), use_tqdm=False)
+        llm.generate(*requests(load, corpus), use_tqdm=False)
         runner.stop()
         return runner, load.new_tokens
 
@@ -186,18 +156,17 @@ def streams(load: Load, paced: bool) -> tuple[FreeRunner, float]:
 async def read_all(engine: AsyncLLMEngine, load: Load, paced: bool) -> tuple[FreeRunner, float]:
     """Read all streams concurrently; also returns the mean number of tokens per output."""
     corpus = corpus_of(await engine.get_tokenizer())
-    runner = FreeRunner(corpus)
-    runner.loop = asyncio.get_running_loop() if paced else None
+    runner = FreeRunner(corpus, asyncio.get_running_loop() if paced else None)
     engine._engine._runner = runner  # type: ignore[assignment]
+    prompts, params = requests(load, corpus)
 
     async def read(number: int, prompt: dict[str, Any]) -> int:
         count = 0
-        async for output in engine.generate(prompt, params_of(load), str(number)):
+        async for output in engine.generate(prompt, params, str(number)):
             output.outputs[0].text  # noqa: B018  (what a consumer would send on)
             count += 1
         return count
 
-    prompts = requests(load, corpus)
     counts = await asyncio.gather(*(read(i, prompt) for i, prompt in enumerate(prompts)))
     runner.stop()
     return runner, load.rows * load.new_tokens / sum(counts)
@@ -214,6 +183,51 @@ WAYS: Mapping[str, Callable[[Load], tuple[FreeRunner, float]]] = MappingProxyTyp
 
 # ---- measuring --------------------------------------------------------------------------------
 
+# Methods by the part of the time that they are; all run in the thread that steps the engine.
+TIMED: Sequence[tuple[Any, str, str]] = (
+    (Scheduler, "schedule", "schedule"),
+    (FreeRunner, "launch", "run"),
+    (Scheduler, "commit", "commit"),
+    *((Logbook, name, "trace") for name in vars(Logbook) if not name.startswith("_")),
+    (Trace, "append", "trace"),
+    (Engine, "_commit", "texts"),
+    (StepThread, "_publish", "outputs"),
+)
+STREAMS = "streams"  # the rest of the processor time
+PARTS = ("schedule", "run", "commit", "trace", "texts", "outputs", STREAMS)
+HEADER = ("", "wall", "processor", "tokens an output", *PARTS)
+
+
+class Clock:
+    """Accumulates the seconds of one thread by part. The time of a timed function that another one
+    calls counts for the inner one only, and the clock's own time for none."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys((*PARTS, ""), 0.0)
+        self._part, self._own = "", 0.0
+        empty, samples = self.around(lambda: None, ""), []
+        for _ in range(200):
+            self.seconds[""] = 0.0
+            empty()
+            samples.append(self.seconds[""])
+        self._own = median(samples)
+
+    def around(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """Wrap a function so that its time counts for `part`."""
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            outer, self._part = self._part, part
+            start = thread_time()
+            try:
+                return function(*arguments, **named)
+            finally:
+                spent = thread_time() - start
+                self.seconds[part] += spent - self._own
+                self.seconds[outer] -= spent
+                self._part = outer
+
+        return timed
+
 
 def measure(name: str, load: Load) -> Cost:
     """The fastest of several runs, because disturbances only add time, and the parts from one more
@@ -226,23 +240,16 @@ def measure(name: str, load: Load) -> Cost:
 
 
 def parts(name: str, load: Load) -> dict[str, float]:
-    """Processor microseconds per row and step, by part; all parts but the last run in the thread
-    that steps the engine."""
+    """Processor microseconds per row and step, by part."""
     clock = Clock()
-    timed: list[tuple[Any, str, str, str]] = [
-        (Scheduler, "schedule", "schedule", ""),
-        (FreeRunner, "launch", "run", ""),
-        (Scheduler, "commit", "commit", "texts"),
-        (Engine, "_commit", "texts", ""),
-        (StepThread, "_publish", "outputs", ""),
-    ]
     with ExitStack() as stack:
-        for owner, method, part, outer in timed:
-            around = clock.around(getattr(owner, method), part, outer)
+        for owner, method, part in TIMED:
+            around = clock.around(getattr(owner, method), part)
             stack.enter_context(patch.object(owner, method, around))
         runner, _ = WAYS[name](load)
-    clock.seconds[PARTS[-1]] = runner.processor - sum(clock.seconds.values())
-    return {part: seconds / runner.num_rows * 1e6 for part, seconds in clock.seconds.items()}
+    found = {part: clock.seconds[part] for part in PARTS}
+    found[STREAMS] = runner.processor - sum(found.values())
+    return {part: seconds / runner.num_rows * 1e6 for part, seconds in found.items()}
 
 
 def statement(costs: Sequence[Cost]) -> list[str]:
@@ -257,7 +264,7 @@ def statement(costs: Sequence[Cost]) -> list[str]:
 def table(costs: Sequence[Cost]) -> list[list[str]]:
     """One row for each interface."""
     return [
-        [one.name, f"{one.wall:.1f}", f"{one.processor:.1f}", f"{one.tokens_per_output:.1f}"]
-        + [f"{one.parts[part]:.1f}" for part in PARTS]
+        [one.name, *(f"{each:.1f}" for each in (one.wall, one.processor, one.tokens_per_output)),
+         *(f"{one.parts[part]:.1f}" for part in PARTS)]
         for one in costs
-    ]
+    ]  # fmt: skip

@@ -7,20 +7,33 @@ predictions, labelled as such, for models that need several GPUs.
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
 
 from minillm.cli.terminal import Terminal
-from minillm.lab.benchmarks import collectives, expert_placement, parallel_steps
-from minillm.lab.benchmarks.report import benchmark_parser, write_result
+from minillm.lab.benchmarks import collectives, expert_placement
+from minillm.lab.benchmarks.report import about_machine, benchmark_parser, write_result
+from minillm.lab.benchmarks.step_times import Sizes, Times, measure, opened
+from minillm.lab.commands.plan import find_config
 from minillm.lab.parallel_cost import Prediction, large_model_predictions
 from minillm.lab.parallel_layout import Layout
+from minillm.parallel import groups
 from minillm.parallel.shared_memory import why_not
+from minillm.plan.machine import cpu_count
 
 EXAMPLES = """examples:
   minillm bench parallel                       all four tables
   minillm bench parallel --quick               small sizes, to check that it runs
 """
 CALLS, QUICK_CALLS = 300, 3
+MODEL, SIZES = "preset:qwen3-0.6b", Sizes((1, 8))
+QUICK_MODEL, QUICK = "tiny", Sizes((1,), context=16, steps=4, turns=3, prefill=32)
+RANKS = 2
 SHOWN = (4, 8)  # numbers of devices in the printed predictions; the JSON has all
 Rows = list[dict[str, Any]]
 Key = tuple[str, str, str, Layout]
@@ -29,14 +42,10 @@ Key = tuple[str, str, str, Layout]
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Fit latency and seconds per byte to (bytes, seconds), by least squares of relative errors, so
     that small messages count as much as large ones."""
-    # Weighted by 1 / seconds: minimise the sum of (a / t + b x / t - 1) squared.
-    rows = [(1 / seconds, size / seconds) for size, seconds in points]
-    aa = sum(one * one for one, _ in rows)
-    ab = sum(one * other for one, other in rows)
-    bb = sum(other * other for _, other in rows)
-    a, b = sum(one for one, _ in rows), sum(other for _, other in rows)
-    determinant = aa * bb - ab * ab
-    return (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    sizes, seconds = np.array(points).T
+    rows = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
+    (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones_like(sizes), rcond=None)
+    return float(latency), float(per_byte)
 
 
 def fit_sums(rows: Rows) -> list[dict[str, Any]]:
@@ -119,30 +128,55 @@ def rate(row: dict[str, Any], batch: int) -> str:
     return f"{row['tokens_per_second'][batch]:,.0f} ({row['communication'][batch]:.0%})"
 
 
+def kinds_of_ranks(has_experts: bool) -> dict[str, dict[str, Any]]:
+    """Kinds of parallelism by name, with the engine's arguments: "tp" splits each layer,
+    with all-reduce over shared memory or sockets; "pp" has pipeline stages; "dp" has copies of the
+    model; "ep" distributes whole experts; "dp, ep" has copies that share the experts."""
+    split, copies = {"tensor_parallel_size": RANKS}, {"data_parallel_size": RANKS}
+    whole = {"enable_expert_parallel": True}
+    found = {"tp": split, "pp": {"pipeline_parallel_size": RANKS}, "dp": copies}
+    return found | ({"ep": split | whole, "dp, ep": copies | whole} if has_experts else {})
+
+
+def steps_of(model: str, sizes: Sizes, terminal: Terminal) -> list[Times]:
+    """Step times of one rank with all processors, and of several that share the processors."""
+    has_experts = find_config(model).moe is not None
+    kinds = kinds_of_ranks(has_experts)
+    sockets = {"tp, sockets": kinds["tp"]}
+    with ExitStack() as stack:
+        stack.enter_context(terminal.progress(f"{model}: steps"))
+        engines = stack.enter_context(opened(model, "auto", sizes, {"1 rank": {}, **kinds}))
+        with patch.object(groups, "shared_memory_works", lambda: False):
+            engines |= stack.enter_context(opened(model, "auto", sizes, sockets))
+        found = list(measure(engines, sizes))
+    terminal.heading(f"{model}: milliseconds per step, one rank and {RANKS} ranks")
+    columns = ["step", "parallelism", "1 rank", f"{RANKS} ranks", "speed-up", "quartiles"]
+    terminal.table(columns, [one.row(inverse=True) for one in found])
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the tables and JSON."""
     parser = benchmark_parser("parallel", __doc__, EXAMPLES)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     chosen, terminal = parser.parse_args(arguments), Terminal()
     calls = QUICK_CALLS if chosen.quick else CALLS
     with terminal.progress("Measuring all-reduce and all-gather"):
-        rows = collectives.measure("gloo", calls) + collectives.measure("sockets", calls)
-        rows += [] if why_not() else collectives.measure("shared", calls)
+        kinds = ["gloo", "sockets", *([] if why_not() else ["shared"])]
+        rows = [row for kind in kinds for row in collectives.measure(kind, calls)]
     fits = fit_sums(rows)
     show_collectives(rows, fits, terminal)
-    model, sizes = parallel_steps.MODEL, parallel_steps.Sizes()
-    if chosen.quick:
-        model, sizes = parallel_steps.quick()
-    steps = parallel_steps.measure(model, "auto", sizes, terminal)
-    parallel_steps.show(model, sizes, steps, terminal)
+    model, sizes = (QUICK_MODEL, QUICK) if chosen.quick else (MODEL, SIZES)
+    steps = steps_of(model, sizes, terminal)
     balances = expert_placement.measure(QUICK_CALLS if chosen.quick else expert_placement.STEPS)
     expert_placement.show(balances, terminal)
     predictions = predicted(large_model_predictions())
     show_predictions(predictions, terminal)
-    result = parallel_steps.as_json(model, "auto", sizes, steps)
-    result |= {"benchmark": "parallel", "collectives": rows, "fits": fits}
-    result["balances"] = balances
-    write_result(result | {"predictions": predictions}, chosen.json, terminal)
+    result = about_machine("parallel") | {
+        "model": model, "processors": cpu_count(), "threads": torch.get_num_threads(),
+        "collectives": rows, "fits": fits, "sizes": asdict(sizes),
+        "steps": [one.as_json() for one in steps], "balances": balances, "predictions": predictions,
+    }  # fmt: skip
+    write_result(result, chosen.json, terminal)
     return 0
 
 

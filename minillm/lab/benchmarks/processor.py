@@ -1,4 +1,4 @@
-"""Limits all engines of a comparison to one instruction set (`--isa`), and checks who obeys.
+"""Limits all engines of a comparison to one instruction set (`--isa`).
 
 Each library reads its own environment variable:
 
@@ -10,20 +10,16 @@ Each library reads its own environment variable:
     GLIBC_TUNABLES           memory copies of the C library (AVX2 only)
 
 vLLM chooses its functions by ``torch.cpu``, which reads no variable: `peers/vllm_engine.py` changes
-what it reports. Evidence is what the engine reports, what its oneDNN writes into the log, and what
-Linux knows of AVX-512 registers. OpenVINO's products of float32 weights (MLAS) obey no variable.
+what it reports. OpenVINO's products of float32 weights (MLAS) obey no variable.
 """
 
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from minillm.errors import ConfigError, did_you_mean
-from minillm.lab.benchmarks.others import LEAST_TICKS
 from minillm.plan import machine
 
 ISA = "MINILLM_C_ISA"
@@ -42,10 +38,6 @@ ONEDNN: Mapping[str, str] = MappingProxyType(
 )  # fmt: skip
 MARCH: Mapping[str, str] = MappingProxyType({"avx2": "x86-64-v3", "avx512": "x86-64-v4"})
 NO_AVX512 = "-AVX512F,-AVX512VL,-AVX512BW,-AVX512DQ,-AVX512CD"
-# Words in oneDNN's description of an instruction set, highest first.
-WORDS = (("AMX", "amx"), ("bfloat16", "avx512_bf16"), ("AVX-512", "avx512"), ("AVX2", "avx2"))
-SAID = re.compile(r"^onednn_verbose,.*cpu,isa:(.*)$", re.MULTILINE)
-PROC = Path("/proc")
 
 
 def processor_class(flags: str | None = None) -> str:
@@ -107,48 +99,3 @@ def limited(isa: str | None) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def avx512_used(groups: Iterable[int], seconds: float, proc: Path = PROC) -> bool | None:
-    """Whether a thread of the process groups that computed may have used AVX-512 registers within
-    the last `seconds`; None if the kernel does not say (Linux on x86 does).
-
-    False is certain. True is not: values that Python or NumPy left in these registers, or that a
-    thread inherited, count as used.
-    """
-    groups, used = frozenset(groups), []
-    for folder in (file.parent for file in proc.glob("[0-9]*/task/[0-9]*/arch_status")):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            elapsed = int((folder / "arch_status").read_text().split()[1])  # -1 if never
-        except (OSError, LookupError, ValueError):  # the thread has ended
-            continue
-        if int(fields[2]) in groups and int(fields[11]) + int(fields[12]) >= LEAST_TICKS:
-            used.append(0 <= elapsed < 1000 * seconds)
-    return any(used) if used else None
-
-
-def onednn_says(log: str) -> str | None:
-    """The highest instruction set that oneDNN names in an engine's log; None without any."""
-    said = " ".join(SAID.findall(log))
-    return next((isa for word, isa in WORDS if word in said), None)
-
-
-def obedience(
-    isa: str, log: str, facts: Mapping[str, Any], registers: bool | None
-) -> dict[str, Any]:
-    """Whether an engine kept to `isa` (None: unknown), by the sets in its log and its `facts`, and
-    by its use of AVX-512 registers, of which only their absence proves something."""
-    order = list(FLAGS)
-    said = dict(facts.get("uses", {}))
-    if (logged := onednn_says(log)) is not None:
-        said["oneDNN"] = logged
-    evidence = [f"{part} uses {name}" for part, name in said.items()]
-    kept = [order.index(name) <= order.index(isa) for name in said.values()]
-    if isa == "avx2" and registers is False:
-        evidence.append("no thread used AVX-512 registers")
-        kept.append(True)
-    if exempt := facts.get("exempt"):
-        evidence.append(f"{exempt} cannot be limited")
-        kept.append(False)
-    return {"asked": isa, "obeyed": all(kept) if kept else None, "evidence": evidence}

@@ -6,7 +6,7 @@ rounds. The prediction of a case uses counts (`cost.step_cost`) and these rates;
 to the cases.
 """
 
-import platform
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -17,13 +17,20 @@ from typing import Any
 import torch
 
 from minillm.api.arguments import EngineArgs
+from minillm.cli.terminal import Terminal, amount, seconds
 from minillm.config import ModelConfig
 from minillm.engine.setup import CPU_BLOCK_SIZE
+from minillm.errors import ConfigError
 from minillm.lab.benchmarks.calm import LEAST_SECONDS, Calm, calmest, calmly
 from minillm.lab.benchmarks.ceiling import Ceiling, best_of, measure_ceiling
 from minillm.lab.benchmarks.contest import spread
 from minillm.lab.benchmarks.decode_rates import DecodeProbes, check_explainable
 from minillm.lab.benchmarks.decode_steps import NOT_TIMED, DecodeSteps, Step
+from minillm.lab.benchmarks.others import disturbance
+from minillm.lab.benchmarks.report import about_machine
+from minillm.lab.benchmarks.scale_plot import check_plot, draw
+from minillm.lab.commands.bench import finish, progress
+from minillm.lab.commands.plan import find_config
 from minillm.lab.decode_law import DecodeRates, decode_time
 from minillm.plan import machine
 from minillm.plan.cost import StepCost, memory_plan, step_cost
@@ -32,6 +39,7 @@ TOLERANCE = 0.25  # largest relative error of a prediction that explains a case
 AIM, AIM_BATCH = 0.05, 64  # target for the fraction of host overhead, and its batch size
 USED = 0.8  # largest fraction of the free memory to use
 BUDGET = 2048  # tokens of a step
+HEADER = ("", "step", "predicted", "ratio", "products", "pages", "overhead", "of bound", "host")
 SLACK = 1.02  # extra KV cache: the scheduler keeps 1% free when it admits a request
 
 
@@ -84,9 +92,38 @@ class Measured:
         return [step for each in calmest(self.rounds) for step in each.value]
 
 
-def cases_of(batches: Sequence[int], contexts: Sequence[int]) -> tuple[ScaleCase, ...]:
-    """Every batch at every context."""
-    return tuple(ScaleCase(batch, context) for context in contexts for batch in batches)
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Check the arguments, measure, print the table, write JSON and the plot."""
+    check_plot(args.plot)
+    config = find_config(args.model)
+    contexts = contexts_of(args, config.longest_context)
+    cases = tuple(ScaleCase(batch, context) for context in contexts for batch in args.batch)
+    options = (args.new_tokens, args.repeats, args.threads, args.dtype)
+    with progress(terminal) as say:
+        found = measure(ScaleWork(args.model, config, cases, *options, not args.quick), say)
+    if args.plot is not None:
+        draw(found, args.plot)
+    return finish(found, args, terminal, show)
+
+
+def contexts_of(args: Namespace, longest: int) -> tuple[int, ...]:
+    """The contexts, each of which must hold the timed steps and fit the model's positions; default
+    contexts that do not fit are dropped."""
+    least, contexts = args.new_tokens + 4, args.context
+    if "context" not in args.given:
+        contexts = tuple(n for n in contexts if least <= n <= longest) or (longest,)
+    if least > longest:
+        raise ConfigError(
+            f"--new-tokens is {args.new_tokens}; with the {longest} positions of this model it "
+            f"must be at most {longest - 4}."
+        )
+    for context in contexts:
+        if not least <= context <= longest:
+            raise ConfigError(
+                f"--context is {context}; with {args.new_tokens} new tokens it must be from "
+                f"{least} to {longest}, the positions of this model."
+            )
+    return contexts
 
 
 def tokens_that_fit(work: ScaleWork) -> int:
@@ -188,10 +225,7 @@ def as_json(
 ) -> dict[str, Any]:
     """All measurements, predictions and conclusions as JSON data."""
     results = [] if rates is None else [result(work, one, rates, ceiling) for one in measured]
-    found = {
-        "benchmark": "scale",
-        "machine": ceiling.machine,
-        "python": platform.python_version(),
+    found = about_machine("scale") | {
         "model": work.name,
         "dtype": work.dtype,
         "threads": work.threads,
@@ -209,18 +243,18 @@ def as_json(
 
 def result(work: ScaleWork, one: Measured, rates: DecodeRates, ceiling: Ceiling) -> dict[str, Any]:
     """One case: measured time and its parts, predicted time, and bound."""
-    cost, seconds = work.cost(one.case), spread([step.seconds for step in one.steps])
+    cost, times = work.cost(one.case), spread([step.seconds for step in one.steps])
     predicted = decode_time(cost, rates)
     memory, compute = cost.total_bytes / ceiling.bandwidth, cost.flops / ceiling.rate(work.dtype)
     return {
         **asdict(one.case),
-        "step_seconds": seconds,
+        "step_seconds": times,
         "model_seconds": median(step.model for step in one.steps),
         "sampling_seconds": median(step.sampling for step in one.steps),
         "host_seconds": median(step.host for step in one.steps),
         "predicted_seconds": predicted.seconds,
         "predicted": asdict(predicted),
-        "ratio": predicted.seconds / seconds["median"],
+        "ratio": predicted.seconds / times["median"],
         "bound_seconds": max(memory, compute),
         "bytes": cost.total_bytes,
         "flops": cost.flops,
@@ -247,3 +281,54 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "aim": AIM if largest == AIM_BATCH else None,
     }
     return {"explained": explained, "worst_ratio": worst["ratio"], "host": host}
+
+
+def show(found: Mapping[str, Any], terminal: Terminal) -> None:
+    """Print a heading, the table, and the conclusions."""
+    terminal.heading(
+        f"scale: decode steps of {found['model']}, {found['dtype']}, {found['threads']} threads, "
+        f"{found['machine']}"
+    )
+    if found["results"]:
+        terminal.table(HEADER, table(found))
+    for line in statement(found):
+        terminal.paragraph(line)
+
+
+def table(found: Mapping[str, Any]) -> list[list[str]]:
+    """One row per case."""
+    return [
+        [
+            f"B={one['batch']} ctx {one['context']}",
+            seconds(one["step_seconds"]["median"]),
+            seconds(one["predicted_seconds"]),
+            f"{one['ratio']:.2f}",
+            *(seconds(one["predicted"][part]) for part in ("products", "pages", "overhead")),
+            f"{one['bound_seconds'] / one['step_seconds']['median']:.0%}",
+            seconds(one["host_seconds"]),
+        ]
+        for one in found["results"]
+    ]
+
+
+def statement(found: Mapping[str, Any]) -> list[str]:
+    """Lines about the rates, accuracy, host overhead, and cases that were left out."""
+    rates, host, lines = found["rates"], found["host"], []
+    if rates is not None:
+        aim = ""
+        if host["aim"] is not None:
+            missed = ", missed" * (host["share"] >= host["aim"])
+            aim = f" (target: under {host['aim']:.0%}{missed})"
+        lines = [
+            f"Separately measured rates: weights {amount(rates['stream'], 'B/s')} at one row, "
+            f"products {amount(rates['matrix'], 'FLOP/s')} at the largest batch, pages "
+            f"{amount(rates['pages'], 'B/s')}, overhead {seconds(rates['step_seconds'])} per step "
+            f"and {seconds(rates['row_seconds'])} per sequence.",
+            f"{found['explained']} of {len(found['results'])} steps are explained within "
+            f"{found['tolerance']:.0%}; the worst prediction is {found['worst_ratio']:.2f} times "
+            "the measured time.",
+            f"Host overhead at B={host['batch']} ctx {host['context']}: {seconds(host['seconds'])} "
+            f"or {host['share']:.1%} of a step{aim}, for scheduling, inputs, bookkeeping and "
+            "outputs.",
+        ]
+    return [*lines, *found["notes"], *disturbance(found["results"])]

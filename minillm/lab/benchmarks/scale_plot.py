@@ -24,8 +24,10 @@ STYLE: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def check_plot(name: str) -> None:
+def check_plot(name: str | None) -> None:
     """Reject a file name or a missing matplotlib before the benchmark starts."""
+    if name is None:
+        return
     if Path(name).suffix not in FORMATS:
         raise ConfigError(f"--plot is {name!r}; its name must end in {', '.join(FORMATS)}.")
     need("matplotlib.pyplot", "--plot needs matplotlib")

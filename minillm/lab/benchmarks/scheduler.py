@@ -8,7 +8,6 @@ independently of the machine's speed.
 
 import gc
 import math
-import platform
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,15 +16,13 @@ from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import process_time
-from typing import NamedTuple
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.cache.manager import BlockManager, BlockTable, make_index
 from minillm.cache.prefix import PrefixIndex
 from minillm.cli.terminal import Terminal
 from minillm.lab.benchmarks import outputs
-from minillm.lab.benchmarks.report import benchmark_parser, write_result
-from minillm.plan.machine import cpu_name
+from minillm.lab.benchmarks.report import about_machine, benchmark_parser, write_result
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.policies import POLICIES, WINDOW
 from minillm.scheduling.request import Request
@@ -42,6 +39,7 @@ VOCABULARY = 50_000
 # Largest exponent that counts as linear. Quadratic growth is 2; larger data structures also leave
 # the CPU's caches and trigger garbage collection, which looks like a logarithmic factor.
 LINEAR = 1.25
+Measure = Callable[[int], float]  # microseconds of a size
 AIM = 3.0  # target: microseconds per step for each additional running sequence
 
 
@@ -70,6 +68,11 @@ class Series:
     sizes: tuple[int, ...]
     microseconds: tuple[float, ...]
 
+    @classmethod
+    def of(cls, name: str, item: str, sizes: tuple[int, ...], measure: Measure) -> "Series":
+        """Measure every size."""
+        return cls(name, item, sizes, tuple(map(measure, sizes)))
+
     def per_item(self) -> list[float]:
         """Microseconds per running sequence, waiting request or block."""
         return [time / size for size, time in zip(self.sizes, self.microseconds, strict=True)]
@@ -83,21 +86,6 @@ class Series:
         """The exponent x of time = c * size ** x between each size and the next."""
         points = list(zip(self.sizes, self.microseconds, strict=True))
         return [math.log(t / s) / math.log(n / m) for (m, s), (n, t) in pairwise(points)]
-
-
-class Task(NamedTuple):
-    """A series to measure; `measure(size)` returns microseconds."""
-
-    name: str
-    item: str
-    sizes: tuple[int, ...]
-    measure: Callable[[int], float]
-
-    def run(self, terminal: Terminal) -> Series:
-        """Measure every size."""
-        with terminal.progress(f"Measuring {self.name}"):
-            times = tuple(map(self.measure, self.sizes))
-        return Series(self.name, self.item, self.sizes, times)
 
 
 # ---- clocks -----------------------------------------------------------------------------------
@@ -220,19 +208,19 @@ def lookups_time(num_blocks: int, sizes: Sizes) -> float:
     return median_time(lambda: commit(scheduler), sizes.repeats, 1)
 
 
-def step_series(sizes: Sizes) -> Iterator[Task]:
+def step_series(sizes: Sizes) -> Iterator[Series]:
     """Series over the number of running sequences, over the number of waiting requests, and over
     the prompt length for a policy that looks up the prefix cache."""
-    yield Task("decode", "running", sizes.running, partial(decode_time, sizes=sizes))
+    yield Series.of("decode", "running", sizes.running, partial(decode_time, sizes=sizes))
     line, max_num_seqs = sizes.waiting[-1], sizes.running_beside_line
     for name in POLICIES:
         beside_line = partial(change_time, num_waiting=line, policy=name, sizes=sizes)
-        yield Task(f"{name}, {line:,} waiting", "running", sizes.running, beside_line)
+        yield Series.of(f"{name}, {line:,} waiting", "running", sizes.running, beside_line)
     for name in POLICIES:
         in_line = partial(change_time, max_num_seqs, policy=name, sizes=sizes)
-        yield Task(f"{name}, {max_num_seqs} running", "waiting", sizes.waiting, in_line)
+        yield Series.of(f"{name}, {max_num_seqs} running", "waiting", sizes.waiting, in_line)
     lookups = f"longest_prefix_match, {WINDOW} prompts blocked"
-    yield Task(lookups, "blocks", sizes.blocks[:-1], partial(lookups_time, sizes=sizes))
+    yield Series.of(lookups, "blocks", sizes.blocks[:-1], partial(lookups_time, sizes=sizes))
 
 
 # ---- prefixes ---------------------------------------------------------------------------------
@@ -257,51 +245,38 @@ def filled(kind: str, tokens: Sequence[int], siblings: int = 0) -> PrefixIndex:
     return index
 
 
-def hit_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
-    """Time of a lookup that finds the whole prompt."""
+def lookup_time(kind: str, what: str, sizes: Sizes, num_blocks: int) -> float:
+    """Time of a lookup: "hit" finds the whole prompt, "miss" nothing, because the first block
+    differs, and "siblings" all but the last token, among many blocks that begin like the last."""
     tokens = text(num_blocks)
-    index = filled(kind, tokens)
-    return settled_time(lambda: index.match(tokens, len(tokens), ""), sizes.repeats)
-
-
-def miss_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
-    """Time of a lookup that finds nothing, because the first block differs."""
-    tokens = text(num_blocks)
-    index = filled(kind, tokens)
-    other = [VOCABULARY, *tokens[1:]]
-    return settled_time(lambda: index.match(other, len(other), ""), sizes.repeats)
-
-
-def sibling_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
-    """Time of a lookup that finds all but the last token, among many blocks that begin like the
-    last one."""
-    tokens = text(num_blocks)
-    index = filled(kind, tokens, sizes.siblings)
-    return settled_time(lambda: index.match(tokens, len(tokens) - 1, ""), sizes.repeats)
+    index = filled(kind, tokens, sizes.siblings * (what == "siblings"))
+    prompt = [VOCABULARY, *tokens[1:]] if what == "miss" else tokens
+    length = len(tokens) - (what == "siblings")
+    return settled_time(lambda: index.match(prompt, length, ""), sizes.repeats)
 
 
 def insert_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
     """Time to insert the blocks of a new prompt, including the record of misses."""
     tokens, times = text(num_blocks), []
     for _ in range(sizes.repeats):
-        blocks = BlockManager(num_blocks, BLOCK_SIZE, kind)
         table = BlockTable(blocks=list(range(num_blocks)))
-        start = process_time()
-        blocks.index_blocks(table, tokens, len(tokens))
-        times.append(process_time() - start)
-    return median(times) * 1e6
+        insert = partial(BlockManager(num_blocks, BLOCK_SIZE, kind).index_blocks, table, tokens)
+        times.append(median_time(partial(insert, len(tokens)), 1, 1))
+    return median(times)
 
 
-def prefix_series(sizes: Sizes) -> Iterator[Task]:
+def prefix_series(sizes: Sizes) -> Iterator[Series]:
     """Series of lookups and insertions in both indices, over the prompt length in blocks."""
-    cases = [
-        (f"{kind}: {what}", kind, action)
-        for kind in ("hash", "radix")
-        for what, action in (("hit", hit_time), ("miss", miss_time), ("insert", insert_time))
-    ]
-    cases.append((f"radix: hit beside {sizes.siblings:,} siblings", "radix", sibling_time))
-    for name, kind, action in cases:
-        yield Task(name, "blocks", sizes.blocks, partial(action, kind, sizes))
+    for kind in ("hash", "radix"):
+        for what in ("hit", "miss"):
+            lookup = partial(lookup_time, kind, what, sizes)
+            yield Series.of(f"{kind}: {what}", "blocks", sizes.blocks, lookup)
+        yield Series.of(
+            f"{kind}: insert", "blocks", sizes.blocks, partial(insert_time, kind, sizes)
+        )
+    beside = f"radix: hit beside {sizes.siblings:,} siblings"
+    siblings = partial(lookup_time, "radix", "siblings", sizes)
+    yield Series.of(beside, "blocks", sizes.blocks, siblings)
 
 
 # ---- results ----------------------------------------------------------------------------------
@@ -329,60 +304,50 @@ def statement(series: Sequence[Series]) -> list[str]:
 
 def table(series: Sequence[Series]) -> list[list[str]]:
     """Rows: name, size, time, time per item, growth since the previous row."""
-    rows = []
-    for one in series:
-        growth = ["", *(f"{exponent:.2f}" for exponent in one.growth())]
-        for number, size in enumerate(one.sizes):
-            rows.append(
-                [
-                    "" if number else one.name,
-                    f"{size:,} {one.item}",
-                    f"{one.microseconds[number]:,.1f}",
-                    f"{one.per_item()[number]:.3f}",
-                    growth[number],
-                ]
-            )
-    return rows
-
-
-def as_json(series: Sequence[Series], costs: Sequence[outputs.Cost]) -> dict[str, object]:
-    """All measurements and conclusions as JSON data."""
-    return {
-        "benchmark": "scheduler",
-        "machine": cpu_name(),
-        "python": platform.python_version(),
-        "block_size": BLOCK_SIZE,
-        "series": [
-            {**asdict(one), "per_item": one.per_item(), "growth": one.growth()} for one in series
-        ],
-        "engine": [asdict(one) for one in costs],
-        "statement": [*statement(series), *outputs.statement(costs)],
-    }
+    return [
+        [
+            one.name * (not number),
+            f"{size:,} {one.item}",
+            f"{time:,.1f}",
+            f"{time / size:.3f}",
+            growth,
+        ]
+        for one in series
+        for number, (size, time, growth) in enumerate(
+            zip(one.sizes, one.microseconds, ["", *(f"{x:.2f}" for x in one.growth())], strict=True)
+        )
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the tables, the conclusions and JSON."""
     parser = benchmark_parser("scheduler", __doc__, EXAMPLES)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to check that it runs")
     chosen, terminal = parser.parse_args(arguments), Terminal()
     sizes = QUICK if chosen.quick else Sizes()
     load = outputs.QUICK_LOAD if chosen.quick else outputs.Load()
-    steps = [task.run(terminal) for task in step_series(sizes)]
-    prefixes = [task.run(terminal) for task in prefix_series(sizes)]
-    costs = []
-    for name in outputs.WAYS:
-        with terminal.progress(f"Measuring {name}"):
-            costs.append(outputs.measure(name, load))
+    with terminal.progress("Measuring steps and lookups"):
+        steps, prefixes = list(step_series(sizes)), list(prefix_series(sizes))
+    with terminal.progress("Measuring host overhead"):
+        costs = [outputs.measure(name, load) for name in outputs.WAYS]
     header = ["", "size", "microseconds", "per item", "growth"]
-    terminal.heading("One step: schedule and commit")
-    terminal.table(header, table(steps))
-    terminal.heading("One prompt in the prefix cache")
-    terminal.table(header, table(prefixes))
+    for title, series in (("One step: schedule and commit", steps),
+                          ("One prompt in the prefix cache", prefixes)):  # fmt: skip
+        terminal.heading(title)
+        terminal.table(header, table(series))
     terminal.heading(f"Host overhead: microseconds per row and step, {load.rows} rows")
     terminal.table([*outputs.HEADER], outputs.table(costs))
-    result = as_json([*steps, *prefixes], costs)
-    for line in (*statement([*steps, *prefixes]), *outputs.statement(costs)):
+    lines = [*statement([*steps, *prefixes]), *outputs.statement(costs)]
+    for line in lines:
         terminal.paragraph(line)
+    result = about_machine("scheduler") | {
+        "block_size": BLOCK_SIZE,
+        "series": [
+            {**asdict(one), "per_item": one.per_item(), "growth": one.growth()}
+            for one in [*steps, *prefixes]
+        ],
+        "engine": [asdict(one) for one in costs],
+        "statement": lines,
+    }
     write_result(result, chosen.json, terminal)
     return 0
 

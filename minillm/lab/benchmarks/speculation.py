@@ -18,25 +18,30 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import zip_longest
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.errors import MinillmError
-from minillm.lab.benchmarks.assisted import measure_assisted
-from minillm.lab.benchmarks.contest import spread
+from minillm.lab.benchmarks.assisted import Assisted
+from minillm.lab.benchmarks.contest import rotated, spread
 from minillm.lab.benchmarks.others import disturbance, watching
+from minillm.lab.benchmarks.report import about_machine
 from minillm.lab.training import corpus
 from minillm.lab.training.prompts import TEN_PROMPTS, held_out_prompts
 from minillm.llm import LLM
-from minillm.plan.machine import cpu_name
 from minillm.speculative.proposer import DraftRow
 
+T = TypeVar("T")
+V = TypeVar("V")
 PLAIN = "plain"
+COUNTS = ("num_steps", "num_drafts", "num_draft_tokens")  # of the scheduler's counters
 PROMPT_TOKENS = 128
 SEED = 16
 
@@ -72,17 +77,16 @@ class SpeculationWork:
 
 @dataclass
 class Run:
-    """One run of one variant."""
+    """One run of one variant; `counts` has the engine's numbers of steps and drafts, and
+    `accepted_at` the accepted drafts by their place."""
 
     seconds: float
     num_tokens: int
-    num_steps: int
-    num_drafts: int
-    num_draft_tokens: int
+    counts: Mapping[str, int]
     accepted_at: list[int]
     step_seconds: dict[int, float]  # median time of steps by tokens computed in them
-    others: float = 0.0
-    token_ids: list[list[int]] = field(default_factory=list)
+    others: float
+    token_ids: list[list[int]]
 
 
 def measure(work: SpeculationWork, say: Callable[[str], None]) -> dict[str, Any]:
@@ -97,15 +101,14 @@ def measure(work: SpeculationWork, say: Callable[[str], None]) -> dict[str, Any]
         for batch in work.batches:
             prompts = prompts_of(workload, batch, engines[PLAIN])
             params = params_of(workload, work.new_tokens)
-            runs = in_turn(engines, prompts, params, work.repeats, f"{workload} B={batch}", say)
+            run = partial(timed, prompts=prompts, params=params)
+            runs = in_turn(engines, work.repeats, f"{workload} B={batch}", say, run)
             for name, config in work.variants.items():
                 free = config is not None and "model" not in config
                 found = {"workload": workload, "batch": batch, "variant": name, "free_drafts": free}
                 results.append(found | result(runs[name], runs[PLAIN], batch))
-    return {
-        "benchmark": "speculation",
+    return about_machine("speculation") | {
         "model": work.model,
-        "machine": cpu_name(),
         "threads": work.threads,
         "dtype": work.dtype,
         "new_tokens": work.new_tokens,
@@ -119,14 +122,23 @@ def measure(work: SpeculationWork, say: Callable[[str], None]) -> dict[str, Any]
 
 
 def peers_of(work: SpeculationWork, llm: LLM, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Speed-ups of transformers' speculative decoding, on the first prompt of each greedy
-    workload."""
+    """Throughput of transformers' variants, and its ratio to their plain decoding in the same
+    repeat, for the first prompt of each greedy workload."""
     if not work.vs_transformers:
         return []
-    greedy = [name for name in work.workloads if params_of(name, 1).greedy]
-    prompts = {name: prompts_of(name, 1, llm)[0] for name in greedy}
-    options = work.new_tokens, work.repeats, say
-    return measure_assisted(work.model, work.draft, work.dtype, prompts, *options)
+    peer, results = Assisted(work.model, work.draft, work.dtype), []
+    for workload in work.workloads:
+        if not params_of(workload, 1).greedy:
+            continue
+        prompt = prompts_of(workload, 1, llm)[0]
+        run = partial(peer.seconds, prompt=prompt, new_tokens=work.new_tokens)
+        seconds = in_turn(peer.variants, work.repeats, f"transformers, {workload}", say, run)
+        for variant, own in seconds.items():
+            ratios = [a / b for a, b in zip(seconds[PLAIN], own, strict=True)]
+            rates = [(work.new_tokens - 1) / each for each in own]
+            found = {"tokens_per_second": spread(rates), "ratio": spread(ratios)}
+            results.append({"workload": workload, "variant": variant, **found})
+    return results
 
 
 def open_engine(work: SpeculationWork, config: Mapping[str, Any] | None) -> LLM:
@@ -144,23 +156,20 @@ def open_engine(work: SpeculationWork, config: Mapping[str, Any] | None) -> LLM:
 
 
 def in_turn(
-    engines: Mapping[str, LLM],
-    prompts: list[list[int]],
-    params: SamplingParams,
+    variants: Mapping[str, V],
     repeats: int,
-    name: str,
+    what: str,
     say: Callable[[str], None],
-) -> dict[str, list[Run]]:
+    run: Callable[[V], T],
+) -> dict[str, list[T]]:
     """Run the variants in turn, after one warm-up run of each."""
-    runs: dict[str, list[Run]] = {variant: [] for variant in engines}
-    order = list(engines)
+    runs: dict[str, list[T]] = {name: [] for name in variants}
     for number in range(repeats + 1):
-        for variant in order:
-            say(f"{name}: {variant}, run {number} of {repeats}")
-            run = timed(engines[variant], prompts, params)
+        for name in rotated(list(variants), number):
+            say(f"{what}: {name}, run {number} of {repeats}")
+            found = run(variants[name])
             if number:
-                runs[variant].append(run)
-        order = [*order[1:], order[0]]
+                runs[name].append(found)
     return runs
 
 
@@ -177,8 +186,7 @@ def timed(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Run:
 
     while any(not one.completions[0].token_ids for one in lives):
         engine.step()
-    counters = engine.scheduler.counters
-    before = snapshot(counters)
+    before = asdict(engine.scheduler.counters)
     start_tokens, times = num_tokens(), defaultdict[int, list[float]](list)
     with watching([]) as watch:
         start = last = perf_counter()
@@ -188,47 +196,34 @@ def timed(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Run:
             computed = sum(row.num_tokens for row in engine.scheduler.record.rows)
             times[computed].append(now - last)
             last = now
-    after = snapshot(counters)
-    accepted = list(after[3])
-    for place, count in enumerate(before[3]):
-        accepted[place] -= count
+    after = asdict(engine.scheduler.counters)
+    places = zip_longest(after["num_accepted_at"], before["num_accepted_at"], fillvalue=0)
     return Run(
-        last - start,
-        num_tokens() - start_tokens,
-        after[0] - before[0],
-        after[1] - before[1],
-        after[2] - before[2],
-        accepted,
-        {computed: median(each) for computed, each in times.items()},
-        watch.share,
-        [list(one.completions[0].token_ids) for one in lives],
+        seconds=last - start,
+        num_tokens=num_tokens() - start_tokens,
+        counts={name: after[name] - before[name] for name in COUNTS},
+        accepted_at=[new - old for new, old in places],
+        step_seconds={computed: median(each) for computed, each in times.items()},
+        others=watch.share,
+        token_ids=[list(one.completions[0].token_ids) for one in lives],
     )
-
-
-def snapshot(counters: Any) -> tuple[int, int, int, list[int]]:
-    """The counters of steps and drafts."""
-    drafts = counters.num_drafts, counters.num_draft_tokens, list(counters.num_accepted_at)
-    return counters.num_steps, *drafts
 
 
 def result(own: Sequence[Run], plain: Sequence[Run], batch: int) -> dict[str, Any]:
     """The results of one variant: throughput, its ratio to plain decoding in the same repeats, and
     acceptance."""
-    ratios = [
-        (run.num_tokens / run.seconds) / (base.num_tokens / base.seconds)
-        for run, base in zip(own, plain, strict=True)
-    ]
-    drafts = sum(run.num_drafts for run in own)
+    rates, bases = ([run.num_tokens / run.seconds for run in each] for each in (own, plain))
+    ratios = [rate / base for rate, base in zip(rates, bases, strict=True)]
+    counts = {name: sum(run.counts[name] for run in own) for name in COUNTS}
     accepted = [sum(each) for each in zip(*(run.accepted_at for run in own), strict=False)]
-    last = own[-1]
+    drafts, last = counts["num_drafts"], own[-1]
+    num_tokens = sum(run.num_tokens for run in own)
     return {
-        "tokens_per_second": spread([run.num_tokens / run.seconds for run in own]),
+        "tokens_per_second": spread(rates),
         "ratio": {**spread(ratios), "interval": interval(ratios)},
-        "tokens_per_step": sum(run.num_tokens for run in own)
-        / max(sum(run.num_steps for run in own), 1)
-        / batch,
+        "tokens_per_step": num_tokens / max(counts["num_steps"], 1) / batch,
         "num_drafts": drafts,
-        "num_draft_tokens": sum(run.num_draft_tokens for run in own),
+        "num_draft_tokens": counts["num_draft_tokens"],
         "acceptance": [count / drafts for count in accepted] if drafts else [],
         "step_seconds": {str(key): last.step_seconds[key] for key in sorted(last.step_seconds)},
         "same_tokens": last.token_ids == plain[-1].token_ids,

@@ -8,6 +8,7 @@ counted: it fills the page cache and compilation caches.
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -26,10 +27,23 @@ from minillm.lab.benchmarks.engine_process import (
     python_of,
 )
 from minillm.lab.benchmarks.others import watching
+from minillm.lab.commands.bench import engines_of, finish, model_for, progress
+from minillm.lab.commands.plan import find_config
 from minillm.plan.machine import cpu_name
 
 PROMPT = "Once upon a time"
 TIMEOUT = 600.0
+
+
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Check the arguments, start the engines, print the table and write JSON."""
+    engines = engines_of(args.vs)
+    find_config(args.model)
+    # Creating random weights is not part of startup, so a preset is always written to a folder.
+    folder = model_for(args.model, args.dtype, terminal)
+    with progress(terminal) as say:
+        found = measure(args.model, folder, engines, args.threads, args.dtype, args.repeats, say)
+    return finish(found, args, terminal, show)
 
 
 def command_of(name: str, folder: str, threads: int, dtype: str) -> list[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
-from minillm.lab.commands.bench import check_dtype, engines_of, finish, progress, settings
+from minillm.lab.commands.bench import engines_of, finish, progress
 
 if TYPE_CHECKING:
     from minillm.lab.benchmarks.speculation import SpeculationWork
@@ -16,7 +16,7 @@ NUM_DRAFTS = 4
 SYNTHETIC = "synthetic"
 
 
-def speculation(args: Namespace, terminal: Terminal) -> int:
+def run(args: Namespace, terminal: Terminal) -> int:
     """Run the benchmark, print the table, write JSON."""
     work = work_of(args)
     from minillm.lab.benchmarks.speculation import measure
@@ -29,41 +29,36 @@ def speculation(args: Namespace, terminal: Terminal) -> int:
 
 def work_of(args: Namespace) -> "SpeculationWork":
     """The benchmark that the arguments ask for, after checking them."""
-    given = settings(args)
-    check_dtype(given["dtype"])
-    name = args.model or "tiny"
-    peers = engines_of(given["vs"], "cpu")[1:]
+    name = args.model if "model" in args.given else "tiny"
+    peers = engines_of(args.vs)[1:]
     if peers not in ((), ("transformers",)):
         raise ConfigError(
-            f"--vs is {given['vs']!r}; 'minillm bench speculation' compares with transformers only."
+            f"--vs is {args.vs!r}; 'minillm bench speculation' compares with transformers only."
         )
     draft = args.draft or DRAFT_OF.get(name)
     from minillm.lab.benchmarks.speculation import SpeculationWork
     from minillm.lab.commands.plan import find_config
 
     config = find_config(name)
-    acceptance = None if args.acceptance is None else rates(args.acceptance)
-    random_weights = name.startswith("preset:")
-    if random_weights and acceptance is None:
+    acceptance = args.acceptance
+    if name.startswith("preset:") and acceptance is None:
         raise ConfigError(
             f"{name} has random weights, so its acceptance rate means nothing; set one, such as "
             "--acceptance 0.9,0.8,0.7,0.6, to measure the cost of verification."
         )
     if acceptance is None:
         variants = real_variants(draft, config.vocab_size)
-        workloads: tuple[str, ...] = ("held-out", "sampled", "copy")
     else:
         variants = synthetic_variants(draft, acceptance, config.vocab_size)
-        workloads = ("random",)
     return SpeculationWork(
         model=name,
         variants=variants,
-        workloads=workloads,
-        batches=given["batch"],
-        new_tokens=given["new_tokens"],
-        repeats=given["repeats"],
-        threads=given["threads"],
-        dtype=given["dtype"],
+        workloads=("held-out", "sampled", "copy") if acceptance is None else ("random",),
+        batches=args.batch,
+        new_tokens=args.new_tokens,
+        repeats=args.repeats,
+        threads=args.threads,
+        dtype=args.dtype,
         acceptance=acceptance,
         draft=draft,
         vs_transformers=bool(peers),
@@ -104,17 +99,3 @@ def synthetic_variants(
     if draft is not None:
         variants[f"{draft} {len(acceptance)}, {SYNTHETIC}"] = {"model": draft} | forced
     return variants
-
-
-def rates(text: str) -> tuple[float, ...]:
-    """Parse ``0.9,0.8`` into probabilities."""
-    try:
-        values = tuple(float(item) for item in text.split(","))
-    except ValueError:
-        values = ()
-    if not values or not all(0 <= value <= 1 for value in values):
-        raise ConfigError(
-            f"--acceptance is {text[:40]!r}; it must be numbers from 0 to 1, one for each draft, "
-            "such as 0.9,0.8,0.7,0.6."
-        )
-    return values

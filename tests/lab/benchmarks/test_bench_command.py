@@ -55,67 +55,47 @@ def bench(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
 # ---- what is refused --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["decoed"], "There is no benchmark 'decoed'; the benchmarks are decode, prefill"),
-        (["decoed"], "Did you mean 'decode'?"),
-        (["decode", "--vs", "vlm"], "has no engine 'vlm'; the engines are transformers, vllm"),
-        (["decode", "--vs", "openvino,vlm"], "Did you mean 'vllm'?"),
-        (["decode", "--vs", "vllm", "--device", "cuda"], "leave it out with --device cuda."),
-        (["decode", "--device", "tpu"], "--device is 'tpu'; it must be cpu or cuda."),
-        (["decode", "--batch", "0"], "--batch is '0'; it must be a list of positive integers"),
-        (["decode", "--batch", "1,-2"], "--batch is '1,-2'; it must be a list of positive"),
-        (["decode", "--batch", "two"], "--batch is 'two'; it must be a list of positive integers"),
-        (["decode", "--context", ""], "--context is ''; it must be a list of positive integers"),
-        (["decode", "--new-tokens", "1"], "--new-tokens is 1; it must be at least 2."),
-        (["decode", "--repeats", "0"], "--repeats is 0; it must be at least 1."),
-        (["decode", "--threads", "0"], "--threads is 0; it must be at least 1."),
-        (["decode", "--beside", "two"], "--beside is 'two'; it must be a number of busy processes"),
-        (["prefill", "--beside", "-1"], "--beside is '-1'; it must be a number of busy processes"),
-        (
-            ["offline", "--beside", "0"],
-            "--beside is '0'; it must be a number of busy processes from",
-        ),
-        (["decode", "--beside", "999"], "which is 8 per processor."),
-        (["startup", "--beside", "2"], "--beside is for decode, prefill, offline; leave it out of"),
-        (
-            ["decode", "--isa", "avx1024"],
-            "--isa is 'avx1024'; it must be one of avx2, avx512, avx5",
-        ),
-        (["scale", "--isa", "avx2"], "--isa is for decode, prefill, offline; leave it out of"),
-        (["offline", "--requests", "0"], "--requests is 0; it must be at least 1."),
-        (["offline", "--lengths", "long"], "--lengths is 'long'; it must be lognormal or uniform."),
-        (["decode", "--dtype", "int8"], "--dtype is 'int8'; it must be bfloat16 or float32."),
-        (
-            ["decode", "tiny", "--context", "2040"],
-            "--context is 2040; with 32 new tokens it exceeds",
-        ),
-        (["prefill", "tiny", "--context", "128,2048"], "exceeds the 2048 positions of this model."),
-        (["decode", "preset:smollm3"], "There is no preset 'smollm3'"),
-        (["decode", "tinny"], "Did you mean 'tiny'?"),
-        (["startup", "preset:qwen4"], "There is no preset 'qwen4'"),
-        (["startup", "--batch", "4"], "--batch is for decode, prefill, scale, speculation; leave"),
-        (["prefill", "--new-tokens", "4"], "--new-tokens is for decode, scale, speculation; leave"),
-        (["scheduler", "--vs", "vllm"], "leave it out of 'minillm bench scheduler'."),
-        (["scale", "--vs", "vllm"], "leave it out of 'minillm bench scale'."),
-        (["decode", "--plot", "a.png"], "--plot is for scale, serve; leave it out of"),
-        (["scale", "tiny", "--context", "64,4096"], "--context is 4096; with 8 new tokens it must"),
-        (["scale", "tiny", "--context", "11"], "it must be from 12 to 2048, the positions of this"),
-        (["scale", "tiny", "--plot", "a.bmp"], "--plot is 'a.bmp'; its name must end in .png"),
-        (["scale", "tiny", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png: this is a folder"),
-        (["scale", "--batch", "64x"], "--batch is '64x'; it must be a list of positive integers"),
-        (["scale", "preset:mixtral-8x7b"], "explains dense decoders of the families"),
-        (["kernels", "tiny"], "'minillm bench kernels' takes no model; leave out 'tiny'."),
-        (["decode", "--jsn", "x"], "there is no option --jsn. Did you mean '--json'?"),
-        (["decode", "--json", "/nowhere/at/all.json"], "or its folder does not exist."),
-        (["decode", "preset:deepseek-v3", "--vs", "vllm"], "cannot be written as a checkpoint"),
-    ],
-)
-def test_a_mistake_is_one_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = bench(*arguments, capsys=capsys)
+MISTAKES = """
+decoed | there is no benchmark 'decoed'; the benchmarks are decode, prefill
+decoed | Did you mean 'decode'?
+decode --vs openvino,vlm | has no engine 'vlm'; the engines are transformers, vllm
+decode --vs openvino,vlm | Did you mean 'vllm'?
+decode --vs vllm --device cuda | leave it out with --device cuda.
+decode --vs vllm --quantization int8 | --vs vllm runs 16-bit weights only
+decode --quantization int2 | --quantization is 'int2'; it must be int8 or int4.
+decode --device tpu | --device is 'tpu'; it must be cpu or cuda.
+decode --batch 1,-2 | argument --batch: '1,-2' is not a list of integers at least 1.
+decode --batch two | argument --batch: 'two' is not a list of integers at least 1.
+decode --new-tokens 1 | argument --new-tokens: '1' is not an integer at least 2.
+offline --requests 2000000 | '2000000' is not an integer at least 1, at most 1,000,000.
+prefill --beside two | argument --beside: 'two' is not an integer at least 1.
+decode --beside 999 | which is 8 per processor.
+decode --isa avx1024 | --isa is 'avx1024'; it must be one of avx2, avx512, avx5
+offline --lengths long | --lengths is 'long'; it must be one of lognormal, uniform.
+decode tiny --context 2040 | --context is 2040; with 32 new tokens it exceeds
+prefill tiny --context 128,2048 | exceeds the 2048 positions of this model.
+decode preset:smollm3 | There is no preset 'smollm3'
+startup tinny | Did you mean 'tiny'?
+startup --beside 2 | there is no option --beside.
+prefill --new-tokens 4 | there is no option --new-tokens.
+scale tiny --context 64,4096 | --context is 4096; with 8 new tokens it must be from 12 to 2048
+scale tiny --plot a.bmp | --plot is 'a.bmp'; its name must end in .png
+scale tiny --plot /nowhere/a.png | --plot /nowhere/a.png: this is a folder
+scale preset:mixtral-8x7b | explains dense decoders of the families
+speculation preset:smollm2-135m | random weights
+speculation --acceptance 0.9,2 | is not a list of numbers at least 0, at most 1.
+speculation --vs vllm | compares with transformers only.
+kernels tiny | 'tiny' is one argument too many
+decode --jsn x | there is no option --jsn. Did you mean '--json'?
+decode --json /nowhere/at/all.json | or its folder does not exist.
+decode preset:deepseek-v3 --vs vllm | cannot be written as a checkpoint
+"""
+
+
+@pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
+def test_a_mistake_is_one_sentence(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, sentence = line.split(" | ")
+    code, out, err = bench(*arguments.split(), capsys=capsys)
     assert (code, out) == (2, "")
     assert sentence in err
     assert err.startswith("error: ")
@@ -279,7 +259,7 @@ def work() -> Work:
 
 def test_a_share_of_the_bound_is_the_bytes_over_the_ceiling(work: Work) -> None:
     runs = [Run(1.0, seconds, 31, 31) for seconds in (0.62, 0.93, 1.24)]
-    found = result(work, Score("minillm", work.cases[0], runs), CEILING)
+    found = result(work, work.cases[0], Score("minillm", runs), CEILING)
     num_bytes = cost_of(work, work.cases[0]).total_bytes
     assert found["step_seconds"] == pytest.approx({"min": 0.02, "median": 0.03, "max": 0.04})
     assert found["tokens_per_second"]["median"] == pytest.approx(31 / 0.93)
@@ -291,7 +271,7 @@ def test_a_share_of_the_bound_is_the_bytes_over_the_ceiling(work: Work) -> None:
 
 def test_a_prefill_is_bound_by_operations(work: Work) -> None:
     found = result(
-        replace(work, what="prefill"), Score("vllm", Case(16, 128, 1), [Run(2.0, 0, 0, 0)]), CEILING
+        replace(work, what="prefill"), Case(16, 128, 1), Score("vllm", [Run(2.0, 0, 0, 0)]), CEILING
     )
     assert found["bound"] == "compute"
     assert found["tokens_per_second"]["median"] == 1024.0
@@ -340,10 +320,10 @@ def test_offline_work_has_room_for_all_requests_and_not_for_the_longest_possible
 
 
 def test_disturbance_is_said_aloud(work: Work) -> None:
-    score = Score("minillm", work.cases[0], [Run(1.0, 0.6, 31, 31, others=0.4)])
+    score = Score("minillm", [Run(1.0, 0.6, 31, 31, others=0.4)])
     found = {
-        "benchmark": "decode", "results": [result(work, score, CEILING)], "engines": {},
-        "left_out": {}, "ceiling": {"before": CEILING.as_json()},
+        "benchmark": "decode", "results": [result(work, work.cases[0], score, CEILING)],
+        "engines": {}, "left_out": {}, "ceiling": {"before": CEILING.as_json()},
     }  # fmt: skip
     assert "Other programs used up to 40% of the processors" in remarks(found)[-1]
     assert table(found)[1][0][-1] == "40%"

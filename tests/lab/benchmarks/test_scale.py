@@ -4,9 +4,12 @@ counts over medians, and the table, the sentences and the picture say what was m
 import json
 import logging
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,13 +38,13 @@ from minillm.lab.benchmarks.scale import (
     ScaleCase,
     ScaleWork,
     as_json,
-    cases_of,
+    contexts_of,
     open_engine,
+    statement,
+    table,
     tokens_of,
 )
-from minillm.lab.benchmarks.scale_plot import check_plot, draw
-from minillm.lab.benchmarks.scale_table import statement, table
-from minillm.lab.commands.bench_scale import check_contexts
+from minillm.lab.benchmarks.scale_plot import check_plot
 from minillm.lab.decode_law import DecodeRates, decode_time
 from minillm.models.presets import preset
 from minillm.ops.batch import Batch
@@ -74,33 +77,23 @@ def steps() -> Iterator[DecodeSteps]:
     found.close()
 
 
-class Seen:
-    """Batches that the model was given."""
-
-    def __init__(self, steps: DecodeSteps, monkeypatch: pytest.MonkeyPatch):
-        self.batches: list[Batch] = []
-        model = steps.engine.runner.model
-        forward = model.forward
-
-        def noted(batch: Batch, kv: object) -> torch.Tensor:
-            self.batches.append(batch)
-            return forward(batch, kv)
-
-        monkeypatch.setattr(model, "forward", noted)
-
-
 def test_every_step_is_a_real_decode_step_behind_its_context(
     steps: DecodeSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = Seen(steps, monkeypatch)
+    batches: list[Batch] = []
+    model = steps.engine.runner.model
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda batch, kv: batches.append(batch) or forward(batch, kv)
+    )
     found = steps.run(batch=4, context=250, count=5)
     assert len(found) == 5
-    assert len(seen.batches) == 6  # one is not timed, and the prompts never came to the model
-    for number, batch in enumerate(seen.batches):
+    assert len(batches) == 6  # one is not timed, and the prompts never came to the model
+    for number, batch in enumerate(batches):
         assert len(batch.input_ids) == 4
         assert batch.max_query_len == 1
         assert batch.seq_lens.tolist() == [250 - 7 + number] * 4
-    pages = seen.batches[-1].block_tables[:, : 248 // 16 + 1]
+    pages = batches[-1].block_tables[:, : 248 // 16 + 1]
     assert len(pages.unique()) == pages.numel()  # nobody shares a page
     order = pages.flatten().diff()
     assert (order.abs() == 1).sum() < len(order) / 4  # nor do they lie in order, or backwards
@@ -170,18 +163,10 @@ def test_the_twin_has_the_model_s_heads_and_words_and_hardly_a_weight() -> None:
     assert weights[1] < weights[0] / 100
 
 
-class FixedProducts:
-    num_bytes = 100
-
-    @staticmethod
-    def flops(rows: int) -> int:
-        return 1000 * rows
-
-
 def test_rates_are_counts_over_medians_of_calm_rounds() -> None:
     probes = DecodeProbes.__new__(DecodeProbes)
     probes.config, probes.dtype, probes.batch = CONFIG, "float32", 5
-    fixed: Any = FixedProducts()
+    fixed: Any = SimpleNamespace(num_bytes=100, flops=lambda rows: 1000 * rows)
     probes._products = probes._pages = fixed
     seconds = {"stream": [1e-9, 9.0, 2e-9], "matrix": [4e-9], "pages": [5e-9]}
     overhead = {"one": [3.0], "all": [11.0]}
@@ -193,21 +178,13 @@ def test_rates_are_counts_over_medians_of_calm_rounds() -> None:
     assert rates.step_seconds == pytest.approx(1.0, rel=1e-3)
     probes.rounds = [Calm(seconds | {"one": [1.0], "all": [11.0]}, 0.0)]
     assert probes.rates().step_seconds == 0.0  # all of it was the row's
-
-
-def test_what_the_twin_s_own_weights_take_is_no_overhead() -> None:
-    probes = DecodeProbes.__new__(DecodeProbes)
-    probes.config, probes.dtype, probes.batch = CONFIG, "float32", 5
-    fixed: Any = FixedProducts()
-    probes._products = probes._pages = fixed
-    length = 32 - TWIN_STEPS // 2 - 2
-    cost = step_cost(twin_config(CONFIG), [1], [length], dtype="float32")
-    twin = (cost.weight_bytes + cost.kv_read_bytes) / 100.0  # seconds at a byte in 10 ms
+    # What the twin's own weights take, at a byte in 10 ms, is no overhead.
+    cost = step_cost(twin_config(CONFIG), [1], [32 - TWIN_STEPS // 2 - 2], dtype="float32")
+    twin = (cost.weight_bytes + cost.kv_read_bytes) / 100.0
     slow = {"stream": [1.0], "matrix": [1e-9], "pages": [1.0]}
     probes.rounds = [Calm(slow | {"one": [twin + 7.0], "all": [0.0]}, 0.0)]
-    rates = probes.rates()
-    assert rates.row_seconds == 0.0
-    assert rates.step_seconds == pytest.approx(7.0)
+    assert probes.rates().row_seconds == 0.0
+    assert probes.rates().step_seconds == pytest.approx(7.0)
 
 
 def test_only_dense_decoders_are_explained() -> None:
@@ -223,17 +200,11 @@ def test_only_dense_decoders_are_explained() -> None:
 def test_what_was_disturbed_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     shares, waited = iter([0.5, 0.3, 0.4, 0.5, 0.0, 0.9]), []
 
-    class Watching:
-        def __init__(self, groups: object):
-            self.watch = Watch(next(shares))
+    @contextmanager
+    def watching(groups: object) -> Iterator[Watch]:
+        yield Watch(next(shares))
 
-        def __enter__(self) -> Watch:
-            return self.watch
-
-        def __exit__(self, *ignored: object) -> None:
-            pass
-
-    monkeypatch.setattr(calm, "watching", Watching)
+    monkeypatch.setattr(calm, "watching", watching)
     monkeypatch.setattr(calm, "sleep", waited.append)
     values = iter("abcdef")
     assert calmly(lambda: next(values)) == Calm("b", 0.3)  # the least disturbed of three
@@ -278,9 +249,8 @@ def test_counts_are_those_of_the_middle_step() -> None:
     assert work.batch == 4
 
 
-def test_cases_are_all_pairs_and_take_whole_blocks() -> None:
-    cases = cases_of((1, 2), (33, 64))
-    assert [str(case) for case in cases] == ["B=1 ctx 33", "B=2 ctx 33", "B=1 ctx 64", "B=2 ctx 64"]
+def test_cases_take_whole_blocks() -> None:
+    cases = [ScaleCase(batch, context) for context in (33, 64) for batch in (1, 2)]
     assert [tokens_of(case) for case in cases] == [64, 128, 64, 128]
 
 
@@ -311,41 +281,26 @@ def test_the_host_s_share_is_that_of_the_shortest_step_of_the_largest_batch() ->
     assert "aim" not in statement(few)[2]
 
 
-def test_disturbance_of_what_was_kept_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = json.loads(json.dumps(FOUND))
-    assert "Other programs" not in " ".join(statement(found))
-    found["results"][0]["others"] = 0.4
-    assert "Other programs used up to 40%" in statement(found)[-1]
-
-
 def test_what_has_no_room_is_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale, "measure_ceiling", lambda *ignored: CEILING)
-    monkeypatch.setattr(scale, "DecodeProbes", lambda *ignored: FakeProbes())
-    monkeypatch.setattr(scale, "tokens_that_fit", lambda work: 1000)
-    played: list[ScaleCase] = []
+    class Probes:
+        rates, close = staticmethod(lambda: RATES), staticmethod(lambda: None)
 
     def play(work: ScaleWork, measured: list[Measured], *ignored: object) -> None:
         for one in measured:
-            played.append(one.case)
-            one.rounds.append(Calm([Step(0.1, 0.05, 0.01)], 0.0))
+            one.rounds.append(Calm([Step(0.1, 0.05, 0.01)], 0.4))
 
+    monkeypatch.setattr(scale, "measure_ceiling", lambda *ignored: CEILING)
+    monkeypatch.setattr(scale, "DecodeProbes", lambda *ignored: Probes)
+    monkeypatch.setattr(scale, "tokens_that_fit", lambda work: 1000)
     monkeypatch.setattr(scale, "play", play)
     found = scale.measure(work_of(ScaleCase(1, 512), ScaleCase(2, 512), ScaleCase(2, 128)))
-    assert played == [ScaleCase(1, 512), ScaleCase(2, 128)]
+    assert [(one["batch"], one["context"]) for one in found["results"]] == [(1, 512), (2, 128)]
     assert found["notes"] == ["B=2 ctx 512 is left out: its KV cache does not fit into memory."]
+    assert "Other programs used up to 40%" in statement(found)[-1]
     nothing = scale.measure(work_of(ScaleCase(2, 512)))
     assert nothing["results"] == []
     assert nothing["host"] is None
     assert statement(nothing) == nothing["notes"]
-
-
-class FakeProbes:
-    @staticmethod
-    def rates() -> DecodeRates:
-        return RATES
-
-    def close(self) -> None:
-        pass
 
 
 def test_the_engine_has_room_for_the_largest_case() -> None:
@@ -357,17 +312,6 @@ def test_the_engine_has_room_for_the_largest_case() -> None:
             assert len(engine.run(case.batch, case.context, work.steps)) == 4
     finally:
         engine.close()
-
-
-# ---- the picture ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_the_picture_shows_every_case_in_both_panels(suffix: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / f"scale{suffix}"
-    draw(FOUND, str(file))
-    assert file.stat().st_size > 5000
 
 
 def test_a_picture_needs_a_known_format_and_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,14 +357,13 @@ def test_from_end_to_end(
 
 
 def test_contexts_that_nobody_asked_for_hold_the_steps_that_are_timed() -> None:
-    config = replace(preset("smollm2-135m"), max_position_embeddings=1024)
-    given: dict[str, Any] = {"context": (128, 512, 4096), "new_tokens": 200}
-    check_contexts(given, config, asked=False)
-    assert given["context"] == (512,)
-    given = {"context": (128, 512, 4096), "new_tokens": 1000}
-    check_contexts(given, config, asked=False)
-    assert given["context"] == (1024,)
+    def contexts(new_tokens: int, *asked: int) -> tuple[int, ...]:
+        given, context = {"context"} if asked else set(), asked or (128, 512, 4096)
+        return contexts_of(Namespace(new_tokens=new_tokens, context=context, given=given), 1024)
+
+    assert contexts(200) == (512,)
+    assert contexts(1000) == (1024,)
     with pytest.raises(ConfigError, match=r"--new-tokens is 1021; .* at most 1020"):
-        check_contexts({"context": (128,), "new_tokens": 1021}, config, asked=False)
+        contexts(1021)
     with pytest.raises(ConfigError, match=r"--context is 128; with 200 .* from 204 to 1024"):
-        check_contexts({"context": (128,), "new_tokens": 200}, config, asked=True)
+        contexts(200, 128)

@@ -14,13 +14,6 @@ from typing import Any
 from .llamacpp_files import gguf_file
 from .protocol import Timeline
 
-# The class of instruction sets by the first matching word of llama.cpp's description of itself.
-MARKS = (
-    ("AMX_INT8 = 1", "amx"),
-    ("AVX512_BF16 = 1", "avx512_bf16"),
-    ("AVX512 = 1", "avx512"),
-    ("AVX2 = 1", "avx2"),
-)
 TYPES = MappingProxyType({"int8": "Q8_0", "int4": "Q4_0"})
 UBATCH = 512  # tokens that it computes at once, its default
 
@@ -54,14 +47,12 @@ class Worker:
             raise RuntimeError(f"llama.cpp could not load {path}.")
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._batch = llama_cpp.llama_batch_init(self._most, 0, 1)
-        system = llama_cpp.llama_print_system_info().decode()
         return {
             "version": llama_cpp.__version__,
             "weights": f"{kind} in GGUF" if kind else "16 bits in GGUF",
             "kv_cache": "float16",
             "seconds": time.perf_counter() - start,
             "export_seconds": made_seconds,
-            "uses": {"its CPU code": next((n for mark, n in MARKS if mark in system), "none")},
         }
 
     def steps(self, prompts: list[list[int]], new_tokens: int) -> Timeline:

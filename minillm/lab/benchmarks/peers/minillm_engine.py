@@ -15,7 +15,6 @@ class Worker:
 
         from minillm import LLM, SamplingParams, __version__
         from minillm.ops.cpu import describe
-        from minillm.ops.instruction_sets import chosen
 
         torch.set_num_threads(options["threads"])
         self._params = SamplingParams
@@ -32,7 +31,7 @@ class Worker:
             kv_cache_memory_bytes=None if on_gpu else options["kv_cache_bytes"],
             enable_prefix_caching=False,
         )
-        engine, used = self._llm.engine, None if on_gpu else chosen()
+        engine = self._llm.engine
         return {
             "version": __version__,
             "torch": torch.__version__,
@@ -40,7 +39,6 @@ class Worker:
             "kv_cache": engine.dtype,
             "block_size": engine.scheduler.blocks.block_size,
             "path": "a GPU" if on_gpu else describe(getattr(torch, engine.dtype)),
-            "uses": {"C functions": used.name} if used else {},
         }
 
     def _greedy(self, new_tokens: int) -> Any:

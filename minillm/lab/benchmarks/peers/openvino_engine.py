@@ -17,8 +17,6 @@ from typing import Any
 from .protocol import Timeline
 
 PRECISIONS = MappingProxyType({"bfloat16": "bf16", "float32": "f32"})
-# Capabilities of the plugin that need these instruction sets.
-MARKS = (("BF16", "avx512_bf16"), ("WINOGRAD", "avx512"), ("FP32", "avx2"))
 # The weight format of the exported file; with --quantization that of the matrices, symmetric in
 # groups, with embedding and output matrix in 8 bits.
 WEIGHTS = MappingProxyType(
@@ -65,8 +63,6 @@ class Worker:
             "kv_cache": precision,
             "seconds": time.perf_counter() - start,
             "export_seconds": export_seconds,
-            "uses": {"its CPU plugin": next(name for mark, name in MARKS if mark in able)},
-            "exempt": "its products of float32 weights" * (options["dtype"] == "float32"),
         }
 
     def _config(self, new_tokens: int) -> Any:

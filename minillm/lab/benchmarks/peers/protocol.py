@@ -58,8 +58,7 @@ class Engine(Protocol):
     """The interface of the class ``Worker`` in each file of this folder."""
 
     def open(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Load the model; returns the engine's version and precisions, and the instruction sets
-        that its parts use (`uses`) or that cannot be limited (`exempt`)."""
+        """Load the model; returns the engine's version and precisions."""
 
     def steps(self, prompts: list[list[int]], new_tokens: int) -> Timeline:
         """Generate `new_tokens` tokens for each prompt in one batch."""

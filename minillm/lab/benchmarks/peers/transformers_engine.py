@@ -21,13 +21,11 @@ class Worker:
         dtype = getattr(torch, options["dtype"])
         load = transformers.AutoModelForCausalLM.from_pretrained
         self._model = load(options["model"], dtype=dtype).eval()
-        capability = torch.backends.cpu.get_cpu_capability().lower()
         return {
             "version": transformers.__version__,
             "torch": torch.__version__,
             "weights": options["dtype"],
             "kv_cache": options["dtype"],
-            "uses": {"torch": capability} if capability in ("avx2", "avx512") else {},
         }
 
     def steps(self, prompts: list[list[int]], new_tokens: int) -> Timeline:

@@ -1,7 +1,6 @@
 """vLLM on a CPU, through `LLM` and single steps of its `LLMEngine`."""
 
 import os
-import re
 import sys
 from pathlib import Path
 from types import MappingProxyType
@@ -10,8 +9,6 @@ from typing import Any
 from .protocol import Timeline
 
 GIB = 2**30
-# Libraries of the x86 package; on other processors, _C has no relation to these sets.
-LIBRARIES = MappingProxyType({"_C": "avx512_bf16", "_C_AVX512": "avx512", "_C_AVX2": "avx2"})
 # Instruction sets in ascending order, and the functions of torch.cpu that report them.
 REPORTS = MappingProxyType(
     {
@@ -61,7 +58,6 @@ class Worker:
             "block_size": config.cache_config.block_size,
             "preload": os.path.basename(os.environ.get("LD_PRELOAD", "")),
             "multiprocessing": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "1",
-            "uses": used_sets(),
         }
 
     def _params(self, new_tokens: int) -> Any:
@@ -106,17 +102,6 @@ def limit_detection(isa: str | None) -> None:
         for higher in order[order.index(isa) + 1 :]:
             for name in REPORTS[higher]:
                 setattr(torch.cpu, name, lambda: False)
-
-
-def used_sets() -> dict[str, str]:
-    """The instruction sets of vLLM's library of C++ functions in this process, and of torch."""
-    import torch
-
-    maps = Path("/proc/self/maps").read_text() if sys.platform == "linux" else ""
-    loaded = sorted(set(re.findall(r"/vllm/(_C\w*)\.", maps)) & LIBRARIES.keys())
-    capability = torch.backends.cpu.get_cpu_capability().lower()
-    found = {f"library {name}": LIBRARIES[name] for name in loaded}
-    return found | {"torch": capability} if capability in REPORTS else found
 
 
 def cores(threads: int) -> list[int]:

@@ -2,5 +2,5 @@
 
 A run goes through these files: `arrivals` (when) and `workload` (what) plan the requests,
 `prompts` writes them, `runner` sends them through `client`, `measures` and `summary` evaluate the
-replies, `sweep` and `search` repeat this at several rates, `table` and `figure` show the results.
+replies, `sweep` repeats this at several rates, `table` and `figure` show the results.
 """

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,12 +11,12 @@ import numpy as np
 from minillm.errors import ConfigError
 from minillm.lab.benchmarks.serving.arrivals import Arrivals
 from minillm.lab.benchmarks.serving.client import Client
+from minillm.lab.benchmarks.serving.prompts import Writer
 from minillm.lab.benchmarks.serving.reply import Reply, row
 from minillm.lab.benchmarks.serving.runner import POLLED, Load, Progress, offer
 from minillm.lab.benchmarks.serving.summary import Evaluation, summarise
 from minillm.lab.benchmarks.serving.target import Target
 from minillm.lab.benchmarks.serving.workload import Conversation, Workload, fit
-from minillm.lab.benchmarks.serving.writer import Writer
 
 MARGIN = 64  # tokens that a chat template may add
 SAY_SECONDS = 0.5
@@ -161,56 +161,3 @@ def name_of(load: float, closed: bool) -> str:
     if closed:
         return f"concurrency {load:g}"
     return "all at once" if math.isinf(load) else f"{load:g}/s"
-
-
-async def sweep(bench: Bench) -> list[dict[str, Any]]:
-    """All loads with all repeats; returns a point for each load."""
-    plan = bench.plan
-    points = []
-    for load in plan.loads:
-        for repeat in range(plan.repeats):
-            which = f", repeat {repeat + 1} of {plan.repeats}" if plan.repeats > 1 else ""
-            await bench.run(load, repeat, name_of(load, plan.arrivals is None) + which)
-        points.append(point(load, bench.runs[-plan.repeats :]))
-    return points
-
-
-def point(load: float, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A load's figures over its repeats: median, least and most of each."""
-    figures = [flat(run["summary"]) for run in runs]
-    return {
-        "load": load if math.isfinite(load) else None,
-        **{name: spread([one.get(name) for one in figures]) for name in figures[0]},
-    }
-
-
-def flat(summary: Mapping[str, Any]) -> dict[str, float | None]:
-    """The figures of a run that tables and plots show."""
-    latencies: Mapping[str, Any] = summary["dialects"]["vllm"]
-    sent = max(summary["sent"], 1)
-    offered = summary["offered"] or summary
-    found = {
-        f"{name}_{which}": (latencies.get(name) or {}).get(which)
-        for name in ("ttft", "tpot", "itl", "e2el")
-        for which in ("p50", "p90", "p99", "max")
-    }
-    slo = summary["slo"] or {}
-    good = max(summary["ok"], 1)
-    return found | {
-        "output_throughput": offered["output_throughput"],
-        "request_throughput": summary["request_throughput"],
-        "asked": offered.get("request_rate", 0.0) * summary["output_tokens"] / good,
-        "rejected": summary["rejected"] / sent,
-        "failed": summary["failed"] / sent,
-        "attainment": slo.get("attainment"),
-        "goodput": slo.get("goodput"),
-        "lateness_p99": (summary["lateness"] or {}).get("p99"),
-    }
-
-
-def spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Median, least and most; None if no repeat has the value."""
-    given = [value for value in values if value is not None]
-    if not given:
-        return None
-    return {"median": float(np.median(given)), "least": min(given), "most": max(given)}

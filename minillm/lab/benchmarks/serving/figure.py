@@ -7,6 +7,7 @@ most over the repeats. The output throughput is that of the time in which load w
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from minillm.lab.benchmarks.serving.sweep import by_load
 from minillm.lab.drawings.figure import need
 
 if TYPE_CHECKING:
@@ -18,6 +19,18 @@ STYLE: Mapping[str, Any] = {
     "svg.hashsalt": "minillm",
 }  # fmt: skip
 BLUE, ORANGE, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#000000"
+# Title, scale and lines of each panel; a line is a figure, its label, colour and style.
+Line = tuple[str, str, str, str]
+PANELS: Sequence[tuple[str, float, tuple[Line, ...]]] = (
+    ("TTFT [ms]", 1e3, (("ttft_p99", "p99", ORANGE, "s--"), ("ttft_p50", "p50", BLUE, "o-"))),
+    ("TPOT [ms]", 1e3, (("tpot_p99", "p99", ORANGE, "s--"), ("tpot_p50", "p50", BLUE, "o-"))),
+    ("output tokens/s", 1, (("output_throughput", "measured", BLUE, "o-"),)),
+    ("requests/s", 1, (("request_throughput", "succeeded", ORANGE, "s--"),
+                       ("goodput", "goodput (met the SLO)", GREEN, "D-"))),
+    ("share of all requests sent [%]", 100, (("attainment", "attainment", GREEN, "D-"),
+                                             ("rejected", "rejected (429, 503)", ORANGE, "x--"),
+                                             ("failed", "failed", BLACK, "v:"))),
+)  # fmt: skip
 WIDE = 20.0  # a wider range of loads gets a logarithmic axis
 CAPTION_WIDTH = 52  # characters
 
@@ -34,15 +47,29 @@ def draw(found: Mapping[str, Any], name: str) -> None:
 def figure_of(found: Mapping[str, Any]) -> Any:
     """The sweep as a matplotlib figure: five panels and the caption."""
     plt = need("matplotlib.pyplot", "--plot needs matplotlib")
-    points = sorted(
-        (one for one in found["points"] if one["load"] is not None), key=lambda one: one["load"]
-    )
+    points = by_load(found["points"])
     figure, axes = plt.subplots(2, 3, figsize=SIZE, layout="constrained")
-    latency_panel(axes[0][0], points, "ttft", "TTFT [ms]", found["slo"])
-    latency_panel(axes[0][1], points, "tpot", "TPOT [ms]", found["slo"])
-    throughput_panel(axes[0][2], points, found["plan"]["closed"])
-    goodput_panel(axes[1][0], points, found["plan"]["closed"])
-    shares_panel(axes[1][1], points, found["target_attainment"])
+    for ax, (title, scale, lines) in zip(axes.flat, PANELS, strict=False):
+        ax.set_title(title, loc="left")
+        for one in lines:
+            line(ax, points, *one, scale)
+    for ax, name in zip(axes.flat, ("ttft", "tpot"), strict=False):
+        if ax.lines:
+            ax.set_yscale("log")
+            plain_ticks(ax)
+        if name in found["slo"]:
+            bound(ax, 1e3 * found["slo"][name], "objective")
+    if any(one["attainment"] is not None for one in points):
+        bound(axes[1][1], 100 * found["target_attainment"], "target")
+    axes[1][1].set_ylim(-4, 104)
+    for ax, name, label in ((axes[0][2], "asked", "asked for (arrivals x output length)"),
+                            (axes[1][0], "load", "offered")):  # fmt: skip
+        ax.set_ylim(bottom=0)
+        if not found["plan"]["closed"] and points:
+            ax.set_ylim(0, 1.35 * max(max(each.get_ydata()) for each in ax.lines) or None)
+            y = [one[name] if name == "load" else one[name]["median"] for one in points]
+            ax.plot([one["load"] for one in points], y, ":", color=BLACK, linewidth=1.0,
+                    label=label)  # fmt: skip
     for ax in axes.flat[:5]:
         finish(ax, points, found)
     caption(axes[1][2], found)
@@ -51,33 +78,21 @@ def figure_of(found: Mapping[str, Any]) -> Any:
 
 def line(
     ax: "Axes", points: Sequence[Mapping[str, Any]], name: str, label: str, colour: str,
-    style: str, scale: float = 1.0,
-) -> bool:  # fmt: skip
-    """One line with its band; False if no point has the figure."""
-    known = [one for one in points if one[name] is not None]
-    if not known:
-        return False
-    x = [one["load"] for one in known]
-    rows = {which: [scale * one[name][which] for one in known] for which in known[0][name]}
-    ax.plot(x, rows["median"], style, color=colour, label=label, markersize=5, linewidth=1.4,
-            markerfacecolor="white")  # fmt: skip
-    ax.fill_between(x, rows["least"], rows["most"], color=colour, alpha=0.18, linewidth=0)
-    return True
-
-
-def latency_panel(
-    ax: "Axes", points: Sequence[Mapping[str, Any]], name: str, title: str,
-    slo: Mapping[str, float],
+    style: str, scale: float,
 ) -> None:  # fmt: skip
-    """Median and p99 of a latency, and its objective."""
-    ax.set_title(title, loc="left")
-    drawn = line(ax, points, f"{name}_p99", "p99", ORANGE, "s--", 1e3)
-    if line(ax, points, f"{name}_p50", "p50", BLUE, "o-", 1e3) or drawn:
-        ax.set_yscale("log")
-        plain_ticks(ax)
-    if name in slo:
-        ax.axhline(1e3 * slo[name], color=BLACK, linewidth=0.9, linestyle=(0, (1, 2)),
-                   label="objective")  # fmt: skip
+    """One line with its band; nothing if no point has the figure."""
+    known = [one for one in points if one[name] is not None]
+    if known:
+        x = [one["load"] for one in known]
+        rows = {which: [scale * one[name][which] for one in known] for which in known[0][name]}
+        ax.plot(x, rows["median"], style, color=colour, label=label, markersize=5, linewidth=1.4,
+                markerfacecolor="white")  # fmt: skip
+        ax.fill_between(x, rows["least"], rows["most"], color=colour, alpha=0.18, linewidth=0)
+
+
+def bound(ax: "Axes", value: float, label: str) -> None:
+    """A dotted line at an objective or target."""
+    ax.axhline(value, color=BLACK, linewidth=0.9, linestyle=(0, (1, 2)), label=label)
 
 
 def plain_ticks(ax: "Axes") -> None:
@@ -87,43 +102,6 @@ def plain_ticks(ax: "Axes") -> None:
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
-
-
-def throughput_panel(ax: "Axes", points: Sequence[Mapping[str, Any]], closed: bool) -> None:
-    """Output tokens per second, and what the load asks for."""
-    ax.set_title("output tokens/s", loc="left")
-    line(ax, points, "output_throughput", "measured", BLUE, "o-")
-    if not closed and points:
-        top = max(one["output_throughput"]["most"] for one in points)
-        asked = [one["asked"]["median"] for one in points]
-        ax.plot([one["load"] for one in points], asked, ":", color=BLACK, linewidth=1.0,
-                label="asked for (arrivals x output length)")  # fmt: skip
-        ax.set_ylim(0, 1.35 * top or None)
-    else:
-        ax.set_ylim(bottom=0)
-
-
-def goodput_panel(ax: "Axes", points: Sequence[Mapping[str, Any]], closed: bool) -> None:
-    """Requests per second that succeeded, and that met the SLO."""
-    ax.set_title("requests/s", loc="left")
-    line(ax, points, "request_throughput", "succeeded", ORANGE, "s--")
-    line(ax, points, "goodput", "goodput (met the SLO)", GREEN, "D-")
-    if not closed and points:
-        loads = [one["load"] for one in points]
-        ax.plot(loads, loads, ":", color=BLACK, linewidth=1.0, label="offered")
-        ax.set_ylim(0, 1.35 * max(one["request_throughput"]["most"] for one in points) or None)
-    else:
-        ax.set_ylim(bottom=0)
-
-
-def shares_panel(ax: "Axes", points: Sequence[Mapping[str, Any]], target: float) -> None:
-    """Attainment, rejections and failures, as shares of all requests sent."""
-    ax.set_title("share of all requests sent [%]", loc="left")
-    if line(ax, points, "attainment", "attainment", GREEN, "D-", 100):
-        ax.axhline(100 * target, color=BLACK, linewidth=0.9, linestyle=(0, (1, 2)), label="target")
-    line(ax, points, "rejected", "rejected (429, 503)", ORANGE, "x--", 100)
-    line(ax, points, "failed", "failed", BLACK, "v:", 100)
-    ax.set_ylim(-4, 104)
 
 
 def finish(ax: "Axes", points: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> None:

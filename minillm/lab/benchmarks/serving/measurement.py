@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minillm.errors import ConfigError
-from minillm.lab.benchmarks.serving.bench import Bench, Plan, name_of, point, sweep
+from minillm.lab.benchmarks.serving.bench import Bench, Plan
 from minillm.lab.benchmarks.serving.client import Client, Fields
-from minillm.lab.benchmarks.serving.knee import knee
-from minillm.lab.benchmarks.serving.prompts import Vocabulary
+from minillm.lab.benchmarks.serving.prompts import Vocabulary, Writer
 from minillm.lab.benchmarks.serving.reply import COLUMNS
-from minillm.lab.benchmarks.serving.search import Found, cost, highest_rate
+from minillm.lab.benchmarks.serving.sweep import knee, price, search, sweep
 from minillm.lab.benchmarks.serving.target import (
     check_request,
     find_target,
@@ -18,7 +17,6 @@ from minillm.lab.benchmarks.serving.target import (
     key_headers,
     session,
 )
-from minillm.lab.benchmarks.serving.writer import Writer
 from minillm.plan import machine
 
 CHECK_SEED = 2**31  # of the prompt that is sent before the measurement
@@ -65,7 +63,7 @@ async def measure(
         check = replace(writer, vocabulary=replace(vocabulary, seed=CHECK_SEED))
         await check_request(http, target, headers, writer.path, check.body(first, 0, []))
         if wanted.search:
-            points, found = await search(bench, wanted)
+            points, found = await search(bench, wanted.target, wanted.tolerance)
         else:
             points, found = await sweep(bench), None
     return collected(wanted, bench, points, found)
@@ -82,28 +80,11 @@ def as_ids(wanted: Wanted, vocabulary: Vocabulary) -> bool:
     return bool(vocabulary.ids) and not wanted.chat
 
 
-async def search(bench: Bench, wanted: Wanted) -> tuple[list[dict[str, Any]], Found]:
-    """Points at all rates that the search tried, and its result. Attainment is over all requests of
-    the repeats."""
-    plan, points = bench.plan, []
-
-    async def attainment(rate: float) -> float:
-        for repeat in range(plan.repeats):
-            await bench.run(rate, repeat, f"search, {name_of(rate, False)}")
-        runs = bench.runs[-plan.repeats :]
-        points.append(point(rate, runs))
-        good = sum(run["summary"]["slo"]["good"] for run in runs)
-        return good / sum(run["summary"]["sent"] for run in runs)
-
-    found = await highest_rate(attainment, plan.loads[0], wanted.target, wanted.tolerance)
-    return sorted(points, key=lambda one: one["load"]), found
-
-
 def collected(
-    wanted: Wanted, bench: Bench, points: list[dict[str, Any]], found: Found | None
+    wanted: Wanted, bench: Bench, points: list[dict[str, Any]], found: dict[str, Any] | None
 ) -> dict[str, Any]:
     """JSON data of the whole benchmark."""
-    plan, target = bench.plan, bench.target
+    plan, target, dollars = bench.plan, bench.target, wanted.dollars_per_hour
     closed = plan.arrivals is None
     return {
         "benchmark": "serve",
@@ -123,46 +104,12 @@ def collected(
         "target_attainment": wanted.target,
         "points": points,
         "knee": knee(points, wanted.target),
-        "search": None if found is None else search_data(wanted, found),
-        "cost": None if wanted.dollars_per_hour is None else cost_data(wanted, bench, points),
+        "search": found,
+        "cost": None if dollars is None else price(points, bench.runs, wanted.target, dollars),
         "columns": COLUMNS,
         "runs": bench.runs,
         "notes": notes(bench),
     }  # fmt: skip
-
-
-def search_data(wanted: Wanted, found: Found) -> dict[str, Any]:
-    """JSON data of the search."""
-    probes = found.probes
-    return {
-        "target": wanted.target,
-        "tolerance": wanted.tolerance,
-        "keeps": found.keeps,
-        "misses": found.misses,
-        "keeps_attainment": None if found.keeps is None else probes[found.keeps],
-        "misses_attainment": None if found.misses is None else probes[found.misses],
-        "probes": len(probes),
-        "attainment_by_rate": list(probes.items()),
-    }
-
-
-def cost_data(wanted: Wanted, bench: Bench, points: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tokens per dollar at the highest load that meets the SLO, up to which all loads do."""
-    price = float(wanted.dollars_per_hour or 0.0)
-    best = None
-    ordered = [one for one in points if one["load"] is not None]
-    for one in sorted(ordered, key=lambda one: one["load"]):
-        if one["attainment"]["median"] < wanted.target:
-            break
-        best = one["load"]
-    if best is None:
-        return {"missing": f"no load keeps an attainment of {wanted.target:.0%}"}
-    runs = [run["summary"] for run in bench.runs if run["load"] == best]
-    mean = {
-        name: sum(run[name] for run in runs) / len(runs)
-        for name in ("input_throughput", "output_throughput")
-    }
-    return {"load": best, **cost(mean, price)}
 
 
 def notes(bench: Bench) -> list[str]:

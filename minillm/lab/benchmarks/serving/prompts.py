@@ -1,13 +1,16 @@
-"""Prompts of given lengths, as token ids or as text of single-token words."""
+"""Prompts of given lengths, as token ids or as text of single-token words, and the bodies of
+requests."""
 
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from minillm.errors import ConfigError
-from minillm.lab.benchmarks.serving.workload import Segment
+from minillm.lab.benchmarks.serving.client import PATHS, Fields
+from minillm.lab.benchmarks.serving.workload import Conversation, Segment
 
 # Common words, which most vocabularies hold as one token when a space precedes them.
 WORDS = tuple(
@@ -75,3 +78,44 @@ def any_ids(vocab_size: int, seed: int) -> Vocabulary:
     """A vocabulary of ids for a model without tokenizer. The first ids are left out, because
     special tokens usually are among them."""
     return Vocabulary(WORDS, tuple(range(vocab_size // 4, vocab_size)), False, seed)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes the body of each turn.
+
+    Attributes:
+        as_ids: prompts are token ids, which keeps their lengths exact. Later turns of a
+            conversation repeat the text of replies, so conversations are always text.
+    """
+
+    fields: Fields
+    vocabulary: Vocabulary
+    as_ids: bool
+
+    @property
+    def path(self) -> str:
+        """The route of all requests."""
+        return PATHS["chat" if self.fields.chat else "completions"]
+
+    def body(self, conversation: Conversation, number: int, replies: list[str]) -> bytes:
+        """The body of turn `number`, after the earlier `replies`."""
+        return self.fields.body(
+            self.prompt(conversation, number, replies), conversation[number].max_tokens
+        )
+
+    def prompt(self, conversation: Conversation, number: int, replies: list[str]) -> Any:
+        """Messages, token ids or text."""
+        turns = conversation[: number + 1]
+        if self.as_ids and len(conversation) == 1:
+            return self.vocabulary.as_ids(turns[0].segments)
+        texts = [self.vocabulary.as_text(turn.segments) for turn in turns]
+        if not self.fields.chat:
+            pairs = zip(texts, [*replies, ""], strict=True)
+            return "".join(text + answer for text, answer in pairs)
+        messages = []
+        for place, text in enumerate(texts):
+            messages.append({"role": "user", "content": text.strip()})
+            if place < number:
+                messages.append({"role": "assistant", "content": replies[place]})
+        return messages

@@ -1,25 +1,18 @@
 """The figures of one run as JSON data."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from minillm.lab.benchmarks.serving import measures
 from minillm.lab.benchmarks.serving.percentiles import statistics
 from minillm.lab.benchmarks.serving.reply import FAILURE, OK, REJECTION, Reply
 from minillm.lab.benchmarks.serving.slo import Objectives, evaluate
-from minillm.lab.benchmarks.serving.window import (
-    Window,
-    offered_window,
-    prompts_within,
-    steady_window,
-    tokens_within,
-)
 
-LEAST_WINDOW = 0.5  # of the run; a shorter steady window says little about the run
 MOST_ERRORS = 5  # kinds of errors that are listed
+Window = tuple[float, float]  # start and end, on the clock of the replies
 
 
 @dataclass(frozen=True)
@@ -45,8 +38,6 @@ def summarise(replies: Sequence[Reply], start: float, how: Evaluation) -> dict[s
         start = min(reply.intended for reply in kept)
     wall = max((reply.end for reply in kept), default=start) - start
     counts = Counter(reply.outcome for reply in kept)
-    good = [reply for reply in kept if measures.succeeded(reply)]
-    offered = offered_window(kept)
     return {
         "sent": len(kept),
         "ok": counts[OK],
@@ -54,11 +45,11 @@ def summarise(replies: Sequence[Reply], start: float, how: Evaluation) -> dict[s
         "failed": counts[FAILURE],
         "errors": dict(errors(kept).most_common(MOST_ERRORS)),
         "wall": wall,
-        **tokens(good, wall),
-        "offered": rates(kept, offered),
+        **tokens([reply for reply in kept if measures.succeeded(reply)], wall),
+        "offered": offered(kept),
         "steady": steady(kept, wall, how.steady_ratio),
         "lateness": statistics([reply.lateness for reply in kept]),
-        "dialects": dialects(kept, wall),
+        "latencies": latencies(kept),
         "slo": evaluate(kept, how.objectives, wall) if how.objectives else None,
     }
 
@@ -73,10 +64,12 @@ def errors(replies: Sequence[Reply]) -> "Counter[str]":
 
 
 def tokens(good: Sequence[Reply], wall: float) -> dict[str, Any]:
-    """Tokens and their rates, over the whole run."""
+    """Tokens and their rates, over the whole run. The peak is of whole seconds, as in vLLM."""
     prompts = sum(reply.prompt_tokens or 0 for reply in good)
     outputs = sum(reply.tokens for reply in good)
     per = 1 / wall if wall > 0 else 0.0
+    first = min((reply.intended for reply in good), default=0.0)
+    seconds = Counter(int(at - first) for reply in good for at in reply.frames)
     return {
         "prompt_tokens": prompts,
         "output_tokens": outputs,
@@ -86,23 +79,26 @@ def tokens(good: Sequence[Reply], wall: float) -> dict[str, Any]:
         "request_throughput": len(good) * per,
         "output_throughput": outputs * per,
         "input_throughput": prompts * per,
-        "peak_output_throughput": peak(good),
+        "peak_output_throughput": float(max(seconds.values(), default=0)),
     }
 
 
-def peak(good: Sequence[Reply]) -> float:
-    """The most output tokens that arrived within one second, counted as vLLM does in whole
-    seconds."""
-    seconds: Counter[int] = Counter()
-    first = min((reply.intended for reply in good), default=0.0)
-    for reply in good:
-        for at in reply.frames:
-            seconds[int(at - first)] += 1
-    return float(max(seconds.values(), default=0))
+def latencies(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Statistics of every measure; failed requests have none."""
+    good = [reply for reply in replies if measures.succeeded(reply)]
+    values = [measures.vllm(reply) for reply in good]
+    found = {name: statistics([one[name] for one in values]) for name in ("ttft", "tpot", "e2el")}
+    return found | {"itl": statistics([gap for one in good for gap in measures.gaps(one.frames)])}
 
 
-def rates(replies: Sequence[Reply], window: Window) -> dict[str, Any] | None:
-    """Rates within a window; None if it is empty."""
+# ---- windows ------------------------------------------------------------------------------------
+
+
+def offered(replies: Sequence[Reply]) -> dict[str, Any] | None:
+    """Rates from the first to the last time at which a request was due; None if all were due at
+    once."""
+    due = [reply.intended for reply in replies]
+    window = min(due, default=0.0), max(due, default=0.0)
     length = window[1] - window[0]
     if length <= 0:
         return None
@@ -111,7 +107,6 @@ def rates(replies: Sequence[Reply], window: Window) -> dict[str, Any] | None:
         # The last request is due at the end of the window, so one fewer fills it.
         "request_rate": (len(replies) - 1) / length,
         "output_throughput": tokens_within(replies, window) / length,
-        "input_throughput": prompts_within(replies, window) / length,
     }
 
 
@@ -120,7 +115,6 @@ def steady(replies: Sequence[Reply], wall: float, ratio: float) -> dict[str, Any
     window, most = steady_window(replies, ratio)
     length = window[1] - window[0]
     inside = [reply for reply in replies if window[0] <= reply.intended < window[1]]
-    values = [measures.vllm(reply) for reply in inside if measures.succeeded(reply)]
     return {
         "ratio": ratio,
         "peak_concurrency": most,
@@ -128,33 +122,41 @@ def steady(replies: Sequence[Reply], wall: float, ratio: float) -> dict[str, Any
         "share": length / wall if wall > 0 else 0.0,
         "output_throughput": tokens_within(replies, window) / length if length else 0.0,
         "requests": len(inside),
-        **{name: statistics([one[name] for one in values]) for name in ("ttft", "tpot", "e2el")},
+        **latencies(inside),
     }
 
 
-def dialects(replies: Sequence[Reply], wall: float) -> dict[str, Any]:
-    """Statistics of every measure in every dialect. Failed requests have none, except in aiperf's
-    ``adj_`` measures, where they are infinite (percentiles that reach them are null)."""
-    good = [reply for reply in replies if measures.succeeded(reply)]
-    found: dict[str, dict[str, Any]] = {}
-    for dialect, measure in measures.DIALECTS.items():
-        values = [measure(reply) for reply in good]
-        names = values[0] if values else ()
-        found[dialect] = {name: statistics([one[name] for one in values]) for name in names}
-    if not good:
-        return found
-    found["vllm"]["itl"] = statistics(pooled([reply.frames for reply in good]))
-    found["aiperf"]["inter_chunk_latency"] = statistics(pooled([reply.texts for reply in good]))
-    lost = [math.inf] * (len(replies) - len(good))
-    for name in ("time_to_first_token", "request_latency"):
-        values_of = [measures.aiperf(reply)[name] for reply in good]
-        found["aiperf"][f"adj_{name}"] = statistics([*values_of, *lost])
-    found["guidellm"]["output_tokens_per_second"] = statistics(
-        [reply.tokens / (reply.end - reply.intended) for reply in good]
+def steady_window(replies: Sequence[Reply], ratio: float) -> tuple[Window, int]:
+    """The longest interval in which at least `ratio` of the peak concurrency is in flight, and the
+    peak. Without replies it is empty."""
+    steps = concurrency(replies)
+    peak = max((level for _, level in steps), default=0)
+    best, start = (0.0, 0.0), None
+    for at, level in steps:
+        enough = peak > 0 and level >= ratio * peak
+        if enough and start is None:
+            start = at
+        elif not enough and start is not None:
+            best = max(best, (start, at), key=lambda one: one[1] - one[0])
+            start = None
+    return best, peak
+
+
+def concurrency(replies: Sequence[Reply]) -> list[tuple[float, int]]:
+    """Requests in flight, as steps: from each time on, this many."""
+    changes: Counter[float] = Counter()
+    for reply in replies:
+        changes[reply.sent] += 1
+        changes[reply.end] -= 1
+    times = sorted(changes)
+    return list(zip(times, accumulate(changes[at] for at in times), strict=True))
+
+
+def tokens_within(replies: Sequence[Reply], window: Window) -> float:
+    """Output tokens that arrived within a window. Every frame of a request has the same share of
+    its tokens, because frames may hold several tokens."""
+    return sum(
+        reply.tokens * sum(window[0] <= at < window[1] for at in reply.frames) / len(reply.frames)
+        for reply in replies
+        if measures.succeeded(reply)
     )
-    return found
-
-
-def pooled(times: Sequence[list[float]]) -> list[float]:
-    """Gaps between frames, of all requests together."""
-    return [gap for one in times for gap in measures.gaps(one)]

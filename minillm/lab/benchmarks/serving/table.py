@@ -1,15 +1,22 @@
 """The report of `minillm bench serve` on the terminal."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from minillm.cli.terminal import Terminal, digits, plural, seconds
 from minillm.lab.benchmarks.serving.bench import name_of
 
-LATENCIES = ("latency", "TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "max")
-RATES = ("load", "tokens/s", "requests/s", "rejected", "failed")
-THROUGHPUTS = ("output_throughput", "request_throughput")
+LATENCIES: Mapping[str, str] = {  # heads of columns
+    "ttft_p50": "TTFT p50", "ttft_p99": "p99", "tpot_p50": "TPOT p50", "tpot_p99": "p99",
+    "itl_p99": "ITL p99", "itl_max": "max",
+}  # fmt: skip
+RATES: Mapping[str, str] = {
+    "output_throughput": "tokens/s", "request_throughput": "requests/s", "rejected": "rejected",
+    "failed": "failed", "attainment": "SLO met", "goodput": "goodput",
+}  # fmt: skip
+SHARES = ("rejected", "failed", "attainment")
 LATE = 0.01  # seconds; a client that is later than this may distort the figures
 LEAST_FRAMES = 0.5  # per output token; fewer frames distort TPOT and ITL
 LATE_SHARE = 0.1  # of the median TTFT
@@ -23,61 +30,41 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
         f"{plan['process']}; workload {plan['workload']}; seed {plan['seed']}, "
         f"{plural(plan['repeats'], 'repeat')}."
     )
-    terminal.table(LATENCIES, latency_rows(found))
+    points = [
+        (name_of(math.inf if one["load"] is None else one["load"], plan["closed"]), one)
+        for one in found["points"]
+    ]
+    rows = [[load, *(shown(one[name]) for name in LATENCIES)] for load, one in points]
+    terminal.table(("latency", *LATENCIES.values()), rows)
     terminal.line()
-    terminal.table((*RATES, "SLO met", "goodput") if found["slo"] else RATES, rate_rows(found))
+    rates = [name for name in RATES if found["slo"] or name not in ("attainment", "goodput")]
+    rows = [[load, *(shown(one[name], name) for name in rates)] for load, one in points]
+    terminal.table(("load", *(RATES[name] for name in rates)), rows)
     if len(found["runs"]) == 1:
-        show_dialects(found["runs"][0]["summary"], terminal)
+        show_latencies(found["runs"][0]["summary"], terminal)
     for line in statement(found):
         terminal.paragraph(line)
 
 
-def shown(value: Mapping[str, float] | None) -> str:
-    """A duration; a dash if it is not defined."""
-    return "-" if value is None else seconds(value["median"])
+def shown(value: Mapping[str, float] | None, name: str = "") -> str:
+    """The median of a rate, a share or else a duration; a dash if it is not defined."""
+    if value is None:
+        return "-"
+    middle = value["median"]
+    return f"{middle:.0%}" if name in SHARES else digits(middle) if name else seconds(middle)
 
 
-def label(found: Mapping[str, Any], point: Mapping[str, Any]) -> str:
-    """The load of a row."""
-    load = math.inf if point["load"] is None else point["load"]
-    return name_of(load, found["plan"]["closed"])
-
-
-def latency_rows(found: Mapping[str, Any]) -> list[list[str]]:
-    """Latencies as vLLM defines them, one row per load, medians over the repeats."""
-    names = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p99", "itl_max")
-    return [[label(found, one), *(shown(one[name]) for name in names)] for one in found["points"]]
-
-
-def rate_rows(found: Mapping[str, Any]) -> list[list[str]]:
-    """Output tokens per second, and what became of the requests, one row per load."""
-    rows = []
-    for one in found["points"]:
-        cells = [label(found, one), *(digits(one[name]["median"]) for name in THROUGHPUTS)]
-        cells += [f"{one[name]['median']:.0%}" for name in ("rejected", "failed")]
-        if found["slo"]:
-            cells += [f"{one['attainment']['median']:.0%}", digits(one["goodput"]["median"])]
-        rows.append(cells)
-    return rows
-
-
-def show_dialects(summary: Mapping[str, Any], terminal: Terminal) -> None:
-    """Print every latency of a single run in each dialect."""
-    rows = []
-    for dialect, measures in summary["dialects"].items():
-        for name, one in measures.items():
-            if one is None:
-                continue
-            in_tokens = name.startswith("output_token")
-            cells = [
-                "inf" if one.get(which) is None else
-                f"{digits(one[which])} tok/s" if in_tokens else seconds(one[which])
-                for which in ("mean", "p50", "p90", "p99")
-            ]  # fmt: skip
-            rows.append([f"{dialect} {name}", *cells])
+def show_latencies(summary: Mapping[str, Any], terminal: Terminal) -> None:
+    """Print every latency of a single run."""
+    quantiles = ("mean", "p50", "p90", "p99")
+    rows = [
+        [name, *(seconds(one[which]) for which in quantiles)]
+        for name, one in summary["latencies"].items()
+        if one is not None
+    ]
     if rows:
         terminal.line()
-        terminal.table(("measure, by dialect", "mean", "p50", "p90", "p99"), rows)
+        terminal.table(("measure, as in vLLM", *quantiles), rows)
         terminal.line()
 
 
@@ -169,10 +156,9 @@ def run_lines(summary: Mapping[str, Any]) -> list[str]:
 
 def error_lines(found: Mapping[str, Any]) -> list[str]:
     """How often each error occurred, over all runs."""
-    total: dict[str, int] = {}
+    total: Counter[str] = Counter()
     for run in found["runs"]:
-        for what, count in run["summary"]["errors"].items():
-            total[what] = total.get(what, 0) + count
+        total.update(run["summary"]["errors"])
     return [f"{plural(count, 'request')} failed: {what}" for what, count in total.items()]
 
 

@@ -1,0 +1,202 @@
+"""Runs at several loads: a sweep, or a search for the highest rate that keeps an attainment; and
+the figures of each load, the knee, and the price of tokens.
+
+The search doubles or halves the rate until it has a rate that keeps the target and one that does
+not, and then bisects. Attainment is assumed to fall with the rate; it is measured, so the result
+varies with the arrivals of the seed within the printed bounds.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from minillm.lab.benchmarks.serving.bench import Bench, name_of
+
+MOST_STEPS = 12  # doublings or halvings of a search
+LEAST_POINTS = 3  # of a curve with a knee
+CLEAR = 0.05  # of the range; a curve closer to its chord has no knee
+Point = Mapping[str, Any]
+
+
+async def sweep(bench: Bench) -> list[dict[str, Any]]:
+    """All loads with all repeats; returns a point for each load."""
+    plan = bench.plan
+    return [await play(bench, load, name_of(load, plan.arrivals is None)) for load in plan.loads]
+
+
+async def play(bench: Bench, load: float, shown: str) -> dict[str, Any]:
+    """All repeats of one load, as a point."""
+    repeats = bench.plan.repeats
+    for repeat in range(repeats):
+        which = f", repeat {repeat + 1} of {repeats}" if repeats > 1 else ""
+        await bench.run(load, repeat, shown + which)
+    return point(load, bench.runs[-repeats:])
+
+
+def point(load: float, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A load's figures over its repeats: median, least and most of each; None if no repeat has
+    it."""
+    figures = [flat(run["summary"]) for run in runs]
+    found: dict[str, Any] = {"load": load if math.isfinite(load) else None}
+    for name in figures[0]:
+        given = [one[name] for one in figures if one[name] is not None]
+        found[name] = (
+            {"median": float(np.median(given)), "least": min(given), "most": max(given)}
+            if given
+            else None
+        )
+    return found
+
+
+def flat(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a run that tables and plots show."""
+    sent, offered = max(summary["sent"], 1), summary["offered"] or summary
+    slo = summary["slo"] or {}
+    latencies = {
+        f"{name}_{which}": (one or {}).get(which)
+        for name, one in summary["latencies"].items()
+        for which in ("p50", "p90", "p99", "max")
+    }
+    asked = offered.get("request_rate", 0.0) * summary["output_tokens"] / max(summary["ok"], 1)
+    return latencies | {
+        "output_throughput": offered["output_throughput"],
+        "request_throughput": summary["request_throughput"],
+        "asked": asked,
+        "rejected": summary["rejected"] / sent,
+        "failed": summary["failed"] / sent,
+        "attainment": slo.get("attainment"),
+        "goodput": slo.get("goodput"),
+        "lateness_p99": (summary["lateness"] or {}).get("p99"),
+    }
+
+
+# ---- search -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """The result of a search.
+
+    Attributes:
+        keeps: highest rate measured that keeps the target; None if no rate does.
+        misses: lowest rate measured above it that does not; None if all rates do.
+        probes: attainment by rate, in the order of measurement.
+    """
+
+    keeps: float | None = None
+    misses: float | None = None
+    probes: dict[float, float] = field(default_factory=dict)
+
+
+async def search(
+    bench: Bench, target: float, tolerance: float
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Points at all rates that the search tried, and its result as JSON data. Attainment is over
+    all requests of the repeats."""
+    points = []
+
+    async def attainment(rate: float) -> float:
+        points.append(await play(bench, rate, f"search, {name_of(rate, False)}"))
+        runs = [run["summary"] for run in bench.runs[-bench.plan.repeats :]]
+        return sum(run["slo"]["good"] for run in runs) / sum(run["sent"] for run in runs)
+
+    found = await highest_rate(attainment, bench.plan.loads[0], target, tolerance)
+    keeps, misses, probes = found.keeps, found.misses, found.probes
+    return sorted(points, key=lambda one: one["load"]), {
+        "target": target, "tolerance": tolerance, "keeps": keeps, "misses": misses,
+        "keeps_attainment": None if keeps is None else probes[keeps],
+        "misses_attainment": None if misses is None else probes[misses],
+        "probes": len(probes), "attainment_by_rate": list(probes.items()),
+    }  # fmt: skip
+
+
+async def highest_rate(
+    attainment: Callable[[float], Awaitable[float]],
+    start: float,
+    target: float,
+    tolerance: float,
+) -> Found:
+    """Search until the two bounds differ by at most the relative `tolerance`."""
+    found = Found()
+
+    async def keeps(rate: float) -> bool:
+        found.probes[rate] = await attainment(rate)
+        kept = found.probes[rate] >= target
+        if kept:
+            found.keeps = rate
+        else:
+            found.misses = rate
+        return kept
+
+    rate, factor = start, 2.0 if await keeps(start) else 0.5
+    for _ in range(MOST_STEPS):
+        if found.keeps is not None and found.misses is not None:
+            break
+        rate *= factor
+        await keeps(rate)
+    while (
+        found.keeps is not None
+        and found.misses is not None
+        and found.misses > found.keeps * (1 + tolerance)
+    ):
+        await keeps((found.keeps + found.misses) / 2)
+    return found
+
+
+# ---- knee and price -----------------------------------------------------------------------------
+
+
+def by_load(points: Sequence[Point]) -> list[Point]:
+    """The points in the order of their loads, without that of all requests at once."""
+    known = [one for one in points if one["load"] is not None]
+    return sorted(known, key=lambda one: float(one["load"]))
+
+
+def kept_load(points: Sequence[Point], target: float) -> float | None:
+    """The highest load up to which every load keeps the target attainment; None if none does."""
+    kept = None
+    for one in by_load(points):
+        if one["attainment"]["median"] < target:
+            break
+        kept = one["load"]
+    return kept
+
+
+def knee(points: Sequence[Point], target: float) -> dict[str, Any] | None:
+    """The load from which on a higher load costs more than it brings. With an SLO: the highest load
+    up to which every load keeps the target attainment. Without: the point of the output throughput
+    that is farthest above the chord from the first to the last point. None if there is none."""
+    known = by_load(points)
+    if known and all(one["attainment"] is not None for one in known):
+        kept = kept_load(known, target)
+        if kept is None or min(one["attainment"]["median"] for one in known) >= target:
+            return None
+        return {"load": kept, "why": f"highest load with attainment of {target:.0%}"}
+    if len(known) < LEAST_POINTS:
+        return None
+    x, y = np.array([(one["load"], one["output_throughput"]["median"]) for one in known]).T
+    above = y - np.interp(x, x[[0, -1]], y[[0, -1]])
+    best, height = int(above.argmax()), float(np.ptp(y))
+    if x[0] == x[-1] or height <= 0 or above[best] < CLEAR * height:
+        return None
+    return {"load": float(x[best]), "why": "bend of the output throughput"}
+
+
+def price(
+    points: Sequence[Point], runs: Sequence[Mapping[str, Any]], target: float, dollars: float
+) -> dict[str, Any]:
+    """Millions of tokens per dollar, input and output separately, at the highest load that meets
+    the SLO, up to which all loads do; at `dollars` per hour. Tokens are those of whole runs, with
+    the time after the last arrival."""
+    load = kept_load(points, target)
+    if load is None:
+        return {"missing": f"no load keeps an attainment of {target:.0%}"}
+    found: dict[str, Any] = {"load": load, "dollars_per_hour": dollars}
+    for name in ("input", "output"):
+        rates = [run["summary"][f"{name}_throughput"] for run in runs if run["load"] == load]
+        found[f"{name}_tokens_per_second"] = float(np.mean(rates))
+        found[f"{name}_mtok_per_dollar"] = float(np.mean(rates)) * 3600 / 1e6 / dollars
+    return found
