@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -61,3 +62,11 @@ def one_thread_afterwards() -> Iterator[None]:
         found = torch.get_num_threads()
         torch.set_num_threads(1)
         pytest.fail(f"This test left {found} threads: restore torch.set_num_threads.")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model of bytes, which no test changes."""
+    from tests.engine.small import write_model
+
+    return write_model(tmp_path_factory.mktemp("byte-model"))
