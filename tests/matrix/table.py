@@ -30,7 +30,7 @@ TRIES = 60  # random cells for each row of a table, of which the best is taken
 def allowed(cell: Cell) -> bool:
     """Whether there is such an engine, and whether it promises the same tokens."""
     one, quantised = cell.ranks == "one", cell.model in QUANTISED
-    if cell.model not in RANKS[cell.ranks][1]:
+    if cell.model not in AXES["model"] or cell.model not in RANKS[cell.ranks][1]:
         return False
     if not one and cell.drafts not in (("none",) if "pp" in cell.ranks else ("none", "ngram")):
         return False  # a proposer that is an object belongs to one process

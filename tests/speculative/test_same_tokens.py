@@ -158,7 +158,7 @@ def is_verifying(llm: LLM, seq_id: int) -> bool:
         *(
             pytest.param(each, marks=pytest.mark.slow)
             for each in (
-                Cell("embedded", chunk=32, cache="hash", pool="swap", drafts="mostly right"),
+                Cell("embedded", chunk=32, cache="hash", drafts="mostly right"),
                 Cell("embedded", pool="recompute", graphs=True, overlaps=True),
                 Cell("embedded", path="operations", chunk=1, cache="hash", pool="recompute"),
             )
