@@ -16,9 +16,9 @@ import pytest
 # more moves a matrix to `slow`, makes a test smaller, or raises the number and says why.
 FOLDERS = {
     "api": 10, "cache": 5, "cli": 28, "clients": 5, "course": 490, "engine": 170, "execution": 15,
-    "external": 5, "interpreted": 150, "kernels": 100, "lab": 90, "layers": 15, "models": 70,
-    "ops": 85, "parallel": 200, "plan": 15, "quantization": 80, "sampling": 20, "scheduling": 50,
-    "serving": 100, "speculative": 215, "tests": 40, "text": 20, "trace": 35,
+    "external": 5, "interpreted": 150, "kernels": 100, "lab": 90, "layers": 15, "matrix": 200,
+    "models": 70, "ops": 85, "parallel": 200, "plan": 15, "quantization": 80, "sampling": 20,
+    "scheduling": 50, "serving": 100, "speculative": 215, "tests": 40, "text": 20, "trace": 35,
 }  # fmt: skip
 LONGEST = 2.0  # seconds of one test; what needs more is marked slow
 # Files where one test opens what all share, or cannot be divided; and its seconds.
@@ -31,11 +31,9 @@ LONGER = {
     "tests/lab/benchmarks/test_bench_command.py": 3,  # starts an engine
     "tests/parallel/test_data_parallel.py": 3,
     "tests/parallel/test_processes.py": 4,  # starts two engines
-    "tests/parallel/test_ranks_same_tokens.py": 3,
     "tests/quantization/test_loading_memory.py": 3,
-    "tests/scheduling/test_ahead.py": 3,
     "tests/scheduling/test_histories.py": 4,
-    "tests/speculative/test_same_tokens.py": 4,
+    "tests/matrix/test_matrix.py": 5,  # the first cell of a model has what it answers alone
 }
 TOLERANCE = 2.0  # for a test, whose first call may import something
 LIST, OPEN, TIMES = os.listdir, open, os.times  # as they are before a test replaces them

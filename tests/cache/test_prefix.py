@@ -47,49 +47,6 @@ def shared_start(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 # ---- both -------------------------------------------------------------------------------------
 
 
-def test_an_empty_index_finds_nothing(index: PrefixIndex) -> None:
-    match = index.match([1, 2, 3], 3, "")
-    assert (match.blocks, match.num_tokens, match.partial) == ([], 0, None)
-    assert len(index) == 0
-    assert 0 not in index
-
-
-def test_the_longest_prefix_is_found(index: PrefixIndex) -> None:
-    put(index, [1, 2, 3, 4, 5, 6], [10, 11, 12])
-    assert found(index, [1, 2, 3, 4, 5, 6, 7]) == [10, 11, 12]
-    assert found(index, [1, 2, 3, 4, 9, 9]) == [10, 11]
-    assert found(index, [1, 2, 9, 9, 5, 6]) == [10]  # what follows a miss is another text
-    assert found(index, [3, 4, 5, 6]) == []
-
-
-def test_branches_are_kept_apart(index: PrefixIndex) -> None:
-    put(index, [1, 2, 3, 4], [10, 11])
-    put(index, [1, 2, 5, 6], [10, 21])
-    assert found(index, [1, 2, 3, 4]) == [10, 11]
-    assert found(index, [1, 2, 5, 6]) == [10, 21]
-    assert len(index) == 3
-
-
-def test_no_more_than_the_limit_is_found(index: PrefixIndex) -> None:
-    """The last token of a prompt is always computed, because it gives the logits."""
-    put(index, [1, 2, 3, 4], [10, 11])
-    prompt = [1, 2, 3, 4]
-    assert index.match(prompt, 4, "").num_tokens == 4
-    almost = index.match(prompt, 3, "")
-    assert almost.blocks == [10]
-    assert almost.num_tokens == (3 if isinstance(index, RadixTree) else 2)
-    assert index.match(prompt, 0, "").num_tokens == 0
-
-
-def test_salts_share_nothing(index: PrefixIndex) -> None:
-    put(index, [1, 2], [10], salt="alice")
-    put(index, [1, 2], [20], salt="bob")
-    assert found(index, [1, 2], "alice") == [10]
-    assert found(index, [1, 2], "bob") == [20]
-    assert index.match([1, 2], 2, "").num_tokens == 0
-    assert index.match([1, 2], 2, "\ud800").num_tokens == 0  # not UTF-8, and no error
-
-
 def test_of_duplicates_the_older_block_stays_and_no_table_is_rewritten(index: PrefixIndex) -> None:
     """mini-sglang merged them and left the second table with freed pages; nothing merges here."""
     put(index, [1, 2, 3, 4], [10, 11])
@@ -98,29 +55,6 @@ def test_of_duplicates_the_older_block_stays_and_no_table_is_rewritten(index: Pr
     assert 20 not in index
     assert 21 not in index
     assert len(index) == 3
-
-
-def test_a_forgotten_block_is_not_found_and_its_contents_can_come_again(index: PrefixIndex) -> None:
-    put(index, [1, 2, 3, 4], [10, 11])
-    index.forget(11)
-    assert 11 not in index
-    assert found(index, [1, 2, 3, 4]) == [10]
-    put(index, [1, 2, 3, 4], [10, 31])
-    assert found(index, [1, 2, 3, 4]) == [10, 31]
-
-
-def test_nothing_behind_a_forgotten_inner_block_can_be_reached(index: PrefixIndex) -> None:
-    put(index, [1, 2, 3, 4, 5, 6], [10, 11, 12])
-    put(index, [1, 2, 7, 8], [10, 21])
-    index.forget(11)
-    assert found(index, [1, 2, 3, 4, 5, 6]) == [10]
-    assert found(index, [1, 2, 7, 8]) == [10, 21]
-
-
-def test_the_same_tokens_after_other_tokens_are_other_contents(index: PrefixIndex) -> None:
-    put(index, [1, 2, 3, 4], [10, 11])
-    put(index, [5, 6, 3, 4], [20, 21])
-    assert found(index, [5, 6, 3, 4]) == [20, 21]
 
 
 def test_no_cache_finds_nothing() -> None:

@@ -16,8 +16,7 @@ from minillm.cache.spec import CacheSpec, cache_spec
 from minillm.layers.kv_cache import KVCache
 from minillm.models.presets import preset
 from minillm.plan.cost import block_bytes, kv_bytes_per_token, memory_plan, step_cost
-from tests.engine.families import FAMILIES
-from tests.models.tiny import Tiny
+from tests.matrix.cells import folder_of
 
 # Bytes of one token in one layer, and over all layers, in float32. GQA keeps K and V of 2 heads of
 # 16 (qwen3_moe: 24) values; MLA keeps one latent of 32 values and one rotated key of 8.
@@ -38,20 +37,6 @@ PRESETS_BY_HAND = {
 SHARE = 0.05
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    written: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in written:
-            tiny = FAMILIES[family]
-            assert isinstance(tiny, Tiny)
-            written[family] = tiny.write(tmp_path_factory.mktemp(family)).folder
-        return written[family]
-
-    return get
-
-
 def storage_bytes(tensors: list[Tensor]) -> int:
     """Memory behind tensors, that of several views counted once."""
     opaque = [tensor for tensor in tensors if tensor.layout is torch._mkldnn]  # one memory each
@@ -68,7 +53,7 @@ def weight_tensors(llm: LLM) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", BY_HAND)
-def test_bytes_per_token_are_those_counted_by_hand(folder_of, family):
+def test_bytes_per_token_are_those_counted_by_hand(family):
     layer, token = BY_HAND[family]
     llm = LLM(folder_of(family), dtype="float32", block_size=8, num_gpu_blocks_override=50,
               swap_space=2**-10)  # fmt: skip
@@ -106,7 +91,7 @@ def test_a_layer_s_pages_have_no_gaps():
 
 
 @pytest.mark.parametrize("family", BY_HAND)
-def test_a_token_is_in_the_slots_that_were_counted_and_nowhere_else(folder_of, family):
+def test_a_token_is_in_the_slots_that_were_counted_and_nowhere_else(family):
     llm = LLM(folder_of(family), dtype="float32", block_size=8, num_gpu_blocks_override=50,
               max_model_len=64, enable_prefix_caching=False)  # fmt: skip
     kv = llm.engine.runner.kv
@@ -120,7 +105,7 @@ def test_a_token_is_in_the_slots_that_were_counted_and_nowhere_else(folder_of, f
 
 
 @pytest.mark.parametrize("family", [*BY_HAND, "tiny"])
-def test_the_plan_is_within_five_percent_of_the_tensors(folder_of, family):
+def test_the_plan_is_within_five_percent_of_the_tensors(family):
     model = "tiny" if family == "tiny" else folder_of(family)
     llm = LLM(model, dtype="float32", kv_cache_memory_bytes=3_000_000)
     plan, kv = llm.plan(), llm.engine.runner.kv

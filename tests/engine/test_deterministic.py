@@ -1,13 +1,13 @@
-"""Deterministic mode: bit for bit what a request gets alone, whatever is done to it.
+"""Deterministic mode: batches of every size, tiles, how they are found, and what it asks of others.
 
-Twelve cells, in which any two settings meet, go round all models; the whole matrix is slow.
+That no setting of an engine changes a bit is in `tests/matrix`.
 """
 
+import itertools
 import threading
 from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -34,56 +34,23 @@ from minillm.ops import cpu, cpu_sampling
 from minillm.sampling import logprobs
 from minillm.sampling.logprobs import token_logprobs
 from minillm.sampling.sampler import SamplingRow, sample
-from minillm_kernels import batch_invariant, reference
-from tests.engine.bitwise import (
-    DTYPES,
-    FAMILIES,
-    MATRIX,
-    MODELS,
-    PAIRWISE,
-    Cell,
-    Job,
-    Reference,
-    everything,
-    generate,
-    jobs,
-    open_engine,
-    run_cell,
-)
-from tests.engine.small import num_ahead
+from minillm_kernels import reference
+from tests.engine.small import make
+from tests.matrix.cells import LONGEST, Cell, Reference, folder_of, reference_of, run_cell
+from tests.matrix.jobs import Job, everything, generate
 
-FAST = [(*MODELS[place % len(MODELS)], cell) for place, cell in enumerate(PAIRWISE)]
-SLOW = [(*model, cell) for model in MODELS for cell in MATRIX if (*model, cell) not in FAST]
+# GQA, GQA with a sliding window, MLA with experts beside a dense layer, experts in every layer.
+FAMILIES = ("llama", "mistral", "deepseek_v2", "qwen3_moe")
+DTYPES = ("float32", "bfloat16")
+MODELS = tuple(itertools.product(FAMILIES, DTYPES))
+PROMPT = [3 + 7 * i % 89 for i in range(80)]
 
 
-def named(cells: list[tuple[str, str, Cell]]) -> list:
-    return [pytest.param(*each, id="-".join(map(str, each))) for each in cells]
-
-
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a family; written when first asked for."""
-    written: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in written:
-            written[family] = FAMILIES[family].write(tmp_path_factory.mktemp(family)).folder
-        return written[family]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def reference_of(model_of: Callable[[str], Path]) -> Callable[[str, str], Reference]:
-    """What each request gets alone, computed once per model."""
-    known: dict[tuple[str, str], Reference] = {}
-
-    def get(family: str, dtype: str) -> Reference:
-        if (family, dtype) not in known:
-            known[family, dtype] = Reference(model_of(family), dtype)
-        return known[family, dtype]
-
-    return get
+def open_engine(family: str, dtype: str = "float32", **arguments: object) -> LLM:
+    """An engine in deterministic mode, unless it is to be off."""
+    usual = {"deterministic": True, "dtype": dtype, "max_model_len": LONGEST, "max_num_seqs": 8}
+    usual |= {"num_gpu_blocks_override": 300, "enable_prefix_caching": False}
+    return make(folder_of(family), **(usual | arguments))
 
 
 @pytest.fixture
@@ -97,52 +64,14 @@ def decoder_of(llm: LLM) -> Decoder:
     return model.model if isinstance(model, TiledDecoder) else model
 
 
-# ---- the matrix -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("family", "dtype", "cell"), named(FAST))
-def test_every_bit_is_as_alone(family, dtype, cell, model_of, reference_of):
-    outputs = run_cell(cell.open(model_of(family), dtype), cell)
-    assert not reference_of(family, dtype).differences(outputs)
-
-
-@pytest.mark.parametrize(("family", "dtype", "cell"), named(FAST[1::2]))
-def test_also_where_steps_overlap(family, dtype, cell, model_of, reference_of):
-    llm = cell.open(model_of(family), dtype, async_scheduling=True)
-    assert not reference_of(family, dtype).differences(run_cell(llm, cell))
-    assert num_ahead(llm) > 20
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype", "cell"),
-    named([("llama", "bfloat16", PAIRWISE[1]), ("mistral", "float32", PAIRWISE[6])]),
-)
-def test_every_bit_is_as_alone_in_tiles(family, dtype, cell, model_of, tiled):
-    reference = Reference(model_of(family), dtype)
-    llm = cell.open(model_of(family), dtype)
-    assert not reference.differences(run_cell(llm, cell))
-    assert llm.engine.runner.model.tiles
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "dtype", "cell"), named(SLOW))
-def test_every_bit_is_as_alone_in_every_cell(family, dtype, cell, model_of, reference_of):
-    outputs = run_cell(cell.open(model_of(family), dtype), cell)
-    assert not reference_of(family, dtype).differences(outputs)
-
-
-def test_with_the_mode_off_a_bit_differs(model_of):
+def test_with_the_mode_off_a_bit_differs():
     """Else all of this would show nothing. In plain torch: our own C functions have the same bits
     in every batch, and oneDNN meets a few numbers of rows only."""
-    folder, listed = model_of("llama"), jobs()
-    off = {"deterministic": False, "enforce_eager": True}
-    alone = open_engine(folder, "float32", **off)
-    one_by_one = [everything(generate(alone, [job])[0]) for job in listed]
-    cell = Cell(7, "off", "ample")
-    outputs = run_cell(cell.open(folder, "float32", **off), cell)
-    assert [everything(output) for _, output in outputs] != one_by_one
-    tokens = [output.outputs[0].token_ids for _, output in outputs]  # only bits: not the text
-    assert tokens == [generate(alone, [job])[0].outputs[0].token_ids for job in listed]
+    alone = Reference(Cell("llama", path="torch"))
+    cell = Cell("llama", path="torch", chunk=7)
+    outputs = run_cell(make(folder_of("llama"), **cell.fields()), alone)
+    assert alone.differences(outputs, exact=True)
+    assert not alone.differences(outputs)  # only bits: not the text
 
 
 # ---- batches ----------------------------------------------------------------------------------
@@ -152,7 +81,8 @@ def wide_jobs(count: int) -> list[Job]:
     """Short requests, every second one drawn."""
     return [
         Job(
-            [3 + (7 * place + i) % 120 for i in range(1 + place % 19)],
+            "",
+            [3 + (7 * place + i) % 90 for i in range(1 + place % 19)],
             SamplingParams(temperature=place % 2, seed=place, max_tokens=5, logprobs=5,
                            prompt_logprobs=1 if place % 5 == 0 else None, ignore_eos=True),
         )
@@ -160,8 +90,8 @@ def wide_jobs(count: int) -> list[Job]:
     ]  # fmt: skip
 
 
-def check_batches(model: Path, dtype: str, sizes: tuple[int, ...]) -> None:
-    llm, listed = open_engine(model, dtype, max_num_seqs=64), wide_jobs(64)
+def check_batches(family: str, dtype: str, sizes: tuple[int, ...]) -> None:
+    llm, listed = open_engine(family, dtype, max_num_seqs=64), wide_jobs(64)
     alone = [everything(generate(llm, [job])[0]) for job in listed]
     for turn, size in enumerate(sizes):
         chosen = [(place * 5 + turn * 11) % 64 for place in range(size)]
@@ -172,44 +102,45 @@ def check_batches(model: Path, dtype: str, sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("qwen3_moe", "float32")])
-def test_batches_of_2_to_64(family, dtype, model_of):
-    check_batches(model_of(family), dtype, (2, 3, 8, 17, 64))
+def test_batches_of_2_to_64(family, dtype):
+    check_batches(family, dtype, (2, 3, 8, 17, 64))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "dtype"), MODELS)
-def test_batches_of_every_size_to_64(family, dtype, model_of):
-    check_batches(model_of(family), dtype, tuple(range(2, 65)))
+def test_batches_of_every_size_to_64(family, dtype):
+    check_batches(family, dtype, tuple(range(2, 65)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
-def test_every_row_of_a_batch_of_64(family, dtype, model_of):
+def test_every_row_of_a_batch_of_64(family, dtype):
     """The same request in all of 61 rows, between others."""
-    llm, job = open_engine(model_of(family), dtype, max_num_seqs=64), wide_jobs(8)[7]
+    llm, job = open_engine(family, dtype, max_num_seqs=64), wide_jobs(8)[7]
     alone = everything(generate(llm, [job])[0])
     outputs = generate(llm, [*wide_jobs(2), *[job] * 61, wide_jobs(3)[2]])
     assert llm.engine.scheduler.counters.max_num_running == 64
     assert all(everything(output) == alone for output in outputs[2:63])
 
 
-def test_another_thread_and_another_engine_give_the_same_bits(model_of, reference_of):
-    reference, results = reference_of("llama", "float32"), []
-    llm, job = open_engine(model_of("llama"), "float32", block_size=16), jobs()[3]
-    thread = threading.Thread(target=lambda: results.extend(generate(llm, [job])))
+def test_another_thread_and_another_engine_give_the_same_bits():
+    reference, results = reference_of(Cell("llama", "exact float32")), []
+    llm = open_engine("llama", block_size=16)
+    some = [reference.job("long prompt"), reference.job("penalties")]
+    thread = threading.Thread(target=lambda: results.extend(generate(llm, some)))
     thread.start()
     thread.join()
-    assert [everything(output) for output in results] == [reference.numbers[3]]
+    assert not reference.differences(results, some, exact=True)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.4)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_is_the_same_model(family, dtype, tolerance, model_of):
+def test_it_is_the_same_model(family, dtype, tolerance):
     """The first logprobs with the mode on and off agree as far as rounding goes."""
-    job = Job(jobs()[3].ids, SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0))
+    job = Job("", PROMPT, SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0))
     rows = []
     for mode in (True, False):
-        llm = open_engine(model_of(family), dtype, deterministic=mode)
+        llm = open_engine(family, dtype, deterministic=mode)
         prompt = generate(llm, [job])[0].prompt_logprobs
         rows.append([next(iter(entry.values())).logprob for entry in prompt[1:]])
     error = (torch.tensor(rows[0]) - torch.tensor(rows[1])).abs()
@@ -228,13 +159,13 @@ def test_spans_cover_all_rows_in_order(tiles):
         assert sum(size for *_, size in found) <= num_rows + max(tiles[0] - 1, 32)
 
 
-def test_a_tile_is_filled_with_copies_of_its_last_row(model_of, tiled):
-    llm, seen = open_engine(model_of("llama"), "float32"), []
+def test_a_tile_is_filled_with_copies_of_its_last_row(tiled):
+    llm, seen = open_engine("llama", "float32"), []
     tiled = llm.engine.runner.model
     tiled.tiles = (16,)
     forward = tiled.model.forward
     tiled.model.forward = lambda batch, kv: seen.append(batch) or forward(batch, kv)
-    generate(llm, [Job(list(range(3, 22)), SamplingParams(max_tokens=1))])
+    generate(llm, [Job("", list(range(3, 22)), SamplingParams(max_tokens=1))])
     assert [batch.input_ids.tolist() for batch in seen] == [[*range(3, 19)], [19, 20] + [21] * 14]
     assert [batch.positions.tolist()[:4] for batch in seen] == [[0, 1, 2, 3], [16, 17, 18, 18]]
     assert [len(batch.slot_mapping) for batch in seen] == [16, 3]
@@ -271,7 +202,7 @@ def test_a_row_is_drawn_and_described_as_if_alone():
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_the_runner_has_rows_described_one_by_one(mode, model_of, monkeypatch):
+def test_the_runner_has_rows_described_one_by_one(mode, monkeypatch):
     seen = []
     for name in ("describe", "token_logprobs"):
         original = getattr(runner, name)
@@ -281,7 +212,8 @@ def test_the_runner_has_rows_described_one_by_one(mode, model_of, monkeypatch):
             return original(*arguments, **named)
 
         monkeypatch.setattr(runner, name, watched)
-    generate(open_engine(model_of("llama"), "float32", deterministic=mode), jobs()[5:6])
+    params = SamplingParams(prompt_logprobs=3, logprobs=5, max_tokens=6)
+    generate(open_engine("llama", "float32", deterministic=mode), [Job("", PROMPT, params)])
     assert set(seen) == {("describe", mode), ("token_logprobs", mode)}
 
 
@@ -313,8 +245,8 @@ def test_what_rounds_sees_one_row_at_a_time(row_by_row, monkeypatch):
 # ---- the probe --------------------------------------------------------------------------------
 
 
-def test_the_probe_takes_all_sizes_that_agree_with_16(model_of, tiled):
-    llm = open_engine(model_of("llama"), "float32")
+def test_the_probe_takes_all_sizes_that_agree_with_16(tiled):
+    llm = open_engine("llama", "float32")
     tiles = llm.engine.runner.model.tiles
     assert set(tiles) <= set(TILES) or tiles == (1,)
     assert find_tiles(decoder_of(llm)) == tiles
@@ -336,10 +268,8 @@ def last_bit(out: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("row", "expected"), [(1, (1,)), (9, (8,)), (20, (8, 16))])
-def test_a_product_that_depends_on_the_row_excludes_tiles(
-    row, expected, model_of, monkeypatch, caplog
-):
-    llm = open_engine(model_of("llama"), "float32", deterministic=False)
+def test_a_product_that_depends_on_the_row_excludes_tiles(row, expected, monkeypatch, caplog):
+    llm = open_engine("llama", "float32", deterministic=False)
     assert set(expected) <= {1, *find_tiles(decoder_of(llm))}
 
     def change(out, x, w):
@@ -354,8 +284,8 @@ def test_a_product_that_depends_on_the_row_excludes_tiles(
     assert f"uses tiles of {' or '.join(map(str, expected))} rows" in caplog.text
 
 
-def test_sizes_with_other_bits_are_not_used_together(model_of, monkeypatch):
-    llm = open_engine(model_of("llama"), "float32", deterministic=False)
+def test_sizes_with_other_bits_are_not_used_together(monkeypatch):
+    llm = open_engine("llama", "float32", deterministic=False)
     plant(monkeypatch, lambda out, x, w: last_bit(out) if len(out) == 32 else out)
     assert 32 not in find_tiles(decoder_of(llm))
     assert 16 in find_tiles(decoder_of(llm))
@@ -370,8 +300,8 @@ def in_two_halves(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.
     return (parts[0] + parts[1]).to(x.dtype)
 
 
-def test_another_order_of_sums_shows_in_half_precision_too(model_of, monkeypatch):
-    llm = open_engine(model_of("llama"), "bfloat16", deterministic=False)
+def test_another_order_of_sums_shows_in_half_precision_too(monkeypatch):
+    llm = open_engine("llama", "bfloat16", deterministic=False)
     model = decoder_of(llm)
     plant(monkeypatch, in_two_halves)
     differ = [
@@ -382,8 +312,8 @@ def test_another_order_of_sums_shows_in_half_precision_too(model_of, monkeypatch
     assert 32 not in find_tiles(model)
 
 
-def test_what_the_probe_runs_has_all_the_model_s_products(model_of):
-    llm = open_engine(model_of("deepseek_v2"), "bfloat16", deterministic=False)
+def test_what_the_probe_runs_has_all_the_model_s_products():
+    llm = open_engine("deepseek_v2", "bfloat16", deterministic=False)
     model = decoder_of(llm)
     shapes = {(shape, dtype) for shape, dtype in deterministic.product_shapes(model)}
     with torch.device("meta"):
@@ -399,72 +329,18 @@ def test_what_the_probe_runs_has_all_the_model_s_products(model_of):
         assert torch.einsum("...oi,n...i->n...o", weight.double(), x.double()).abs().max() < 1e-12
 
 
-# ---- what would go wrong ----------------------------------------------------------------------
-
-
-def bits_survive(model: Path, dtype: str = "float32") -> bool:
-    """A small matrix: alone, among others, in chunks."""
-    listed = jobs()
-    alone = open_engine(model, dtype)
-    numbers = [everything(generate(alone, [job])[0]) for job in listed]
-    for arguments in ({}, {"long_prefill_token_threshold": 7}):
-        outputs = generate(open_engine(model, dtype, **arguments), listed)
-        if [everything(output) for output in outputs] != numbers:
-            return False
-    return True
-
-
-def unpadded(num_rows, tiles):
-    for start in range(0, num_rows, 16):
-        stop = min(start + 16, num_rows)
-        yield start, stop, stop - start
-
-
-def untiled_attention(q, *others):
-    """torch's attention, which knows nothing of padding."""
-    count = int(others[2][-1])
-    out = reference.paged_attention(q[:count], *others)
-    return torch.cat([out, out[-1:].expand(len(q) - count, -1, -1)])
-
-
-def routed_only(x, gate_up, down, weights, ids):
-    return ops.moe_experts(x, gate_up, down, weights, ids)
-
-
-PLANTED = {
-    "tiles are not padded": ("llama", (deterministic, "spans", unpadded)),
-    "logits are not tiled": (
-        "llama",
-        (TiledDecoder, "logits", lambda self, hidden: self.model.logits(hidden)),
-    ),
-    "attention over what is there": (
-        "llama",
-        (batch_invariant, "tiled_attention", untiled_attention),
-    ),
-    "experts over routed rows only": ("qwen3_moe", (ops, "tiled_moe_experts", routed_only)),
-}
-
-
-@pytest.mark.mutation
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_caught(bug, model_of, monkeypatch, tiled):
-    family, (owner, name, broken) = PLANTED[bug]
-    monkeypatch.setattr(owner, name, broken)
-    assert not bits_survive(model_of(family))
-
-
-def test_the_activation_does_not_depend_on_the_row(model_of):
+def test_the_activation_does_not_depend_on_the_row():
     """Whatever the number of threads: with 3, `silu_mul` cuts 128 rows of 1000 within a row."""
     for mode, activation in ((True, ops.invariant_silu_mul), (False, ops.silu_mul)):
-        llm = open_engine(model_of("deepseek_v2"), "float32", deterministic=mode)
+        llm = open_engine("deepseek_v2", "float32", deterministic=mode)
         dense = [module for module in decoder_of(llm).modules() if isinstance(module, MLP)]
         assert len(dense) == 2  # one of them shared beside experts
         assert all(each.activation is activation for each in dense)
 
 
-def test_every_expert_of_the_engine_s_model_is_tiled(model_of):
+def test_every_expert_of_the_engine_s_model_is_tiled():
     for mode in (True, False):
-        llm = open_engine(model_of("qwen3_moe"), "float32", deterministic=mode)
+        llm = open_engine("qwen3_moe", "float32", deterministic=mode)
         experts = [m for m in decoder_of(llm).modules() if isinstance(m, Experts)]
         assert experts
         assert all(each.tiled is mode for each in experts)
@@ -477,21 +353,21 @@ def test_every_expert_of_the_engine_s_model_is_tiled(model_of):
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
-def test_it_is_a_bool(value, model_of):
+def test_it_is_a_bool(value):
     with pytest.raises(ConfigError, match=r"deterministic is .*; it must be a bool"):
-        LLM(model_of("llama"), deterministic=value)
+        make(folder_of("llama"), deterministic=value)
 
 
-def test_the_memory_plan_counts_what_tiles_add(model_of):
+def test_the_memory_plan_counts_what_tiles_add():
     """A step of one token computes a tile, and its logits."""
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 8}
     on, off = (
-        open_engine(model_of("llama"), "float32", deterministic=mode, **sizes).plan()
+        open_engine("llama", "float32", deterministic=mode, **sizes).plan()
         for mode in (True, False)
     )
     assert on.settings == off.settings
     rows = deterministic.PASS_ROWS + 1
-    assert on.activation_bytes >= rows * FAMILIES["llama"].config().vocab_size * 8
+    assert on.activation_bytes >= rows * 131 * 8
     assert on.activation_bytes > off.activation_bytes
     for num_rows in range(1, 40):
         for _, _, size in spans(num_rows, (16, 32, 64, 128)):

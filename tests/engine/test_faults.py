@@ -22,7 +22,7 @@ from minillm.execution.runner import Runner, SequenceRow
 from minillm.sampling.sampler import Sampler
 from minillm.scheduling.scheduler import Scheduler
 from minillm.text.detokenizer import IncrementalDetokenizer
-from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens, write_model
+from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens
 from tests.pairs import pairwise
 
 MARK = 200  # the token of the request that goes wrong; nobody else has it
@@ -46,7 +46,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "radix": {"prefix_cache": "radix", "max_num_batched_tokens": 9, "max_num_seqs": 9},
     "recompute": {"num_gpu_blocks_override": 18},
     "swap": {"num_gpu_blocks_override": 18, "swap_space": 0.001},
+    "ahead": {"async_scheduling": True},
+    "ahead, recompute": {"async_scheduling": True, "num_gpu_blocks_override": 18},
 }
+
+
+AT_ONCE = [name for name in SETTINGS if "ahead" not in name]  # tokens are there after each step
 
 
 class Planted(RuntimeError):
@@ -54,11 +59,6 @@ class Planted(RuntimeError):
 
 
 ERRORS = [Planted("planted"), MemoryError(), torch.OutOfMemoryError("CUDA out of memory")]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 def engine(folder: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> LLM:
@@ -132,6 +132,16 @@ def call_number(wanted: int) -> Callable[..., bool]:
         return calls[0] == wanted
 
     return breaks
+
+
+def break_call(
+    patch: pytest.MonkeyPatch, target: tuple[Any, ...], call: int, error: BaseException
+) -> None:
+    """Make the n-th call of any of these functions of an object raise."""
+    owner, *names = target
+    breaks = call_number(call)
+    for name in names:
+        wrap(patch, owner, name, breaks, error)
 
 
 # ---- what goes wrong for one request -----------------------------------------------------------
@@ -274,13 +284,13 @@ def test_every_kind_of_error_is_named(folder, expected, monkeypatch, fault, erro
     assert_idle(llm.engine)
 
 
-@pytest.mark.parametrize("setting", ["recompute", "swap"])
+@pytest.mark.parametrize("setting", ["recompute", "swap", "ahead, recompute"])
 def test_the_settings_do_what_their_names_say(folder, monkeypatch, setting):
     llm = engine(folder, monkeypatch, **SETTINGS[setting])
     llm.generate(PROMPTS, all_params(3), use_tqdm=False)
     counters = llm.engine.scheduler.counters
     assert bool(counters.num_preemptions_swap) == (setting == "swap")
-    assert bool(counters.num_preemptions_recompute) == (setting == "recompute")
+    assert bool(counters.num_preemptions_recompute) == ("recompute" in setting)
 
 
 @pytest.mark.parametrize("place", ["batch", "layer", "sampler"])
@@ -320,7 +330,7 @@ def test_what_only_fails_for_several_rows_fails_for_nobody(
     assert_idle(llm.engine)
 
 
-@pytest.mark.parametrize(("setting", "index", "step"), pairwise([*SETTINGS], [0, 1, 2], [1, 4]))
+@pytest.mark.parametrize(("setting", "index", "step"), pairwise([*AT_ONCE], [0, 1, 2], [1, 4]))
 def test_one_of_three_samples_fails(folder, expected, monkeypatch, setting, index, step):
     llm, params = engine(folder, monkeypatch, **SETTINGS[setting]), all_params(3)
     right = expected(params)
@@ -476,14 +486,14 @@ ENGINE_DIES = {
     "a row is made": (SequenceRow, "of"),
     "rows are updated": (Runner, "_update_rows"),
     "blocks are moved": (Runner, "_move_blocks"),
-    "schedule": (Scheduler, "schedule"),
+    "schedule": (Scheduler, "schedule", "schedule_ahead"),
     "commit": (Scheduler, "commit"),
     "forks": (Scheduler, "_fork"),
 }
 
 
 @pytest.mark.parametrize(
-    ("setting", "place", "call"), pairwise(["chunks", "swap"], [*ENGINE_DIES], [1, 4])
+    ("setting", "place", "call"), pairwise(["chunks", "swap", "ahead"], [*ENGINE_DIES], [1, 4])
 )
 def test_the_engine_stops_with_one_clear_error(folder, monkeypatch, setting, place, call):
     llm = engine(folder, monkeypatch, **SETTINGS[setting])
@@ -492,7 +502,7 @@ def test_the_engine_stops_with_one_clear_error(folder, monkeypatch, setting, pla
     fault = Planted("planted\nhere")
     params = [all_params(3)[VICTIM], *all_params(3)[1:]]
     with monkeypatch.context() as patch:
-        wrap(patch, *ENGINE_DIES[place], call_number(call), fault)
+        break_call(patch, ENGINE_DIES[place], call, fault)
         with pytest.raises(EngineDeadError, match="stopped: Planted: planted here") as caught:
             llm.generate(PROMPTS, params, use_tqdm=False)
     assert caught.value.__cause__ is fault
@@ -535,7 +545,7 @@ BEFORE_THE_STEP = ("a request is added", "completions are made")
 
 @pytest.mark.parametrize(
     ("setting", "place", "call"),
-    pairwise(["chunks", "recompute", "swap"], [*INTERRUPTED], [1, 2]),
+    pairwise(["chunks", "swap", "ahead", "ahead, recompute"], [*INTERRUPTED], [1, 2]),
 )
 def test_after_ctrl_c_the_engine_serves_again(folder, expected, monkeypatch, setting, place, call):
     llm = engine(folder, monkeypatch, **SETTINGS[setting])
@@ -545,7 +555,7 @@ def test_after_ctrl_c_the_engine_serves_again(folder, expected, monkeypatch, set
     paused = llm.stream(PROMPTS[3], LONG)
     next(paused)
     with monkeypatch.context() as patch:
-        wrap(patch, *target, call_number(call), KeyboardInterrupt())
+        break_call(patch, target, call, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, params, use_tqdm=False)
         *_, last = paused

@@ -1,8 +1,9 @@
-"""The next step is planned and launched before the tokens of this one are here: same outputs.
+"""The next step is planned and launched before the tokens of this one are here: aborts and faults.
 
-On a CPU a launched step is computed at once, but its tokens are read late and the next step finds
-them where a GPU would, so all that the host may get wrong is real here. With graphs (those of
-`test_graphs.py`) no token of a decode step comes from the host at all.
+That outputs are the same is in `tests/matrix`. On a CPU a launched step is computed at once, but
+its tokens are read late and the next step finds them where a GPU would, so all that the host may
+get wrong is real here. With graphs (those of `test_graphs.py`) no token of a decode step comes from
+the host at all.
 """
 
 import itertools
@@ -15,33 +16,21 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.api.outputs import RequestOutput
-from minillm.engine.completion import Completion
-from minillm.errors import EngineDeadError, Failure
+from minillm.errors import Failure
 from minillm.execution import collect, runner
-from minillm.execution.runner import Runner
 from minillm.execution.state import SequenceRow
-from minillm.sampling.sampler import Sampler
-from minillm.scheduling.scheduler import Scheduler
-from minillm.text.detokenizer import IncrementalDetokenizer
 from tests.engine.small import (
     EOS,
     assert_idle,
     limit_steps,
     make,
-    num_ahead,
     reasons,
     tokens,
-    write_model,
 )
-from tests.execution.test_graphs import PROMPTS, SETTINGS, give_graphs, params_of, poison
-from tests.pairs import pairwise
+from tests.execution.test_graphs import PROMPTS, params_of
+from tests.matrix.cells import give_graphs, poison
 
 WITH_GRAPHS = (False, True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 def overlapped(folder: Path, monkeypatch: Any, graphs: bool, **fields: Any) -> LLM:
@@ -63,25 +52,11 @@ def everything(output: RequestOutput) -> list[Any]:
 KINDS: dict[str, dict[str, Any]] = {
     "as they are": {},
     "ends by tokens": {"ignore_eos": False, "stop_token_ids": list(range(0, 256, 7))},
-    "ends by text": {"stop": ["e", "7", "q"], "ignore_eos": False},
-    "logprobs": {"logprobs": 2, "prompt_logprobs": 1},
-    "penalties": {"presence_penalty": 0.9, "repetition_penalty": 1.3},
-    "min tokens": {"min_tokens": 4, "ignore_eos": False, "stop_token_ids": list(range(0, 256, 3))},
-    "bad words": {"bad_words": ["a", "b", "c"], "logit_bias": {5: 4.0}},
-    "forks": {"n": 3},
-    "forks that stop": {"n": 3, "ignore_eos": False, "stop_token_ids": list(range(0, 256, 5))},
-    "one token": {"max_tokens": 1},
 }
 
 
 def requests(kind: str) -> list[SamplingParams]:
-    params = []
-    for index in range(len(PROMPTS)):
-        fields = dict(KINDS[kind])
-        if "forks" in kind and params_of(index).greedy:
-            fields["temperature"] = 0.7
-        params.append(params_of(index, **fields))
-    return params
+    return [params_of(index, **KINDS[kind]) for index in range(len(PROMPTS))]
 
 
 @pytest.fixture(scope="module")
@@ -97,39 +72,6 @@ def expected(folder: Path) -> Any:
         return known[kind]
 
     return of
-
-
-@pytest.mark.parametrize("graphs", WITH_GRAPHS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_outputs(folder, expected, monkeypatch, kind, graphs):
-    llm = overlapped(folder, monkeypatch, graphs)
-    have = list(map(everything, llm.generate(PROMPTS, requests(kind), use_tqdm=False)))
-    if kind in ("logprobs",):  # numbers of other batches differ in the last bits
-        assert [each[:2] for each in have] == [each[:2] for each in expected(kind)]
-    else:
-        assert have == expected(kind)
-    assert_idle(llm.engine)
-    assert (num_ahead(llm) > 5) == (kind != "one token")
-
-
-ROOM_KINDS = ("as they are", "ends by tokens", "forks that stop", "penalties")
-
-
-@pytest.mark.parametrize(
-    ("setting", "kind", "graphs"), pairwise([*SETTINGS], ROOM_KINDS, WITH_GRAPHS)
-)
-def test_the_same_outputs_where_there_is_little_room(
-    folder, expected, monkeypatch, setting, kind, graphs
-):
-    llm = overlapped(folder, monkeypatch, graphs, **SETTINGS[setting])
-    have = list(map(everything, llm.generate(PROMPTS, requests(kind), use_tqdm=False)))
-    assert have == expected(kind)
-    assert_idle(llm.engine)
-    assert num_ahead(llm) > 5
-    counters = llm.engine.scheduler.counters
-    if kind == "as they are":
-        assert bool(counters.num_preemptions_recompute) == (setting == "recompute")
-        assert bool(counters.num_preemptions_swap) == (setting == "swap")
 
 
 def test_metrics_are_those_of_the_trace(folder, monkeypatch):
@@ -227,37 +169,6 @@ def test_nothing_is_under_way_when_nobody_is_left(folder, monkeypatch, at):
     assert engine.step() == []
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("at", [1, 2, 4])
-def test_an_abort_while_a_step_is_launched(folder, expected, monkeypatch, at, again):
-    """From a signal handler, say."""
-    llm = overlapped(folder, monkeypatch, False)
-    engine, calls, params = llm.engine, itertools.count(1), requests("as they are")
-    launch, added = engine.runner.launch, []
-
-    def interrupted(plan: Any) -> Any:
-        if next(calls) == at:
-            engine.abort("victim")
-            if again:
-                request = engine.make_request("victim", None, PROMPTS[2], params[2])
-                added.append(engine.add(request))
-        return launch(plan)
-
-    monkeypatch.setattr(engine.runner, "launch", interrupted)
-    other = engine.add(engine.make_request("other", None, PROMPTS[5], params[5]))
-    victim = engine.add(engine.make_request("victim", None, PROMPTS[6], params[6]))
-    while engine.has_work:
-        engine.step()
-    right = expected("as they are")
-    assert reasons(victim.output()) == {"abort"}
-    have = tokens(victim.output())[0]
-    assert have == right[6][0][0][: len(have)]
-    assert len(have) < at
-    assert tokens(other.output()) == right[5][0]
-    assert [tokens(live.output()) for live in added] == [right[2][0]] * again
-    assert_idle(engine)
-
-
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_the_only_request_is_aborted_while_a_step_is_launched(folder, monkeypatch, at):
     llm = overlapped(folder, monkeypatch, False)
@@ -306,64 +217,6 @@ def test_scores_are_the_same(folder, monkeypatch):
 
 
 # ---- faults ------------------------------------------------------------------------------------
-
-PLACES = {
-    "schedule": (Scheduler, "schedule"),
-    "schedule ahead": (Scheduler, "schedule_ahead"),
-    "commit": (Scheduler, "commit"),
-    "rows": (Runner, "_update_rows"),
-    "blocks": (Runner, "_move_blocks"),
-}
-INTERRUPTED = PLACES | {
-    "batch": (Runner, "batch"),
-    "sampler": (Sampler, "choose"),
-    "text": (IncrementalDetokenizer, "push"),
-    "a completion grows": (Completion, "append"),
-    "tokens are given": (runner, "give_tokens"),
-}
-
-
-def fail(patch: pytest.MonkeyPatch, place: Any, call: int, error: BaseException) -> None:
-    owner, name = place
-    if name == "schedule":  # from then on each step is planned ahead
-        call = 1
-    works, calls = getattr(owner, name), itertools.count(1)
-
-    def broken(*arguments: Any, **named: Any) -> Any:
-        if next(calls) == call:
-            raise error
-        return works(*arguments, **named)
-
-    patch.setattr(owner, name, broken)
-
-
-@pytest.mark.parametrize("call", [1, 3, 4])
-@pytest.mark.parametrize("place", PLACES)
-def test_the_engine_stops_with_one_clear_error(folder, monkeypatch, place, call):
-    llm = overlapped(folder, monkeypatch, False)
-    with monkeypatch.context() as patch:
-        fail(patch, PLACES[place], call, RuntimeError("planted"))
-        with pytest.raises(EngineDeadError, match="stopped: RuntimeError: planted"):
-            llm.generate(PROMPTS, requests("as they are"), use_tqdm=False)
-    assert not llm.engine.has_work
-    llm.close()
-
-
-@pytest.mark.parametrize(
-    ("setting", "place", "call"),
-    pairwise(["one batch", "recompute", "swap"], [*INTERRUPTED], [1, 2, 5]),
-)
-def test_after_ctrl_c_the_engine_serves_again(folder, expected, monkeypatch, setting, place, call):
-    llm = overlapped(folder, monkeypatch, False, **SETTINGS[setting])
-    with monkeypatch.context() as patch:
-        fail(patch, INTERRUPTED[place], call, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS, requests("as they are"), use_tqdm=False)
-    assert_idle(llm.engine)
-    have = llm.generate(PROMPTS, requests("as they are"), use_tqdm=False)
-    assert list(map(everything, have)) == expected("as they are")
-    assert_idle(llm.engine)
-    assert len(llm.trace) == llm.engine.scheduler.counters.num_steps
 
 
 def num_outputs(state: SequenceRow) -> int:
@@ -428,32 +281,6 @@ def test_a_sample_that_fails_ends_its_request_only(folder, expected, monkeypatch
     (summary,) = (one for one in llm.trace.requests() if one.ends == ("error",))
     assert summary.num_tokens == (step - 1,)
     assert summary.e2e == pytest.approx(outputs[5].metrics.e2e, abs=1e-9)
-
-
-def test_a_row_that_fails_alone_fails_alone(folder, expected, monkeypatch):
-    llm = overlapped(folder, monkeypatch, False)
-    layer = llm.engine.runner.model.layers[1]
-    works = layer.forward
-
-    def forward(x: Any, residual: Any, rope: Any, batch: Any, kv: Any) -> Any:
-        if bool((batch.positions == 16).any()) and len(batch.seq_lens) < 3:
-            raise RuntimeError("planted")
-        if bool((batch.positions == 16).any()):
-            raise RuntimeError("together")
-        return works(x, residual, rope, batch, kv)
-
-    monkeypatch.setattr(layer, "forward", forward)
-    outputs = llm.generate(PROMPTS, requests("as they are"), use_tqdm=False)
-    for output, right in zip(outputs, expected("as they are"), strict=True):
-        (have,), (want,) = tokens(output), right[0]
-        if output.outputs[0].finish_reason == "error":
-            assert "planted" in output.outputs[0].error
-            assert have == want[: len(have)]
-            assert len(output.prompt_token_ids) + len(have) in (17, len(output.prompt_token_ids))
-        else:
-            assert have == want
-    assert {reason for output in outputs for reason in reasons(output)} == {"error", "length"}
-    assert_idle(llm.engine)
 
 
 # ---- who has it --------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ that family transformers' plain `generate` stands in.
 """
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from minillm import LLM, SamplingParams
 from minillm.models.checkpoint import open_model
-from tests.engine.families import FAMILIES, MARGIN
+from tests.matrix import cells
+from tests.matrix.cells import MARGIN
 
 NUM_REQUESTS = 64
 NUM_NEW = 16
@@ -36,22 +36,11 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def folder_of(family: str) -> Path:
     """The checkpoint of a family, which both engines read."""
-    written: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        tiny = FAMILIES[family]
-        if tiny is None:
-            folder = open_model("tiny").folder
-            assert folder is not None
-            return folder
-        if family not in written:
-            written[family] = tiny.write(tmp_path_factory.mktemp(family)).folder
-        return written[family]
-
-    return get
+    found = open_model("tiny").folder if family == "tiny" else cells.folder_of(family)
+    assert isinstance(found, Path)
+    return found
 
 
 def prompts_for(vocab_size: int) -> list[list[int]]:
@@ -130,7 +119,7 @@ def our_tokens(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
 
 
 @pytest.mark.parametrize(("family", "attention"), PEERS)
-def test_64_greedy_requests_equal_transformers_continuous_batching(folder_of, family, attention):
+def test_64_greedy_requests_equal_transformers_continuous_batching(family, attention):
     prompts, ours = our_tokens(folder_of(family))
     model = load(folder_of(family), attention)
     theirs = peer_tokens(model, prompts)
@@ -149,7 +138,7 @@ def alone(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
     return [model.generate(torch.tensor([prompt]))[0, len(prompt) :].tolist() for prompt in prompts]
 
 
-def test_the_peer_generates_what_transformers_generates_alone(folder_of):
+def test_the_peer_generates_what_transformers_generates_alone():
     model = load(folder_of("llama"), "sdpa")
     prompts = prompts_for(model.config.vocab_size)[:16]
     differ, ties = compare(model, prompts, alone(model, prompts), peer_tokens(model, prompts))
@@ -157,7 +146,7 @@ def test_the_peer_generates_what_transformers_generates_alone(folder_of):
     assert len(ties) <= 1
 
 
-def test_greedy_requests_of_an_mla_model_equal_transformers_alone(folder_of):
+def test_greedy_requests_of_an_mla_model_equal_transformers_alone():
     prompts, ours = our_tokens(folder_of("deepseek_v2"))
     model = load(folder_of("deepseek_v2"), "sdpa")
     some = prompts[:24]

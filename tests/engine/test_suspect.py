@@ -8,17 +8,12 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from tests.engine.small import EOS, assert_idle, make, reasons, tokens, write_model
+from tests.engine.small import EOS, assert_idle, make, reasons, tokens
 
 SYSTEM = list(range(60, 92))  # eight blocks, with which every conversation begins
 PLAIN = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 IMPOSSIBLE = SamplingParams(min_tokens=1, allowed_token_ids=[EOS], max_tokens=8)
 MARK = 200
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 def conversations(llm: LLM) -> list[list[int]]:

@@ -21,6 +21,7 @@ from minillm.layers.kv_cache import KVCache
 from minillm.models.presets import preset
 from minillm.ops.dispatch import Backend
 from minillm.plan.cost import memory_plan
+from minillm.quantization.kernels import KernelQuantizedMethod
 from tests.engine.small import (
     assert_idle,
     limit_steps,
@@ -28,8 +29,8 @@ from tests.engine.small import (
     num_ahead,
     reasons,
     tokens,
-    write_model,
 )
+from tests.matrix.cells import Again, Cell, give_graphs, open_cell, poison
 
 # ---- sizes ------------------------------------------------------------------------------------
 
@@ -85,48 +86,6 @@ def test_more_rows_than_there_are():
 
 # ---- an engine with recordings that are functions ------------------------------------------------
 
-POISON = 12345678
-
-
-class Again:
-    """Calls the function once when it is recorded, as a warm-up does, and then for each replay."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.replays = 0
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        run()
-        self.num_bytes += 1000
-
-        def replay() -> None:
-            self.replays += 1
-            run()
-
-        return replay
-
-
-def give_graphs(llm: LLM, again: Again | None = None) -> Again:
-    """What a GPU does with padding, on this machine's reference operations."""
-    runner, again = llm.engine.runner, again or Again()
-    runner.kv.mode = "plain"
-    runner.use_graphs(again)
-    return again
-
-
-def poison(llm: LLM) -> None:
-    """Whatever nobody may read is a number that would show."""
-    runner = llm.engine.runner
-    runner.kv.key.fill_(math.nan)
-    runner.kv.value.fill_(math.nan)
-    runner.rows.tables.host.fill(POISON)
-    runner.rows.last.fill_(3)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
-
 
 PROMPTS = [list(range(10 * i + 1, 10 * i + 4 + 2 * i)) for i in range(9)]
 
@@ -153,19 +112,8 @@ def expected(folder: Path) -> list[list[list[int]]]:
     return list(map(tokens, run(make(folder))))
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "one batch": {},
-    "few seats": {"max_num_seqs": 3, "max_num_batched_tokens": 16},
-    "chunks": {"max_num_batched_tokens": 9, "max_num_seqs": 9},
-    "recompute": {"num_gpu_blocks_override": 20},
-    "swap": {"num_gpu_blocks_override": 20, "swap_space": 0.001},
-    "radix": {"prefix_cache": "radix", "max_num_batched_tokens": 12, "max_num_seqs": 9},
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_the_same_tokens_as_without(folder, expected, monkeypatch, setting):
-    llm = make(folder, **SETTINGS[setting])
+def test_which_graph_is_replayed(folder, expected, monkeypatch):
+    llm = make(folder, max_num_seqs=3, max_num_batched_tokens=16, num_gpu_blocks_override=20)
     limit_steps(llm, monkeypatch)
     again = give_graphs(llm)
     poison(llm)
@@ -200,18 +148,6 @@ def test_rows_move_together_when_others_end(folder, expected, monkeypatch):
     assert list(map(tokens, run(llm))) == expected
     assert moves
     assert llm.trace[-1].graph_rows == 1
-
-
-def test_forks_and_their_seeds(folder):
-    plain, llm = make(folder), make(folder)
-    give_graphs(llm)
-    poison(llm)
-    params = SamplingParams(n=3, temperature=0.9, seed=11, max_tokens=9, ignore_eos=True)
-    for prompts in (PROMPTS[:4], [[77]]):  # whose first row is one token, with three samples
-        have, want = (each.generate(prompts, params, use_tqdm=False) for each in (llm, plain))
-        assert list(map(tokens, have)) == list(map(tokens, want))
-    assert any(record.graph_rows for record in llm.trace)
-    assert_idle(llm.engine)
 
 
 def test_a_row_that_sits_out_a_step_keeps_its_token(folder):
@@ -466,6 +402,28 @@ def test_a_decode_step_waits_for_nothing_before_its_tokens(folder, monkeypatch):
     assert waits.seen == []
     assert flight.result.token_ids == {}
     scheduler.commit(plan, flight.collect().token_ids)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantised_weights_wait_for_nothing_either(weights, planted, monkeypatch):
+    """And a product that looks at its weights would be found."""
+    cell = Cell("llama, int8", path="torch", graphs=True)
+    llm = begun(open_cell(cell, quantization=weights))
+    plan, apply = llm.engine.scheduler.schedule(), KernelQuantizedMethod.apply
+
+    def looks(self: Any, matrix: Any, *rest: Any) -> torch.Tensor:
+        matrix.get_buffer("scales").max().item()
+        return apply(self, matrix, *rest)
+
+    with monkeypatch.context() as patch:
+        if planted:
+            patch.setattr(KernelQuantizedMethod, "apply", looks)
+        waits = Waits(patch, llm)
+        flight = llm.engine.runner.launch(plan)
+    assert flight.result.graph_rows == 4
+    assert set(waits.seen) == ({"item"} if planted else set())
+    llm.engine.scheduler.commit(plan, flight.collect().token_ids)
 
 
 @pytest.mark.parametrize("planted", ["item", "nonzero", "bool mask"])

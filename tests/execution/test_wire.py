@@ -1,6 +1,5 @@
 """An executor behind bytes: plans go in and results come out as they would to another process."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from minillm.execution.wire import (
 )
 from minillm.sampling.logprobs import TokenLogprob
 from minillm.scheduling.plan import NewSequence, StepPlan
-from tests.engine.small import assert_idle, limit_steps, make, tokens, write_model
+from tests.engine.small import assert_idle, limit_steps, make, tokens
 
 
 class Remote:
@@ -77,11 +76,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 2, "prompt_logprobs": 1, "seed": 4, "stop": ["~"]},
     "forks": {"n": 3, "seed": 5},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -1,7 +1,7 @@
-"""Copies of a model with own requests: their tokens are those of one, also where they share their
-experts, and a copy without work keeps no other waiting (B10 of the parallelism notes)."""
+"""Copies of a model with own requests: a copy without work keeps no other waiting (B10 of the
+parallelism notes), and what they send, refuse and record. Their tokens are in `tests/matrix`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,121 +17,18 @@ from minillm.errors import (
     UnsupportedFeatureError,
 )
 from minillm.execution.runner import Runner
-from minillm.parallel import executor, experts, rank
+from minillm.parallel import rank
 from minillm.parallel.communicator import Traffic
-from minillm.parallel.experts import DispatchedExperts, OwnExperts, packed, unpacked
-from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
+from minillm.parallel.experts import DispatchedExperts, packed, unpacked
+from minillm.scheduling.data_parallel import schedulers_of
 from minillm.scheduling.invariants import check_invariants
 from minillm.speculative.proposer import DraftRow
 from minillm.trace.replay import Replay
 from tests.engine.small import make
-from tests.models.tiny import Tiny
+from tests.matrix.cells import folder_of
+from tests.matrix.jobs import Job, generate
 from tests.parallel.rank_groups import KINDS as GROUPS
 from tests.parallel.rank_groups import on_all, ranks
-from tests.speculative.cells import (
-    CELLS,
-    KINDS,
-    Cell,
-    Job,
-    Reference,
-    generate,
-    open_cell,
-    run_cell,
-)
-
-WITHOUT_TEXT = tuple(kind for kind in KINDS if "text" not in kind and "bad" not in kind)
-SHORT = {"num_hidden_layers": 2}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
-MODELS = {
-    "llama": Tiny("llama", SHORT | {"vocab_size": 131}),
-    "mixtral": Tiny("mixtral", SHORT, seed=2),
-    "qwen3_moe": Tiny("qwen3_moe", SHORT | {"vocab_size": 101, "attention_bias": True}, seed=2),
-    "deepseek_v2": Tiny("deepseek_v2", SHORT | {"attention_bias": True}, seed=1),
-    "deepseek_v3": Tiny("deepseek_v3", SHORT | {"vocab_size": 113}, seed=3),
-}
-MIXTURES = tuple(MODELS)[1:]
-
-
-@pytest.fixture(scope="module")
-def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """What each request gets alone from one rank; computed when first asked for."""
-    known: dict[str, Reference] = {}
-
-    def get(name: str) -> Reference:
-        if name not in known:
-            folder = MODELS[name].write(tmp_path_factory.mktemp("model")).folder
-            known[name] = Reference(folder, WITHOUT_TEXT)
-        return known[name]
-
-    return get
-
-
-def copies(reference: Reference, num_copies: int, **more: Any) -> Reference:
-    """The same reference, for engines of several copies that share their experts."""
-    made = object.__new__(Reference)
-    made.__dict__.update(reference.__dict__)
-    usual = {"data_parallel_size": num_copies, "distributed_executor_backend": "threads"}
-    made.arguments = reference.arguments | usual | {"enable_expert_parallel": True} | more
-    return made
-
-
-def check(
-    reference: Reference,
-    num_copies: int,
-    cell: Cell,
-    config: dict[str, Any] | None = None,
-    **more: Any,
-) -> LLM:
-    """An engine of this many copies gives what one rank gives."""
-    llm = open_cell(copies(reference, num_copies, **more), cell, config)
-    try:
-        outputs = run_cell(reference, llm)
-        assert not reference.differences(outputs)
-        scheduler = llm.engine.scheduler
-        assert isinstance(scheduler, DataParallelScheduler)
-        for each in scheduler.schedulers:
-            check_invariants(each)
-            assert each.counters.num_steps  # every copy had some of the work
-        if config is not None:
-            assert scheduler.counters.num_draft_tokens
-    finally:
-        llm.close()
-    return llm
-
-
-# ---- tokens ------------------------------------------------------------------------------------
-
-ENGINES = [
-    (name, count) for name in MIXTURES for count in (2, 3) if name == "qwen3_moe" or count < 3
-]
-USUAL = [(*engine, CELLS[(7 * i + 3) % len(CELLS)]) for i, engine in enumerate(ENGINES)]
-REST = [(*engine, cell) for engine in ENGINES for cell in CELLS]
-REST = [each for each in REST if each not in USUAL]
-
-
-def named(cells: list[tuple[str, int, Cell]]) -> list[Any]:
-    return [pytest.param(*each, id=f"{each[0]}-dp{each[1]}-{each[2]}") for each in cells]
-
-
-@pytest.mark.parametrize(("name", "count", "cell"), named(USUAL))
-def test_copies_with_shared_experts_give_the_tokens_of_one(name, count, cell, reference_of):
-    check(reference_of(name), count, cell)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "count", "cell"), named(REST))
-def test_copies_give_the_tokens_of_one_in_every_cell(name, count, cell, reference_of):
-    check(reference_of(name), count, cell)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_copies_that_share_nothing_give_the_tokens_of_one(name, reference_of):
-    check(reference_of(name), 2, CELLS[0], enable_expert_parallel=False)
-
-
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-def test_drafts_are_verified_in_each_copy(name, reference_of):
-    check(reference_of(name), 2, CELLS[0], NGRAM)
 
 
 class Told:
@@ -188,15 +85,14 @@ def test_a_stop_text_inside_the_last_accepted_drafts_is_its_own_copys():
 
 # ---- a copy without work ------------------------------------------------------------------------
 
-MOE = MODELS["qwen3_moe"]
 WIDE = {"max_model_len": 128, "num_gpu_blocks_override": 120}
 LONG = SamplingParams(temperature=1.0, max_tokens=100, ignore_eos=True, seed=5)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder() -> Path:
     """A mixture of experts."""
-    return MOE.write(tmp_path_factory.mktemp("mixture")).folder
+    return folder_of("qwen3_moe")
 
 
 def open_copies(folder: Path, **more: Any) -> LLM:
@@ -241,32 +137,6 @@ def test_b10_planted_a_copy_without_work_skips_the_exchanges(folder, monkeypatch
     with pytest.raises(EngineDeadError, match=r"stopped|waited"):
         llm.generate(ids(1), LONG, use_tqdm=False)
     llm.close()
-
-
-@pytest.mark.mutation
-def test_planted_parts_of_other_copies_are_left_out(folder, monkeypatch, reference_of):
-    monkeypatch.setattr(OwnExperts, "forward", lambda own, x, weights, ids: torch.zeros_like(x))
-    with pytest.raises(AssertionError, match=r"differences|assert not"):
-        check(reference_of("qwen3_moe"), 2, CELLS[0])
-
-
-@pytest.mark.mutation
-def test_planted_a_weight_is_another_tokens(folder, monkeypatch, reference_of):
-    def shuffled(*columns: torch.Tensor) -> torch.Tensor:
-        x, weights, chosen = columns
-        return packed(x, weights.roll(1, 0), chosen)
-
-    monkeypatch.setattr(experts, "packed", shuffled)
-    with pytest.raises(AssertionError, match=r"differences|assert not"):
-        check(reference_of("qwen3_moe"), 2, CELLS[0])
-
-
-@pytest.mark.mutation
-def test_planted_every_copy_gets_the_plan_of_the_first(folder, monkeypatch, reference_of):
-    real = executor.Ranks.bodies
-    monkeypatch.setattr(executor.Ranks, "bodies", lambda *args: [real(*args)[0]] * 2)
-    with pytest.raises((AssertionError, EngineDeadError, KeyError)):
-        check(reference_of("qwen3_moe"), 2, CELLS[0])
 
 
 # ---- what is sent -------------------------------------------------------------------------------
@@ -416,7 +286,6 @@ def test_what_does_not_go_with_copies_is_refused(folder, more, said):
         open_copies(folder, **more)
 
 
-def test_a_dense_model_has_no_experts_to_share(tmp_path):
-    dense = MODELS["llama"].write(tmp_path).folder
+def test_a_dense_model_has_no_experts_to_share():
     with pytest.raises(ConfigError, match="needs a model with experts"):
-        open_copies(dense)
+        open_copies(folder_of("llama"))

@@ -25,7 +25,7 @@ from minillm.errors import CheckpointError, ConfigError, NodeError
 from minillm.parallel import node, nodes, worker
 from minillm.parallel.handshake import Arrival
 from minillm.parallel.node import serve_rank, split_address
-from tests.engine.small import make, write_model
+from tests.engine.small import make
 from tests.models.tiny import Tiny
 from tests.parallel.test_processes import alone, generate, open_files, wait_until
 
@@ -38,11 +38,6 @@ EXTERNAL = {"distributed_executor_backend": "external"}
 @pytest.fixture(autouse=True)
 def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINILLM_SECRET", SECRET)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 @pytest.fixture

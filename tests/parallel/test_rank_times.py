@@ -7,18 +7,13 @@ import pytest
 from minillm import SamplingParams
 from minillm.errors import TraceFileError
 from minillm.trace.recorder import Trace
-from tests.engine.small import make, write_model
+from tests.engine.small import make
 
 SIZES = {
     "tp threads": {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"},
     "pp threads": {"pipeline_parallel_size": 2, "distributed_executor_backend": "threads"},
     "tp processes": {"tensor_parallel_size": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,18 @@
-"""Engines with quantised weights: several ranks, and everything an engine does to a batch."""
+"""Engines with quantised weights on several ranks. What else engines do is in `tests/matrix`."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from minillm import LLM, SamplingParams
+from minillm.ops import cpu
+from tests.models.tiny import Tiny
+from tests.quantization import test_quantized_products as products
 from tests.quantization.test_golden import GOLDEN
 
 PROMPTS = [[3, 17, 4, 31, 0, 9, 22, 5], [3, 17, 4, 31, 7], [12, 28, 1, 6, 30, 2, 2, 9, 8, 4, 19]]
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 FOLDERS = ["gptq-sym", "gptq-8bit", "nf4-double", "llm-int8", "pack-asym", "fp8-block"]
-CHANGES = {
-    "prefix cache": {"enable_prefix_caching": True},
-    "chunked prefill": {"max_num_batched_tokens": 4, "enable_prefix_caching": False},
-    "preemption": {"num_gpu_blocks_override": 5},
-    "speculation": {"speculative_config": NGRAM},
-}
 
 
 def tokens(folder: Path, **options: object) -> list[list[int]]:
@@ -28,20 +25,6 @@ def tokens(folder: Path, **options: object) -> list[list[int]]:
         return [each.outputs[0].token_ids for outputs in found for each in outputs]
     finally:
         llm.close()
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ["gptq-sym", "nf4-double", "fp8-block"])
-def test_settings_do_not_change_tokens(name, change):
-    folder = GOLDEN / name
-    assert tokens(folder, **CHANGES[change]) == tokens(folder, enable_prefix_caching=False)
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_deterministic_mode_with_int8_weights(change):
-    folder = GOLDEN / "llm-int8"
-    alone = tokens(folder, deterministic=True, enable_prefix_caching=False)
-    assert tokens(folder, deterministic=True, **CHANGES[change]) == alone
 
 
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
@@ -58,7 +41,23 @@ def test_two_ranks_give_the_tokens_of_one(name):
 def test_quantised_while_loading_by_several_ranks(ranks, tmp_path):
     """Row-parallel matrices have other scales on two ranks, so tokens may differ; int8 is close
     enough here that they do not."""
-    from tests.models.tiny import Tiny
-
     folder = Tiny("llama", {"num_hidden_layers": 2, "vocab_size": 128}).write(tmp_path).folder
     assert tokens(folder, quantization="int8", **ranks) == tokens(folder, quantization="int8")
+
+
+@pytest.mark.skipif(
+    not cpu.panels_are_fast(torch.bfloat16), reason="C computes no products of panels here"
+)
+def test_a_scale_of_the_batch_is_seen(monkeypatch):
+    """W8A8 with one scale for all rows is not batch-invariant."""
+    linear = products.quantized_linear
+
+    def per_tensor(x, matrix, bias, out):
+        step = x.float().abs().max() / 127
+        return linear(((x.float() / step).round() * step).to(x.dtype), matrix, bias, out)
+
+    name = next(each for each in products.CASES if "int8" in each)
+    products.check_bits(name, torch.bfloat16)
+    monkeypatch.setattr(products, "quantized_linear", per_tensor)
+    with pytest.raises(AssertionError):
+        products.check_bits(name, torch.bfloat16)

@@ -1,298 +1,18 @@
-"""Histories in which each step is planned before the one before it is committed.
+"""Single cases of planning ahead and of rows with drafts; `test_histories.py` has the histories."""
 
-The rules and the promises are those of `machine.py`. What is different is when a plan is carried
-out: at once, as early as a device may be, or as late as possible, after the next plan was made. The
-oracle keeps its own tokens, as a device does, and every plan can only use those.
-"""
-
-from collections import Counter
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
-from minillm.scheduling import ahead
-from minillm.scheduling.ahead import UncommittedPlans
 from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.request import Request, Sequence
 from minillm.scheduling.scheduler import Scheduler
-from tests.pairs import part_and_rest
-from tests.scheduling import machine
-from tests.scheduling.machine import SchedulerMachine, Setup, World, name_of, random_history
-from tests.scheduling.oracle import VOCABULARY, Broken, Sample, require
-
-NUM_HISTORIES = 500  # of each kind; a part of them runs in `make test`
-SEEN = {  # in all of them, at least; a part must have shown as much in proportion
-    "planned ahead": 5_000,
-    "rows in vain": 300,
-    "ended: length": 1_000,
-    "ended: aborted": 100,
-    "ended: finished": 100,
-    "ended: failed": 50,
-    "forks": 300,
-    "preempted: recompute": 50,
-    "preempted: swap": 50,
-    "copies": 100,
-    "partial reuse": 100,
-    "aborted in flight": 100,
-}
-
-
-class AheadWorld(World):
-    """The same, one plan ahead wherever the scheduler lets it be."""
-
-    late = False  # whether a plan is carried out when its tokens are asked for, and not at once
-
-    def __init__(self, setup: Setup, coverage: Counter[str]):
-        super().__init__(setup, coverage)
-        self.under_way: list[StepPlan] = []
-        self.done: dict[int, dict[int, list[Sample]]] = {}
-        self.drafted: dict[int, dict[int, int]] = {}
-        self.append = self.runner.append
-        self.runner.append = lambda *_: None  # not at the commit: it has its tokens already
-
-    def step(self) -> None:
-        while self.under_way and not self.scheduler.has_work:
-            super().step()  # rows of sequences that have ended
-        super().step()
-
-    def _step(self, event: str | None, which: int, early: bool) -> None:
-        had_work = self.scheduler.has_work
-        self.num_steps += had_work
-        if not self.under_way:
-            before = self._before()
-            plan = self.scheduler.schedule()
-            self.runner.hear(plan, self.scheduler.sequences)
-            self._expect(plan, event, which)
-            self._check_plan(before, plan, had_work)
-            self._cover(before, plan)
-            self._launch(plan)
-        following = self.scheduler.schedule_ahead()
-        if following is not None:
-            self.runner.hear(following, self.scheduler.sequences)
-            self._expect(following, event, which)
-            self._check_ahead(following)
-            self._launch(following)
-        self._check_books()
-        self._land(event, which, early)
-
-    def _land(self, event: str | None, which: int, early: bool) -> None:
-        """The oldest plan is carried out and committed."""
-        plan = self.under_way.pop(0)
-        if early:
-            self._interrupt(event, which, plan)
-        self._carry_out(plan)
-        if not early:
-            self._interrupt(event, which, plan)
-        samples = self.done.pop(plan.step)
-        sampled = {
-            seq_id: [drawn.fingerprint % VOCABULARY for drawn in several]
-            for seq_id, several in samples.items()
-        }
-        failed = {}
-        if event == "fail" and samples:
-            seq_id = list(samples)[which % len(samples)]
-            failed = {seq_id: which % len(samples[seq_id])}
-        self._commit(plan, samples, sampled, failed)
-        if event == "cut":
-            self._cut(plan, which)
-
-    def _launch(self, plan: StepPlan) -> None:
-        self.under_way.append(plan)
-        if not self.late:
-            self._carry_out(plan)
-
-    def _carry_out(self, plan: StepPlan) -> None:
-        if plan.step in self.done:
-            return
-        samples = self.done[plan.step] = self._execute(plan)
-        self.drafted[plan.step] = dict(self.runner.num_drafted)
-        forks = {row.seq_id for row in plan.rows if row.num_forks}
-        for seq_id, drawn in samples.items():
-            for sample in drawn[:1] if seq_id in forks else drawn:
-                self.append(seq_id, sample.fingerprint % VOCABULARY)
-
-    def _num_drafted(self, plan: StepPlan) -> dict[int, int]:
-        return self.drafted.pop(plan.step)
-
-    def _check_ahead(self, plan: StepPlan) -> None:
-        record = self.scheduler.record
-        self.coverage["planned ahead"] += 1
-        require(plan.rows, "progress", "an empty plan", record)
-        require(not record.preempted and not plan.swap_out, "order", "preempted ahead", record)
-        self._check_limits({row.seq_id: row for row in plan.rows})
-        for row in plan.rows:
-            void = self.scheduler.sequences[row.seq_id].is_void
-            require(not void, "order", "a void sequence is planned ahead", row)
-            if row.seq_id in record.admitted:
-                self.furthest[row.seq_id] = max(self.furthest.get(row.seq_id, 0), row.start)
-            most = self.scheduler.sequences[row.seq_id].request.max_computed
-            require(row.start + row.num_tokens <= most, "limits", "beyond the last token", row)
-
-    def _commit(
-        self,
-        plan: StepPlan,
-        samples: Mapping[int, list[Sample]],
-        sampled: dict[int, list[int]],
-        failed: Mapping[int, int],
-    ) -> None:
-        gone = [row for row in plan.rows if row.seq_id not in self.scheduler.sequences]
-        self.coverage["rows in vain"] += len(gone)
-        super()._commit(plan, samples, sampled, failed)
-
-    def _poison(self) -> None:
-        if not self.late:  # else a copy may still have to read what its plan gave away
-            super()._poison()
-
-    def _check_commit(self) -> None:
-        """Sequences hold the blocks of the plan that is under way, too."""
-        for sequence in self.scheduler.sequences.values():
-            completion = self.completions[name_of(sequence)]
-            right = [*completion.request.prompt_token_ids, *completion.outputs]
-            require(sequence.token_ids == right, "oracle", "tokens of", sequence.seq_id)
-            self.furthest.setdefault(sequence.seq_id, sequence.num_computed)  # of a fork
-        counted = self.scheduler.counters.num_recomputed_tokens
-        require(counted == self.num_recomputed, "counters", counted, self.num_recomputed)
-
-
-class LateWorld(AheadWorld):
-    """A slow device."""
-
-    late = True
-
-
-@pytest.mark.parametrize("world", [AheadWorld, LateWorld])
-@pytest.mark.parametrize("seeds", part_and_rest(range(80), NUM_HISTORIES))
-def test_seeded_histories(
-    seeds: range, world: type[World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "World", world)
-    coverage: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            random_history(seed, coverage)
-        except Exception as error:
-            error.add_note(f"history {seed}")
-            raise
-    least = {name: count * len(seeds) / NUM_HISTORIES for name, count in SEEN.items()}
-    missing = {name: coverage[name] for name in least if coverage[name] < least[name]}
-    assert not missing, coverage
-
-
-@pytest.mark.parametrize("world", [AheadWorld, LateWorld])
-@pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
-def test_histories_that_shrink(
-    count: int, world: type[World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "World", world)
-    SchedulerMachine.coverage.clear()
-    run_state_machine_as_test(
-        SchedulerMachine,
-        settings=settings(
-            max_examples=count,
-            stateful_step_count=40,
-            derandomize=True,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    assert SchedulerMachine.coverage["planned ahead"] > 10 * count
-
-
-# ---- broken on purpose ---------------------------------------------------------------------------
-
-
-def blocks_are_free_while_a_plan_writes(patch: pytest.MonkeyPatch) -> None:
-    leave = UncommittedPlans.remove_row
-
-    def left(self: UncommittedPlans, seq_id: int) -> Sequence:
-        sequence = self.sequences[seq_id]
-        sequence.num_in_flight = 1
-        sequence = leave(self, seq_id)
-        return self.sequences.setdefault(seq_id, sequence) if len(self.plans) else sequence
-
-    patch.setattr(UncommittedPlans, "remove_row", left)
-
-
-def memory_is_not_counted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ahead, "has_room", lambda *_: True)
-
-
-def the_last_token_is_computed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ahead, "end_of", lambda sequence: 10**9)
-
-
-def a_refusal_leaves_the_plan_as_carried_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ahead, "has_room", lambda *_: False)
-    advance = Sequence.advance
-
-    def too_far(self: Sequence, start: int, end: int) -> int:
-        return advance(self, start, end + (self.num_computed == start))
-
-    patch.setattr(Sequence, "advance", too_far)
-
-
-def tokens_stay_pending(patch: pytest.MonkeyPatch) -> None:
-    advance = Sequence.advance
-
-    def advanced(self: Sequence, start: int, end: int) -> int:
-        pending = self.num_pending
-        again = advance(self, start, end)
-        self.num_pending = pending
-        return again
-
-    patch.setattr(Sequence, "advance", advanced)
-
-
-def void_sequences_give_up_blocks_that_a_plan_uses(patch: pytest.MonkeyPatch) -> None:
-    commit = Scheduler.commit
-
-    def at_once(self: Scheduler, plan: StepPlan, *results: Any) -> list[Sequence]:
-        for sequence in self.in_flight.values():
-            if sequence.is_void:
-                self.blocks.release(sequence.table)
-        return commit(self, plan, *results)
-
-    patch.setattr(Scheduler, "commit", at_once)
-
-
-BREAKS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
-    each.__name__: each
-    for each in (
-        blocks_are_free_while_a_plan_writes,
-        memory_is_not_counted,
-        the_last_token_is_computed,
-        a_refusal_leaves_the_plan_as_carried_out,
-        tokens_stay_pending,
-        void_sequences_give_up_blocks_that_a_plan_uses,
-    )
-}
-
-
-def histories(patch: pytest.MonkeyPatch) -> None:
-    """Some of each kind."""
-    for world in (AheadWorld, LateWorld):
-        patch.setattr(machine, "World", world)
-        for seed in range(40):
-            random_history(seed, Counter())
-
-
-@pytest.mark.mutation
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    BREAKS[name](monkeypatch)
-    with pytest.raises((Broken, AccountingError, AssertionError, KeyError, IndexError)):
-        histories(monkeypatch)
-
-
-# ---- single cases --------------------------------------------------------------------------------
 
 
 def scheduler_of(num_blocks: int = 8, **fields: Any) -> Scheduler:
@@ -445,3 +165,57 @@ def test_no_more_tokens_than_there_is_room_for() -> None:
     scheduler.commit(plan, {sequence.seq_id: [8, 9, 10, 11]})
     assert sequence.token_ids == [0, 1, 2, 7, 8, 9]
     assert not scheduler.has_work
+
+
+# ---- drafts ------------------------------------------------------------------------------------
+
+
+def drafting_scheduler(num_drafts: int = 4, num_blocks: int = 8, **fields: int) -> Scheduler:
+    scheduler = scheduler_of(num_blocks, **fields)
+    scheduler.drafts = Drafts(num_drafts)
+    return scheduler
+
+
+def test_a_draft_that_was_right_counts_where_the_token_after_it_fails() -> None:
+    """Found by these histories: it counted as the row's own token."""
+    scheduler = drafting_scheduler()
+    sequence = scheduler.add(request("a", 3, 30))
+    scheduler.commit(scheduler.schedule(), {sequence.seq_id: [7]})
+    plan = scheduler.schedule()
+    assert [(row.num_tokens, row.num_logits) for row in plan.rows] == [(5, 5)]
+    scheduler.commit(plan, {sequence.seq_id: [20, None]}, {sequence.seq_id: 4})
+    (drafted,) = scheduler.record.drafted
+    assert (drafted.num_drafted, drafted.num_accepted) == (4, 1)
+    assert scheduler.counters.num_accepted_at == [1, 0, 0, 0]
+    (ended,) = scheduler.record.ended
+    assert (ended.reason, ended.num_tokens) == ("error", 2)
+    assert scheduler.blocks.pool.num_free == 8
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_as_many_drafts_as_there_are_tokens_to_come_less_one(max_tokens: int) -> None:
+    """The last token is never computed, so nothing is drafted at its position."""
+    scheduler = drafting_scheduler(num_drafts=5)
+    sequence = scheduler.add(request("a", 3, max_tokens))
+    scheduler.commit(scheduler.schedule(), {sequence.seq_id: [7]})
+    if max_tokens == 1:
+        assert not scheduler.has_work
+        return
+    (row,) = scheduler.schedule().rows
+    assert row.num_logits == row.num_tokens == 1 + min(max_tokens - 2, 5)
+
+
+@pytest.mark.parametrize(("num_blocks", "lengths"), [(2, [1, 1]), (3, [4, 1]), (4, [4, 3])])
+def test_drafts_take_the_blocks_and_the_tokens_that_are_left(
+    num_blocks: int, lengths: list[int]
+) -> None:
+    """Of 7 tokens of the budget 5 are left, three drafts come before the last token, and each
+    sequence has filled a block."""
+    scheduler = drafting_scheduler(num_blocks=num_blocks, max_num_batched_tokens=7)
+    sequences = [scheduler.add(request(name, 3, 5)) for name in "ab"]
+    scheduler.commit(scheduler.schedule(), {one.seq_id: [7] for one in sequences})
+    plan = scheduler.schedule()
+    rows = {row.seq_id: row.num_tokens for row in plan.rows}
+    assert [rows[one.seq_id] for one in sequences] == lengths
+    scheduler.commit(plan, {one.seq_id: [7] for one in sequences}, {})
+    assert scheduler.blocks.pool.num_free == num_blocks - 2

@@ -13,7 +13,6 @@ from minillm.cache.manager import BlockManager
 from minillm.scheduling.admission import MAX_REPEATED_REFUSALS
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.policies import (
-    POLICIES,
     TOKENS_PER_PLACE,
     WINDOW,
     Policy,
@@ -63,13 +62,6 @@ def prompt(length: int, first: int = 10_000) -> tuple[int, ...]:
 
 
 # ---- order ------------------------------------------------------------------------------------
-
-
-def test_fcfs_serves_in_the_order_of_arrival() -> None:
-    line = Line("fcfs")
-    for length in (50, 1, 200, 3):
-        line.add(prompt(length))
-    assert line.drain() == [0, 1, 2, 3]
 
 
 def test_priority_serves_the_lowest_number_first_and_equals_in_order() -> None:
@@ -181,17 +173,6 @@ def test_who_lacks_blocks_is_looked_at_again_after_a_while(policy: str) -> None:
 
 
 # ---- bounds -----------------------------------------------------------------------------------
-
-
-def test_nobody_overtakes_under_fcfs() -> None:
-    line = Line("fcfs")
-    line.add(prompt(4))
-    long = line.add(prompt(400)).arrival
-    for _ in range(50):
-        line.add(prompt(1))
-        line.add(prompt(1))
-        line.step()
-    assert line.overtakes(long) == 0
 
 
 @pytest.mark.parametrize("length", [16, 17, 160, 165, 400])
@@ -314,8 +295,3 @@ def test_blocks_that_admission_asks_for(
 ) -> None:
     sequence = sequence_of(length, max_tokens, n)
     assert (watermark(sequence, 4), reserve_max(sequence, 4)) == (now, ever)
-
-
-def test_all_policies_are_named() -> None:
-    names = ["fcfs", "priority", "shortest_prefill_first", "longest_prefix_match"]
-    assert list(POLICIES) == names

@@ -131,43 +131,6 @@ def test_a_request_from_its_prompt_to_its_last_token() -> None:
     assert step(engine).dropped == [0]
 
 
-def test_a_prompt_that_is_only_computed_has_no_sample() -> None:
-    engine = scheduler(max_num_batched_tokens=4)
-    engine.add(request("a", length=6, max_tokens=0))
-    assert [row.num_samples for plan in drain(engine) for row in plan.rows] == [0, 0]
-
-
-def test_a_failed_sample_ends_its_sequence_alone() -> None:
-    engine = scheduler()
-    bad, good = engine.add(request("a")), engine.add(request("b"))
-    plan = planned(engine)
-    engine.commit(plan, {bad.seq_id: [None], good.seq_id: [5]})
-    check_invariants(engine)
-    assert (bad.status, good.status) == (Status.FINISHED, Status.RUNNING)
-    assert bad.num_tokens == 4
-    drain(engine)
-
-
-@pytest.mark.parametrize("cache", [None, "hash", "radix"])
-@pytest.mark.parametrize("budget", [4, 7, 64])
-def test_every_position_is_computed_once_and_in_order(budget: int, cache: str | None) -> None:
-    """Chunks of any size join without gap or overlap; what was cached is the only head start."""
-    engine = scheduler(64, cache, max_num_batched_tokens=budget)
-    for number, length in enumerate((1, 4, 9, 17, 30)):
-        engine.add(request(f"r{number}", length=length, max_tokens=6))
-    ends: dict[int, int] = {}
-    for plan in drain(engine):
-        assert sum(row.num_tokens for row in plan.rows) <= budget
-        assert [row.num_tokens > 1 for row in plan.rows] == sorted(
-            row.num_tokens > 1 for row in plan.rows
-        )
-        for row in plan.rows:
-            assert row.start == ends.get(row.seq_id, 0)
-            ends[row.seq_id] = row.start + row.num_tokens
-    assert list(ends.values()) == [6, 9, 14, 22, 35]  # all but the last new token
-    assert engine.counters.num_recomputed_tokens == 0
-
-
 def test_rows_with_one_token_come_first_whoever_was_scheduled_first() -> None:
     engine = scheduler()
     for name, length in (("a", 5), ("b", 1), ("c", 3), ("d", 1)):
@@ -179,15 +142,6 @@ def test_rows_with_one_token_come_first_whoever_was_scheduled_first() -> None:
 
 
 # ---- the tests that would have caught the published bugs --------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("cache", [None, "hash", "radix"])
-def test_the_books_add_up_after_every_step_of_a_random_trace(cache: str | None, mode: str) -> None:
-    engine = scheduler(8, cache, host=6, preemption_mode=mode, max_num_batched_tokens=10)
-    random_run(engine, seed=1)
-    counters = engine.counters
-    assert counters.num_preemptions_recompute + counters.num_preemptions_swap > 5
 
 
 @pytest.mark.parametrize("cache", ["hash", "radix"])
@@ -270,19 +224,6 @@ def test_no_tokens_are_copied_from_a_block_that_is_still_to_be_written() -> None
     drain(engine)
 
 
-def test_a_writer_that_is_aborted_has_its_row_carried_out() -> None:
-    engine = scheduler(16, "hash", max_num_batched_tokens=32)
-    sequences = readers(engine)
-    plan = planned(engine)
-    engine.abort("a")
-    check_invariants(engine)
-    engine.commit(plan, made_up(plan))
-    assert [one.token_ids[-1] for one in sequences[1:]] == [7, 7]
-    assert engine.blocks.match([*range(8), 0], 9, "").blocks == [0, 1]
-    check_invariants(engine)
-    drain(engine)
-
-
 @pytest.mark.parametrize("cache", ["hash", "radix"])
 def test_readers_of_a_row_that_failed_wait_again_without_their_blocks(cache: str) -> None:
     engine = scheduler(16, cache, max_num_batched_tokens=32)
@@ -304,42 +245,6 @@ def test_readers_of_a_row_that_failed_wait_again_without_their_blocks(cache: str
     drain(engine)
 
 
-def test_a_reader_keeps_its_blocks_until_the_plan_behind_is_committed() -> None:
-    engine = scheduler(16, "hash", max_num_batched_tokens=32)
-    writer, *others = readers(engine)
-    plan = planned(engine)
-    behind = engine.schedule_ahead()
-    late = engine.add(request("d", prompt=[*range(8), 400]))
-    engine.invalidate(plan, {writer.seq_id})
-    engine.finish(writer.seq_id, "error")
-    engine.commit(plan, made_up(plan))
-    check_invariants(engine)
-    assert [one.table.blocks[:2] for one in others] == [[0, 1]] * 2
-    assert engine.schedule_ahead() is None  # all that could go on is void
-    engine.commit(behind, made_up(behind))
-    check_invariants(engine)
-    assert engine.waiting == [*others, late]
-    assert engine.blocks.pool.num_free == 16
-    drain(engine)
-
-
-def test_a_reader_in_chunks_is_not_planned_ahead_once_it_is_void() -> None:
-    engine = scheduler(16, "hash", max_num_batched_tokens=16)
-    writer = engine.add(request("a", prompt=range(9), max_tokens=5))
-    reader = engine.add(request("b", prompt=[*range(8), *range(100, 140)], max_tokens=5))
-    plan = planned(engine)
-    behind = engine.schedule_ahead()
-    assert [(row.start, row.num_tokens) for row in plan.rows] == [(0, 9), (8, 7)]
-    assert [(row.start, row.num_tokens) for row in behind.rows] == [(9, 1), (15, 15)]
-    engine.invalidate(plan, {writer.seq_id})
-    engine.finish(writer.seq_id, "error")
-    engine.commit(plan, made_up(plan))
-    assert engine.schedule_ahead() is None
-    engine.commit(behind, made_up(behind))
-    assert engine.waiting == [reader]
-    drain(engine)
-
-
 def test_blocks_in_doubt_are_not_offered_again_by_a_row_that_goes_on() -> None:
     """One of several accepted tokens may be wrong, and the sequence ends only at the commit."""
     engine = scheduler(16, "hash")
@@ -350,21 +255,6 @@ def test_blocks_in_doubt_are_not_offered_again_by_a_row_that_goes_on() -> None:
     assert len(engine.blocks.index) == 0
     drain(engine)
     assert len(engine.blocks.index) == 0
-
-
-@pytest.mark.parametrize("cache", ["hash", "radix"])
-@pytest.mark.parametrize("length", [1, 3, 4, 8, 9])
-def test_a_fully_cached_prompt_still_computes_its_last_token(length: int, cache: str) -> None:
-    engine = scheduler(cache=cache)
-    engine.add(request("a", prompt=range(length)))
-    drain(engine)
-    again = engine.add(request("b", prompt=range(length)))
-    (row,) = step(engine).rows
-    assert row.start + row.num_tokens == length
-    assert (row.num_tokens >= 1, row.num_samples) == (True, 1)
-    assert row.start == again.report.cached
-    if length == 9:
-        assert row.start == 8
 
 
 def test_a_request_that_can_never_fit_is_refused_and_the_rest_goes_on() -> None:
@@ -454,46 +344,30 @@ def test_the_order_is_the_same_in_every_process() -> None:
 # ---- refusals ---------------------------------------------------------------------------------
 
 
-def test_more_completions_than_seats_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="n is 5, but at most 4 sequences run at once"):
-        scheduler().add(request("a", n=5))
-
-
-def test_completions_that_cannot_part_are_refused() -> None:
-    """Two blocks of prompt, and one more for each of the two that part."""
-    engine = scheduler(num_blocks=3)
-    with pytest.raises(InvalidRequestError, match=r"n = 3, need 4 blocks of 4 .* cache has 3; .*n"):
-        engine.add(request("a", length=8, max_tokens=2, n=3))
-
-
-def test_reserve_max_refuses_what_it_could_never_reserve() -> None:
-    """One shared block, and 3 x 2 for the rest."""
-    engine = scheduler(num_blocks=6, admission="reserve_max")
-    with pytest.raises(InvalidRequestError, match=r"6 prompt \+ 4 new tokens, n = 3, need 7"):
-        engine.add(request("a", length=6, max_tokens=4, n=3))
-    engine = scheduler(num_blocks=7, admission="reserve_max")
-    engine.add(request("a", length=6, max_tokens=4, n=3))
-    drain(engine)
-
-
-def test_without_chunks_a_prompt_longer_than_a_step_is_refused() -> None:
-    engine = scheduler(enable_chunked_prefill=False, max_num_batched_tokens=16)
-    with pytest.raises(
-        InvalidRequestError, match=r"10 prompt \+ 8 new .* one step, which has 16 tokens"
-    ):
-        engine.add(request("a", length=10, max_tokens=8))
-    engine.add(request("a", length=10, max_tokens=7))  # 16 positions, even after a preemption
-    drain(engine)
-
-
-def test_an_id_can_be_used_again_only_after_its_request_ended() -> None:
-    engine = scheduler()
-    engine.add(request("a"))
-    with pytest.raises(InvalidRequestError, match="unfinished request with the id 'a'"):
-        engine.add(request("a"))
-    drain(engine)
-    engine.add(request("a"))
-    drain(engine)
+@pytest.mark.parametrize(
+    ("limits", "asked", "message"),
+    [
+        ({}, {"n": 5}, "n is 5, but at most 4 sequences run at once"),
+        # Two blocks of prompt, and one more for each of the two that part.
+        ({"num_blocks": 3}, {"length": 8, "max_tokens": 2, "n": 3},
+         r"n = 3, need 4 blocks of 4 .* cache has 3; .*n"),
+        # One shared block, and 3 x 2 for the rest.
+        ({"num_blocks": 6, "admission": "reserve_max"}, {"length": 6, "max_tokens": 4, "n": 3},
+         r"6 prompt \+ 4 new tokens, n = 3, need 7"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 16},
+         {"length": 10, "max_tokens": 8}, r"10 prompt \+ 8 new .* one step, which has 16 tokens"),
+    ],
+)  # fmt: skip
+def test_what_can_never_run_is_refused(limits: dict, asked: dict, message: str) -> None:
+    engine = scheduler(**limits)
+    with pytest.raises(InvalidRequestError, match=message):
+        engine.add(request("a", **asked))
+    if len(limits) > 1:  # one block or token less is enough
+        more = {"num_blocks": limits.get("num_blocks", 31) + 1}
+        less = {"max_tokens": asked["max_tokens"] - (asked["length"] == 10)}
+        engine = scheduler(**limits | more)
+        engine.add(request("a", **asked | less))
+        drain(engine)
 
 
 @pytest.mark.parametrize(
@@ -598,32 +472,6 @@ def test_abort_at_any_moment_gives_everything_back_once(state) -> None:
     engine.abort("never heard of")
 
 
-@pytest.mark.parametrize("name", ["waiting", "in_prefill", "in_decode"])
-def test_what_is_aborted_while_its_step_runs_holds_its_blocks_until_the_commit(name: str) -> None:
-    engine = scheduler(5, max_num_batched_tokens=6)
-    sequence = globals()[name](engine)
-    plan = planned(engine)
-    held = list(sequence.table.blocks)
-    engine.abort("a")
-    check_invariants(engine)
-    assert held
-    assert not any(engine.blocks.pool.is_free(block) for block in held)
-    engine.commit(plan, made_up(plan))
-    check_invariants(engine)
-    assert all(engine.blocks.pool.is_free(block) for block in held)
-    assert step(engine).dropped == [sequence.seq_id]
-
-
-def test_the_completions_of_a_request_end_one_by_one() -> None:
-    engine = scheduler()
-    first = engine.add(request("a", length=5, max_tokens=6, n=3))
-    step(engine)
-    engine.finish(first.seq_id + 1)
-    check_invariants(engine)
-    assert tokens_of(step(engine)) == {first.seq_id: 1, first.seq_id + 2: 1}
-    drain(engine)
-
-
 # ---- chunks and seats -------------------------------------------------------------------------
 
 
@@ -699,29 +547,6 @@ def test_preemption_by_recompute_starts_again_and_counts_it() -> None:
     assert second.num_tokens == 15
 
 
-@pytest.mark.parametrize("cache", ["hash", "radix"])
-def test_what_a_preempted_sequence_finds_again_is_no_prefix_hit(cache: str) -> None:
-    engine, second = pressed("recompute", cache)
-    drain(engine)
-    assert second.num_recomputed < 8  # it found some of its own blocks again
-    assert engine.counters.num_recomputed_tokens == second.num_recomputed
-    assert engine.counters.num_cached_tokens == 0
-    assert engine.counters.num_prompt_tokens == 14
-    assert (second.report.cached, second.report.new) == (0, 4)
-
-
-@pytest.mark.parametrize("cache", ["hash", "radix"])
-def test_prompts_without_a_common_token_have_no_hits_whatever_is_preempted(cache: str) -> None:
-    """Forks, too, find blocks again that they have computed or that their siblings hold."""
-    engine = scheduler(9, cache, max_num_seqs=6)
-    for number in range(12):
-        engine.add(request(f"r{number}", length=6, max_tokens=9, n=1 + number % 3))
-    drain(engine)
-    counters = engine.counters
-    assert counters.num_preemptions_recompute > 5
-    assert (counters.num_prompt_tokens, counters.num_cached_tokens) == (12 * 6, 0)
-
-
 def test_who_is_in_this_step_already_is_not_preempted_in_it() -> None:
     """Four blocks: d has two, and the urgent prompt two of the three that it needs."""
     engine = scheduler(4, policy="priority", long_prefill_token_threshold=4)
@@ -752,48 +577,6 @@ def test_preemption_by_swap_computes_nothing_again() -> None:
     assert counters.num_prefill_tokens + counters.num_decode_tokens == 2 * 14
 
 
-def test_swap_falls_back_to_recompute_when_host_memory_is_full() -> None:
-    engine, second = pressed("swap", host=1)
-    assert engine.record.preempted == [(1, 0, "recompute", 8)]
-    drain(engine)
-    assert (engine.counters.num_preemptions_swap, second.num_recomputed) == (0, 8)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_swap_runs_with_room_recompute_no_token(seed: int) -> None:
-    engine = scheduler(10, host=100, preemption_mode="swap")
-    random_run(engine, seed)
-    assert engine.counters.num_preemptions_swap > 0
-    assert engine.counters.num_recomputed_tokens == 0
-
-
-@pytest.mark.parametrize("cache", [None, "hash", "radix"])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_counters_account_for_every_token(seed: int, cache: str | None) -> None:
-    """Computed = what was needed once, less what was cached, plus what was computed again.
-
-    Completions of one request share their prompt, so it is needed once for all.
-    """
-    engine = scheduler(10, cache, max_num_batched_tokens=9)
-    added, add = [], engine.add
-    engine.add = lambda one: added.append(add(one)) or added[-1]
-    random_run(engine, seed)
-    needed = sum(
-        len(one.request.prompt_token_ids) + one.request.params.n * (one.request.max_tokens - 1)
-        for one in added
-    )
-    counters = engine.counters
-    assert counters.num_recomputed_tokens > 0
-    assert (counters.num_cached_tokens > 0) == (cache is not None)
-    assert counters.num_prefill_tokens + counters.num_decode_tokens >= (
-        needed - counters.num_cached_tokens
-    )
-    if cache is None:
-        assert counters.num_prefill_tokens + counters.num_decode_tokens == (
-            needed + counters.num_recomputed_tokens
-        )
-
-
 def test_the_watermark_keeps_blocks_free_for_those_who_run() -> None:
     """10 blocks, 2 of them kept: after 5 were taken, only 3 of the other 5 are for admission."""
     engine = scheduler(10, watermark=0.2)
@@ -822,42 +605,6 @@ def test_chunks_to_come_are_not_promised_to_somebody_else() -> None:
     assert str(engine.record.blocked) == "no blocks: needs 3, has 2"
     assert engine.counters.num_preemptions_recompute == 0
     drain(engine)
-
-
-@pytest.mark.parametrize("cache", [None, "hash", "radix"])
-@pytest.mark.parametrize("seed", range(4))
-def test_reserve_max_never_preempts_and_watermark_runs_more_at_once(
-    seed: int, cache: str | None
-) -> None:
-    most = {}
-    for admission in ("reserve_max", "watermark"):
-        engine = scheduler(16, cache, max_num_seqs=16, admission=admission)
-        random_run(engine, seed)
-        most[admission] = engine.counters.max_num_running
-        preempted = engine.counters.num_preemptions_recompute
-        assert (preempted == 0) == (admission == "reserve_max")
-    assert most["reserve_max"] < most["watermark"]
-
-
-def test_a_request_that_wants_logprobs_of_its_prompt_reads_no_prefix() -> None:
-    engine = scheduler(cache="radix")
-    engine.add(request("a", prompt=range(9)))
-    drain(engine)
-    params = SamplingParams(prompt_logprobs=1)
-    again = engine.add(request("b", prompt=range(9), params=params))
-    assert step(engine).rows[0][:3] == (again.seq_id, 0, 9)
-    assert again.report.unread == 9
-    drain(engine)
-
-
-@pytest.mark.parametrize("cache", ["hash", "radix"])
-def test_delivered_logprobs_of_a_prompt_do_not_forbid_to_find_it_again(cache: str) -> None:
-    params = SamplingParams(prompt_logprobs=1)
-    engine, second = pressed("recompute", cache, params=params)
-    drain(engine)
-    assert second.report.unread == 7
-    assert second.num_recomputed < 8
-    assert engine.counters.num_cached_tokens == 0
 
 
 def test_a_partial_hit_that_does_not_fit_with_its_source_is_done_without() -> None:
@@ -956,23 +703,6 @@ def test_a_chunk_takes_the_blocks_there_are() -> None:
     drain(engine)
 
 
-def test_records_add_up_to_the_counters() -> None:
-    engine = scheduler(12, "hash")
-    rng = random.Random(2)
-    for number in range(30):
-        engine.add(random_request(rng, f"r{number}"))
-    records = []
-    while engine.has_work:
-        step(engine)
-        records.append(engine.record)
-    counters = engine.counters
-    assert sum(one.num_prefill_tokens for one in records) == counters.num_prefill_tokens
-    assert sum(one.num_decode_tokens for one in records) == counters.num_decode_tokens
-    preemptions = sum(len(one.preempted) for one in records)
-    assert preemptions == counters.num_preemptions_recompute > 0
-    assert [one.step for one in records] == list(range(1, counters.num_steps + 1))
-
-
 # ---- plans are plain data ---------------------------------------------------------------------
 
 
@@ -989,17 +719,6 @@ def test_a_plan_is_json() -> None:
     for plan in varied_plans():
         back = json.loads(json.dumps(dataclasses.asdict(plan)))
         assert [tuple(row[:5]) for row in back["rows"]] == [row[:5] for row in plan.rows]
-
-
-def test_a_plan_goes_to_another_process_and_comes_back_equal() -> None:
-    plans = varied_plans()
-    code = "import pickle, sys; i, o = sys.stdin.buffer, sys.stdout.buffer; "
-    code += "o.write(pickle.dumps(pickle.load(i)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, input=pickle.dumps(plans), capture_output=True
-    )
-    assert done.stderr == b""
-    assert pickle.loads(done.stdout) == plans
 
 
 def test_a_decode_step_without_new_blocks_is_small() -> None:

@@ -20,7 +20,7 @@ from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.request import Status
 from minillm.serving import async_engine
 from minillm.serving.step_thread import Ticket
-from tests.engine.small import make, tokens, write_model
+from tests.engine.small import make, tokens
 from tests.serving.async_small import Gate, idle, in_loop, make_async, run
 
 NUM_REQUESTS = 500
@@ -31,11 +31,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recompute": {"num_gpu_blocks_override": 30},
     "swap": {"num_gpu_blocks_override": 30, "swap_space": 0.01, "scheduling_policy": "priority"},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 @dataclass

@@ -20,15 +20,9 @@ from minillm.errors import ConfigError, EngineDeadError, ModelNotFoundError
 from minillm.scheduling.scheduler import Scheduler
 from minillm.serving import async_engine
 from minillm.serving.step_thread import StepThread
-from tests.engine.small import write_model
 from tests.serving.async_small import GREEDY, LIMIT, LONG, Gate, collect, last, make_async, run
 
 PROMPTS = [[5 + i, 60, 7, 99 - i, 12 + 2 * i] for i in range(8)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from minillm.errors import (
 )
 from minillm.serving import async_engine
 from minillm.serving.request_stream import RequestStream
-from tests.engine.small import EOS, make, reasons, tokens, write_model
+from tests.engine.small import EOS, make, reasons, tokens
 from tests.serving.async_small import (
     GREEDY,
     LIMIT,
@@ -42,11 +42,6 @@ from tests.serving.async_small import (
 
 PROMPTS = [[5 + i, 60, 7, 99 - i, 12 + 2 * i] * (1 + i % 3) for i in range(20)]
 TEXTS = ["a text", "another text, longer", "x"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 @pytest.fixture(scope="module")
@@ -486,30 +481,6 @@ def test_a_bad_request_fails_alone(engine, expected, monkeypatch, bad, long):
             await anext(stream)
         assert tokens(await last(later)) == expected(PROMPTS[2])
         assert tokens(await last(good)) == expected(PROMPTS[0], LONG)
-        await idle(engine)
-
-    run(main())
-
-
-@pytest.mark.parametrize(
-    ("planted", "kind"), [(MemoryError("x"), MemoryError), (SystemExit("x"), EngineDeadError)]
-)
-def test_an_error_of_the_tokeniser_fails_one(engine, monkeypatch, planted, kind):
-    monkeypatch.setattr(async_engine, "is_long", lambda text, ids: True)
-    make_request = Engine.make_request
-
-    def broken(self: Engine, request_id: str, *rest: Any) -> Any:
-        if request_id == "bad":
-            raise planted
-        return make_request(self, request_id, *rest)
-
-    monkeypatch.setattr(Engine, "make_request", broken)
-
-    async def main() -> None:
-        streams = [engine.generate("text", GREEDY, name) for name in ("good", "bad", "fine")]
-        good, bad, fine = await asyncio.gather(*map(last, streams), return_exceptions=True)
-        assert isinstance(bad, kind)
-        assert tokens(good) == tokens(fine)
         await idle(engine)
 
     run(main())

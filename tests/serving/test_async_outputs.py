@@ -18,16 +18,11 @@ from minillm.engine.completion import Completion
 from minillm.engine.live_request import LiveRequest
 from minillm.serving import stat_logger
 from minillm.serving.request_stream import RequestStream
-from tests.engine.small import make, reasons, tokens, write_model
+from tests.engine.small import make, reasons, tokens
 from tests.serving.async_small import Gate, idle, make_async, run
 
 PROMPTS = [[5 + i, 60, 7, 99 - i, 12 + 2 * i] * (1 + i % 3) for i in range(6)]
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from minillm import LLM, SamplingParams
-from tests.serving.http_small import DEFAULTS, Served, joined, served, write_chat_model
+from tests.serving.http_small import DEFAULTS, Served, joined, served
 
 TEXTS = ["def fib(n):", "a", "Once upon a time there was", "äöü € 😀 x"]
 KINDS: dict[str, dict[str, Any]] = {
@@ -21,33 +21,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "logit_bias": {"temperature": 0.0, "logit_bias": {"70": 5.0, "71": -100.0}},
     "min_tokens": {"temperature": 0.0, "min_tokens": 10, "stop_token_ids": [80, 90, 100]},
 }  # fmt: skip
-ENGINES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "tp 2": {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"},
-    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-    "deterministic": {"deterministic": True},
-}
-
-
-FAST = ("greedy", "n=2", "penalties")
-CASES = [
-    pytest.param(
-        engine,
-        kind,
-        id=f"{engine}-{kind}",
-        marks=() if engine == "plain" or kind in FAST else pytest.mark.slow,
-    )
-    for engine in ENGINES
-    for kind in KINDS
-]
-SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("tp 2", "deterministic")]
-every_engine = pytest.mark.parametrize("server", ["plain", "ngram", *SLOW], indirect=True)
-every_case = pytest.mark.parametrize(("server", "kind"), CASES, indirect=["server"])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("http-model"))
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def params_of(fields: dict[str, Any], **more: Any) -> SamplingParams:
@@ -69,13 +44,13 @@ def expected(folder: Path) -> dict[str, list[list[tuple[str, str | None]]]]:
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["plain", "drafts"])
 def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
-    with served(folder, **ENGINES[request.param]) as made:
+    with served(folder, **(NGRAM if request.param == "drafts" else {})) as made:
         yield made
 
 
-@every_case
+@every_kind
 def test_the_text_is_that_of_generate(server: Served, kind: str, expected: Any) -> None:
     fields = KINDS[kind] | {"max_tokens": 24}
     many = server.complete(TEXTS, **fields)
@@ -87,7 +62,7 @@ def test_the_text_is_that_of_generate(server: Served, kind: str, expected: Any) 
         assert [(each["text"], each["finish_reason"]) for each in one["choices"]] == right
 
 
-@every_case
+@every_kind
 def test_the_frames_join_to_the_text_of_generate(server: Served, kind: str, expected: Any) -> None:
     frames = server.stream("/v1/completions", KINDS[kind] | {"prompt": TEXTS, "max_tokens": 24})
     flat = [each for prompt in expected[kind] for each in prompt]
@@ -99,7 +74,6 @@ def test_the_frames_join_to_the_text_of_generate(server: Served, kind: str, expe
     assert len(ends) == len(flat), "a choice ended twice"
 
 
-@every_engine
 def test_token_ids_are_a_prompt(server: Served, folder: Path) -> None:
     ids = [list(b"def fib(n):"), [5, 60, 7, 99, 12]]
     llm = LLM(folder, **DEFAULTS)
@@ -115,7 +89,6 @@ def test_token_ids_are_a_prompt(server: Served, folder: Path) -> None:
     assert server.complete(ids[1], max_tokens=12)["choices"][0]["text"] == texts[1]
 
 
-@every_engine
 def test_a_chat_is_its_rendered_prompt(server: Served, folder: Path) -> None:
     llm = LLM(folder, **DEFAULTS)
     messages = [{"role": "user", "content": "Hello"}]
@@ -129,7 +102,6 @@ def test_a_chat_is_its_rendered_prompt(server: Served, folder: Path) -> None:
         assert got["usage"]["completion_tokens"] == 3
 
 
-@every_engine
 @pytest.mark.parametrize("included", [False, True])
 def test_stop_strings_across_frames(server: Served, folder: Path, included: bool) -> None:
     """Each stop string is part of the text, and has up to four tokens."""
@@ -149,7 +121,6 @@ def test_stop_strings_across_frames(server: Served, folder: Path, included: bool
             assert joined(frames) == {0: right}
 
 
-@every_engine
 def test_logprobs_are_those_of_generate(server: Served, folder: Path) -> None:
     llm = LLM(folder, **DEFAULTS)
     right = llm.generate(TEXTS[0], SamplingParams(temperature=0, max_tokens=8, logprobs=3))[0]

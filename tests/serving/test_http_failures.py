@@ -20,11 +20,6 @@ SECONDS = 90
 SERVE = (sys.executable, "-m", "minillm", "serve")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("http-failures"))
-
-
 def failed(arguments: Sequence[str], code: str = "") -> str:
     """The message of a server that does not start: one line, and exit code 2."""
     command = [*SERVE, *arguments]
@@ -224,19 +219,4 @@ def test_a_tokenizer_that_raises(
                     "The server failed (RuntimeError); its log has the details."
                 )
         assert "/secret/path is broken" in caplog.text
-        assert server.complete("x", max_tokens=4)["choices"][0]["text"] == right
-
-
-def test_a_detokenizer_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only its own request fails."""
-    with served(write_chat_model(tmp_path)) as server:
-        right = server.complete("x", max_tokens=4)["choices"][0]["text"]
-
-        def fail(*args: Any, **more: Any) -> Any:
-            raise RuntimeError("planted")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Tokenizer, "decode", fail)
-            reply = server.send("/detokenize", {"tokens": [5]})
-        assert reply.status == 500
         assert server.complete("x", max_tokens=4)["choices"][0]["text"] == right

@@ -18,17 +18,11 @@ from tests.serving.http_small import (
     frames_of,
     joined,
     served,
-    write_chat_model,
 )
 
 KEYS = {"text_completion": "/v1/completions", "chat.completion.chunk": "/v1/chat/completions"}
 TEXT = "def fib(n):"
 MESSAGES = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("http-frames"))
 
 
 @pytest.fixture(scope="module")

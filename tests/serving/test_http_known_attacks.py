@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from minillm.serving.guard import MAX_BODY
-from tests.serving.http_small import Reply, Served, served, write_chat_model
+from tests.serving.http_small import Reply, Served, served
 
 C, CHAT = "/v1/completions", "/v1/chat/completions"
 HEALTHY = {"prompt": "def fib(n):", "max_tokens": 40, "ignore_eos": True, "temperature": 0,
@@ -136,11 +136,6 @@ ATTACKS: dict[str, tuple[str, Any]] = {
     "context length": (C, p(prompt="x" * 500)),
     "context length in ids": (C, p(prompt=[5] * 500)),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("http-attacks"))
 
 
 @pytest.fixture(scope="module")

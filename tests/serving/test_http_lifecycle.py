@@ -11,14 +11,9 @@ import pytest
 
 from minillm.serving import server as server_module
 from minillm.serving.guard import MAX_BODY
-from tests.serving.http_small import Served, frames_of, served, write_chat_model
+from tests.serving.http_small import Served, frames_of, served
 
 LONG = {"max_tokens": 50, "ignore_eos": True, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("http-life"))
 
 
 @pytest.fixture(scope="module")

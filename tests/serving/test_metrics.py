@@ -18,7 +18,6 @@ from minillm.serving.app import build_app
 from minillm.serving.histogram import Histogram, token_bounds
 from minillm.serving.metrics import HISTOGRAMS, Metrics, RequestObserver
 from minillm.serving.settings import Settings
-from tests.engine.small import write_model
 from tests.serving.asgi_calls import Reply, call
 from tests.serving.async_small import make_async, run
 
@@ -36,11 +35,6 @@ histogram request_decode_time_seconds request_prompt_tokens request_generation_t
 histogram request_params_n request_params_max_tokens iteration_tokens_total
 histogram request_num_preemptions request_prefill_kv_computed_tokens
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 @pytest.fixture

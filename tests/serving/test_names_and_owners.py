@@ -35,11 +35,6 @@ REASONS = {None, "stop", "length"}  # values of OpenAI's enumeration that this s
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("names"))
-
-
-@pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Served]:
     with served(folder, {"request_trace": True}) as made:
         yield made

@@ -14,17 +14,11 @@ from minillm.serving.app import build_app
 from minillm.serving.request_trace import names_of
 from minillm.serving.settings import Settings
 from minillm.trace.recorder import Trace
-from tests.engine.small import write_model
 from tests.serving.asgi_calls import Reply, call
 from tests.serving.async_small import Gate, make_async, run
 
 ON = Settings(("m",), request_trace=True)
 TOKENS = 20
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 @pytest.fixture

@@ -13,15 +13,10 @@ from minillm import LLM
 from minillm.errors import ConfigError
 from minillm.models.presets import preset
 from minillm.plan.cost import activation_peak_bytes, block_bytes, memory_plan, weight_bytes
-from tests.engine.small import make, write_model
+from tests.engine.small import make
 from tests.speculative.drafted import draft_of, with_draft
 
 TARGET, DRAFT = preset("qwen3-8b"), preset("qwen3-0.6b")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import torch
 from minillm.api.sampling_params import SamplingParams
 from minillm.sampling.edits import RECENT, Edits, SamplingRow
 from minillm.sampling.sampler import Sampler, sample
-from tests.scheduling.planted_draft_bugs import changed
 
 VOCABULARY = 24  # few tokens and rounded logits, so that edits and their counts decide
 STOPS = (4, 9)
@@ -120,37 +119,25 @@ def compare_with_fresh(
     assert torch.equal(mine, theirs)
 
 
-APPEND = "self.edits.append(list(left), at, tokens.to(self.device))"
-BUGS = {
-    "edits ignore earlier drafts": changed(Sampler, "_edited", APPEND, "..."),
-    "drafts are counted a place late": changed(
-        Sampler, "_edited", "positions[i] - 1 for", "positions[i] for"
+append, append_run = Edits.append, Sampler.append_run
+BUGS = {  # what is replaced, and by what
+    "edits ignore earlier drafts": (Edits, "append", lambda *_: None),
+    "drafts are counted a place late": (
+        Edits, "append", lambda self, rows, at, ids: append(self, rows, [i + 1 for i in at], ids)),
+    "each draft is the first": (
+        Edits, "append", lambda self, rows, at, ids: append(self, rows, at, ids[:1].expand_as(ids))
     ),
-    "each draft is the first": changed(
-        Sampler, "_edited", "drafts[row][step - 1]", "drafts[row][0]"
-    ),
-    "rejected drafts stay": lambda patch: patch.setattr(
-        Edits, "snapshot", lambda self: lambda: None
-    ),
-    "the room of a row is not taken back": changed(
-        Edits, "snapshot", "self._seen, self._room = seen, room", "self._seen = seen"
-    ),
-    "a run is appended at one place": changed(
-        Sampler,
-        "append_run",
-        "enumerate(tokens, start=position)",
-        "((position, t) for t in tokens)",
-    ),
-    "only the last token of a run is appended": changed(
-        Sampler, "append_run", "enumerate(tokens, start=position)", "[(position, tokens[-1])]"
-    ),
-}
+    "rejected drafts stay": (Edits, "snapshot", lambda self: lambda: None),
+    "only the last token of a run is appended": (
+        Sampler, "append_run",
+        lambda self, row, at, ids: append_run(self, row, at + len(ids) - 1, ids[-1:])),
+}  # fmt: skip
 
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    BUGS[name](monkeypatch)
+    monkeypatch.setattr(*BUGS[name])
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         test_every_position_is_chosen_as_it_is_alone(0)
 

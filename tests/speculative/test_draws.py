@@ -13,6 +13,7 @@ from minillm.scheduling.plan import NewSequence
 from minillm.speculative.draws import Draws
 from minillm.speculative.proposer import Draft, DraftRow
 from minillm_kernels import reference
+from tests.speculative.laws import pipeline
 
 V = 11
 HOW = {
@@ -44,22 +45,9 @@ def logits_of(count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, V, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def law_of(
-    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1, min_p: float = 0
-) -> NDArray[np.float64]:
-    """Probabilities of one row, one rule after another."""
-    if temperature == 0:
-        return np.eye(V)[int(logits.argmax())]
-    z = logits.double().numpy() / temperature
-    law = np.exp(z - z.max())
-    law[law < min_p] = 0
-    order = np.argsort(-law, kind="stable")
-    if top_k:
-        law[order[top_k:]] = 0
-    law /= law.sum()
-    before = np.cumsum(law[order]) - law[order]
-    law[order[before >= top_p]] = 0
-    return law / law.sum()
+def law_of(logits: Tensor, **how: float) -> NDArray[np.float64]:
+    """Probabilities of one row, by numpy."""
+    return pipeline(logits.numpy(), SamplingParams(**how))
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -75,17 +63,6 @@ def test_a_coupled_draft_is_what_the_sampler_draws_from_these_logits(how, dtype)
         expected = sample(each, of_sampler).token_ids
         assert [draft.token_ids[depth] for draft in found] == expected
     assert all(draft.law is None for draft in found)
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_a_law_is_that_of_the_parameters(how):
-    logits = logits_of(20)
-    found = draw(rows_of(20, **HOW[how]), [logits], coupled=False)
-    for draft, row in zip(found, logits, strict=True):
-        assert draft.law is not None
-        assert draft.law.dtype == torch.float32
-        assert draft.law.shape == (1, V)
-        np.testing.assert_allclose(draft.law[0].numpy(), law_of(row, **HOW[how]), atol=1e-6)
 
 
 @pytest.mark.parametrize("how", HOW)

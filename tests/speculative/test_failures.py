@@ -1,27 +1,16 @@
 """Verification where the model's logits are not finite, and where a proposer answers badly."""
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from minillm import LLM
-from tests.engine.small import assert_idle, write_model
-from tests.speculative.cells import Cell, Job, Reference, generate, open_cell, run_cell
-
-NOW, AHEAD = Cell(0, "off", "ample", False), Cell(0, "off", "ample", True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("byte-model"))
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
+from tests.engine.small import assert_idle
+from tests.matrix.cells import Cell, config_for, open_cell, reference_of, run_cell
+from tests.matrix.jobs import generate
 
 
 def poison(llm: LLM, where: Callable[[list[int], list[int]], list[int]]) -> list[int]:
@@ -46,24 +35,26 @@ def later_ones(rows: list[int], positions: list[int]) -> list[int]:
     return [i for i in range(1, len(rows)) if rows[i] == rows[i - 1]]
 
 
-def test_rejected_positions_may_be_nan(reference: Reference) -> None:
+def test_rejected_positions_may_be_nan() -> None:
     """Nothing is drawn from them, so nothing fails, and nothing cached is doubted."""
-    llm = open_cell(reference, Cell(7, "radix", "ample", False), reference.config("wrong"))
+    cell = Cell(chunk=7, cache="radix", drafts="wrong")
+    reference, llm = reference_of(cell), open_cell(cell)
     counts, scheduler = poison(llm, later_ones), llm.engine.scheduler
     doubts: list[Any] = []
     scheduler.invalidate = lambda plan, suspect: doubts.append(suspect)  # type: ignore[method-assign]
-    assert not reference.differences(run_cell(reference, llm))
+    assert not reference.differences(run_cell(llm, reference))
     assert not doubts
     assert sum(counts) > 500
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("after", range(1, 8))
-def test_nan_ends_a_run_where_it_ends_plain_decoding(
-    after: int, overlaps: bool, reference: Reference
-) -> None:
+def test_nan_ends_a_run_where_it_ends_plain_decoding(after: int, overlaps: bool) -> None:
     """The tokens before it stay, whichever draft of a row it meets."""
-    jobs = [job for job in reference.jobs if job.kind in ("drawn", "penalties", "logprobs")]
+    cell = Cell(overlaps=overlaps)
+    jobs = [
+        job for job in reference_of(cell).jobs if job.kind in ("drawn", "penalties", "logprobs")
+    ]
     ends = {len(job.ids) + after for job in jobs}
 
     def run(llm: LLM) -> list[Any]:
@@ -79,24 +70,22 @@ def test_nan_ends_a_run_where_it_ends_plain_decoding(
         assert_idle(llm.engine)
         return outputs
 
-    cell = AHEAD if overlaps else NOW
-    plain = run(open_cell(reference, cell, None))
+    plain = run(open_cell(cell))
     assert all(len(tokens) == after and reason == "error" for tokens, reason, _ in plain)
-    llm = open_cell(reference, cell, reference.config("right"))
+    llm = open_cell(replace(cell, drafts="right"))
     assert run(llm) == plain
     assert len(ends) > 1
     assert llm.engine.scheduler.counters.num_accepted_tokens >= max(after - 2, 0)
 
 
 @pytest.mark.parametrize("kind", ["stop text", "stop text, shown", "stop ids"])
-def test_nan_behind_a_stop_is_never_met(kind: str, reference: Reference) -> None:
+def test_nan_behind_a_stop_is_never_met(kind: str) -> None:
     """An accepted run goes on behind the end of its text: what is there concerns nobody."""
-    index = next(i for i, job in enumerate(reference.jobs) if job.kind == kind)
-    job: Job = reference.jobs[index]
-    num_tokens = len(reference.outputs[index].outputs[0].token_ids)
+    cell = Cell(drafts="right")
+    reference = reference_of(cell)
+    job, num_tokens = reference.job(kind), len(reference.outputs[kind].outputs[0].token_ids)
     # So many drafts that the first run of them goes on behind the end.
-    config = reference.config("right") | {"num_speculative_tokens": 15}
-    llm = open_cell(reference, NOW, config)
+    llm = open_cell(cell, config_for(cell) | {"num_speculative_tokens": 15})
     counts = poison(
         llm, lambda rows, at: [i for i, p in enumerate(at) if p == len(job.ids) + num_tokens]
     )

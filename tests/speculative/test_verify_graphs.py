@@ -6,8 +6,9 @@ import random
 import pytest
 
 from minillm.scheduling.drafts import Drafts
-from tests.engine.small import assert_idle, make, num_ahead, tokens, write_model
-from tests.execution.test_graphs import PROMPTS, Again, poison, run
+from tests.engine.small import make, num_ahead, tokens
+from tests.execution.test_graphs import PROMPTS, run
+from tests.matrix.cells import Again, give_graphs, poison
 
 
 class Guesses:
@@ -30,14 +31,6 @@ class Guesses:
             )
         return drafts
 
-    def guess(self, token):
-        return token if self.random.random() < self.right else self.random.randrange(256)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("byte-model"))
-
 
 @pytest.fixture(scope="module")
 def expected(folder):
@@ -48,29 +41,7 @@ def speculating(folder, expected, num_drafts=4, **arguments):
     texts = [[*ids, *one[0]] for ids, one in zip(PROMPTS, expected, strict=True)]
     config = {"method": Guesses(texts), "num_speculative_tokens": num_drafts}
     llm = make(folder, speculative_config=config, **arguments)
-    runner, again = llm.engine.runner, Again()
-    runner.kv.mode = "plain"
-    runner.use_graphs(again, num_drafts=num_drafts)
-    return llm, again
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [{}, {"async_scheduling": True}, {"max_num_seqs": 3}, {"num_gpu_blocks_override": 18}],
-)
-def test_the_same_tokens_as_without(folder, expected, setting):
-    llm, again = speculating(folder, expected, **setting)
-    poison(llm)
-    assert [tokens(output) for output in run(llm)] == expected
-    counters = llm.engine.scheduler.counters
-    assert counters.num_accepted_tokens > 20
-    verified = [record for record in llm.trace if any(d.num_drafted for d in record.drafted)]
-    assert len(verified) > 5
-    eager = {record.why_eager for record in verified if not record.graph_rows}
-    assert eager <= {"several tokens of a sequence"}  # a prompt was in the same step
-    assert sum(record.graph_rows > 0 for record in verified) > 5
-    assert again.replays > 0
-    assert_idle(llm.engine)
+    return llm, give_graphs(llm, num_drafts=num_drafts)
 
 
 class EverySecond(Drafts):

@@ -35,7 +35,7 @@ class Right:
         done = len(row.token_ids) - row.new.num_prompt_tokens
         rng = Random(hash((row.new.seed, row.new.sample_index, len(row.token_ids))))
         right = tokens[done : done + row.num_drafts]
-        return [token ^ 1 if rng.random() < self.error else token for token in right]
+        return [abs(token - 1) if rng.random() < self.error else token for token in right]
 
 
 class Anything:

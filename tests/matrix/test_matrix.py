@@ -1,0 +1,100 @@
+"""Whatever an engine does to a request, it gets what it gets alone.
+
+Prompts are cut into chunks, found half in a cache, lose their blocks, run among others, are planned
+ahead, recorded, drafted, shared by ranks, in every family and with quantised weights. `make test`
+runs a table of cells in which any two settings meet; further tables are slow.
+"""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from minillm.ops import cpu
+from tests.matrix.cells import MARGIN, QUANTISED, Cell, check, reference_of
+from tests.matrix.jobs import generate
+from tests.matrix.table import all_pairs, allowed, pairs, random_cells, table
+
+TABLES = 4  # of which all but the first are slow
+
+
+def parameters() -> list:
+    """The cells of all tables, those with the same answers beside each other."""
+    usual = {*table(0), Cell("llama", chunk=1, cache="hash", pool="swap", overlaps=True)}
+    rest = {cell for seed in range(1, TABLES) for cell in table(seed)} - usual
+    return [
+        pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] * (cell in rest))
+        for cell in sorted(usual | rest, key=lambda cell: (str(cell.alone()), str(cell)))
+    ]
+
+
+@pytest.mark.parametrize("cell", parameters())
+def test_tokens_are_those_that_a_request_gets_alone(cell: Cell) -> None:
+    usual = replace(cell, path="usual", graphs=False, ranks="one")
+    if torch.cuda.is_available() and (cell != usual or cell.model in QUANTISED):
+        pytest.skip("this is a path of processors")
+    if cell.exact and cell.ranks != "one" and cpu.functions(torch.bfloat16) is None:
+        pytest.skip(cpu.describe(torch.bfloat16))
+    check(cell)
+
+
+def test_any_two_settings_meet() -> None:
+    met, dice = set().union(*map(pairs, table(0))), Random(1)
+    for one, this, other, that in (pair for pair in all_pairs() if pair not in met):
+        assert not list(random_cells(dice, **{one: this, other: that})), (this, that)
+    assert all(map(allowed, table(0)))
+
+
+@pytest.mark.parametrize("model", ["bytes", "llama", "deepseek_v2", "qwen3_moe"])
+def test_alone_is_generation_without_scheduler_blocks_or_cache(model: str) -> None:
+    reference, wrong, ties = reference_of(Cell(model)), [], 0
+    for job in reference.jobs:
+        if job.params.bad_words or job.params.stop:
+            continue  # the row below knows nothing of texts
+        for completion in reference.outputs[job.kind].outputs:
+            ids = list(completion.token_ids)
+            logits = reference.logits(job, ids[:-1])
+            for step, token in enumerate(ids):
+                row = logits[step : step + 1].clone()
+                if reference.choose(job, completion.index, ids[:step], row.clone()) == token:
+                    continue
+                row[0, token] += MARGIN
+                ties += 1
+                if reference.choose(job, completion.index, ids[:step], row) != token:
+                    wrong.append((job.kind, completion.index, step))
+    assert not wrong
+    assert ties <= 1
+
+
+def test_a_wrong_token_is_a_difference_and_a_near_tie_is_none(monkeypatch) -> None:
+    reference = reference_of(Cell("llama"))
+    job = reference.job("greedy")
+    (mine,) = reference.outputs["greedy"].outputs
+    ids = list(mine.token_ids)
+    changed = {"wrong": [*ids[:7], (ids[7] + 1) % 128, *ids[8:]], "short": ids[:-1]}
+    (output,) = generate(reference.llm, [job])
+    for token_ids in changed.values():
+        output.outputs[0].token_ids = token_ids
+        assert reference.differences([output], [job])
+    assert reference.differences([output], [job], exact=True)
+    output.outputs[0].token_ids = changed["wrong"]
+    for gap, excused in ((0.5, True), (2.0, False)):
+        logits = torch.zeros(8, 128)
+        logits[7, ids[7]], logits[7, changed["wrong"][7]] = 5.0, 5.0 - gap * MARGIN
+        monkeypatch.setattr(reference, "logits", lambda *_, logits=logits: logits.clone())
+        assert reference.near_tie(job, mine, output.outputs[0]) is excused
+
+
+def test_the_answers_end_in_every_way() -> None:
+    """Or the table shows less than it claims."""
+    reference = reference_of(Cell())
+    ends = {kind: output.outputs[0] for kind, output in reference.outputs.items()}
+    for kind in ("stop ids", "min tokens"):
+        assert isinstance(ends[kind].stop_reason, int)
+    for kind in ("stop text", "stop text, shown"):
+        assert isinstance(ends[kind].stop_reason, str)
+        # More tokens would follow, so a run of drafts goes on behind the stop.
+        assert len(ends[kind].token_ids) < 20
+    assert ends["to the end"].finish_reason == "length"
+    assert len(reference.outputs["three"].outputs) == 3
