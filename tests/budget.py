@@ -33,7 +33,7 @@ LONGER = {
     "tests/parallel/test_processes.py": 4,  # starts two engines
     "tests/quantization/test_loading_memory.py": 3,
     "tests/scheduling/test_histories.py": 4,
-    "tests/matrix/test_matrix.py": 5,  # the first cell of a model has what it answers alone
+    "tests/matrix/test_cells.py": 5,  # the first cell of a model has what it answers alone
 }
 TOLERANCE = 2.0  # for a test, whose first call may import something
 LIST, OPEN, TIMES = os.listdir, open, os.times  # as they are before a test replaces them

@@ -24,7 +24,7 @@ from tests.matrix.cells import (
     temporary,
 )
 from tests.matrix.jobs import KINDS, WITHOUT_TEXT, Job, jobs_of
-from tests.matrix.test_planted import BUGS
+from tests.matrix.test_matrix_planted import BUGS
 
 TOLERANCE = 0.15  # of a logit; they are up to about 10 here
 # Those that cut tokens off compare logits with each other, which differ by that much.

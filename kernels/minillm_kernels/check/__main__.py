@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # What has to stay equal whatever the engine does; parts that need no other GPU test's time.
 ENGINE_TESTS = (
     "tests/kernels/test_cuda_engine.py",
-    "tests/matrix/test_matrix.py",
+    "tests/matrix/test_cells.py",
     "tests/engine/test_deterministic.py",
 )
 
