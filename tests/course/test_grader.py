@@ -413,8 +413,9 @@ try:
     grade("import time; time.sleep(99)\\n")
 except KeyboardInterrupt:
     grade()
-os.kill(server().pid, signal.SIGKILL)
-server().wait() if server().poll() is None else None
+killed = server()
+killed.kill()
+killed.wait()
 grade()
 if child := os.fork():
     os.waitpid(child, 0)
@@ -438,7 +439,9 @@ def gone(process_id: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
 def test_the_process_that_grades_is_replaced_and_ends_with_the_one_that_started_it() -> None:
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     said = [line.split() for line in done.stdout.splitlines()]
     assert [status for status, _ in said] == ["pass"] * 6
