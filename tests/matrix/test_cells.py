@@ -2,7 +2,7 @@
 
 Prompts are cut into chunks, found half in a cache, lose their blocks, run among others, are planned
 ahead, recorded, drafted, shared by ranks, in every family and with quantised weights. `make test`
-runs a table of cells in which any two settings meet; further tables are slow.
+runs a table of cells in which any two settings meet; further tables and eight ranks are slow.
 """
 
 from dataclasses import replace
@@ -24,9 +24,14 @@ def parameters() -> list:
     usual = {*table(0), Cell("llama", chunk=1, cache="hash", pool="swap", overlaps=True)}
     rest = {cell for seed in range(1, TABLES) for cell in table(seed)} - usual
     return [
-        pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] * (cell in rest))
+        pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] * (cell in rest or eight(cell)))
         for cell in sorted(usual | rest, key=lambda cell: (str(cell.alone()), str(cell)))
     ]
+
+
+def eight(cell: Cell) -> bool:
+    """Whether a cell has eight ranks, which take ten seconds and more of few processors."""
+    return cell.ranks == "tp 8"
 
 
 @pytest.mark.parametrize("cell", parameters())

@@ -66,21 +66,25 @@ def test_the_model_is_that_of_quantising_afterwards(checkpoint_of, monkeypatch, 
     assert any(name.endswith("codes") for name in ours)
 
 
+def living() -> list[torch.Tensor]:
+    """The tensors of this process that have a storage, which those that oneDNN packed do not."""
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return [t for t in tensors if t.device.type == "cpu" and t.layout == torch.strided]
+
+
 def live_bytes(before: set[int]) -> int:
     """Bytes of all tensors that did not exist before."""
     storages = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and each.device.type == "cpu":
-            storage = each.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+    for each in living():
+        storage = each.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
     return sum(size for place, size in storages.items() if place not in before)
 
 
 def peak_of(load: Any, source: ModelSource, patch: pytest.MonkeyPatch) -> tuple[int, Decoder]:
     """The most bytes of tensors after any tensor of the files was stored, and the model."""
     gc.collect()
-    tensors = [e for e in gc.get_objects() if issubclass(type(e), torch.Tensor)]
-    before = {each.untyped_storage().data_ptr() for each in tensors if each.device.type == "cpu"}
+    before = {each.untyped_storage().data_ptr() for each in living()}
     peak, read = [0], loader.read_tensors
 
     def watched(*arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
