@@ -437,6 +437,12 @@ class World:
         samples = self._execute(plan)
         if not early:
             self._interrupt(event, which, plan)
+        self._conclude(plan, samples, event, which)
+
+    def _conclude(
+        self, plan: StepPlan, samples: dict[int, list[Sample]], event: str | None, which: int
+    ) -> None:
+        """Commit what a plan drew; an event may fail one of its completions, or cut a text."""
         sampled = {
             seq_id: [drawn.fingerprint % VOCABULARY for drawn in several]
             for seq_id, several in samples.items()

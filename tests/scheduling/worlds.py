@@ -35,7 +35,8 @@ class AheadWorld(World):
             super().step()  # rows of sequences that have ended
         super().step()
 
-    def _step(self, event: str | None, which: int, early: bool) -> None:
+    def _begin(self, event: str | None, which: int) -> None:
+        """Plan a step, if none is under way."""
         had_work = self.scheduler.has_work
         self.num_steps += had_work
         if not self.under_way:
@@ -46,6 +47,9 @@ class AheadWorld(World):
             self._check_plan(before, plan, had_work)
             self._cover(before, plan)
             self._launch(plan)
+
+    def _step(self, event: str | None, which: int, early: bool) -> None:
+        self._begin(event, which)
         following = self.scheduler.schedule_ahead()
         if following is not None:
             self.runner.hear(following, self.scheduler.sequences)
@@ -64,17 +68,7 @@ class AheadWorld(World):
         if not early:
             self._interrupt(event, which, plan)
         samples = self.done.pop(plan.step)
-        sampled = {
-            seq_id: [drawn.fingerprint % VOCABULARY for drawn in several]
-            for seq_id, several in samples.items()
-        }
-        failed = {}
-        if event == "fail" and samples:
-            seq_id = list(samples)[which % len(samples)]
-            failed = {seq_id: which % len(samples[seq_id])}
-        self._commit(plan, samples, sampled, failed)
-        if event == "cut":
-            self._cut(plan, which)
+        self._conclude(plan, samples, event, which)
 
     def _launch(self, plan: StepPlan) -> None:
         self.under_way.append(plan)
@@ -156,16 +150,7 @@ class StagesWorld(AheadWorld):
         self.waited: Counter[int] = Counter()  # plans without a row of a sequence that decodes
 
     def _step(self, event: str | None, which: int, early: bool) -> None:
-        had_work = self.scheduler.has_work
-        self.num_steps += had_work
-        if not self.under_way:
-            before = self._before()
-            plan = self.scheduler.schedule()
-            self.runner.hear(plan, self.scheduler.sequences)
-            self._expect(plan, event, which)
-            self._check_plan(before, plan, had_work)
-            self._cover(before, plan)
-            self._launch(plan)
+        self._begin(event, which)
         while (following := self.scheduler.schedule_ahead()) is not None:
             self.runner.hear(following, self.scheduler.sequences)
             self._expect(following, event, which)

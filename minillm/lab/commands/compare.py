@@ -45,7 +45,7 @@ def add_options(parser: ArgumentParser) -> None:
         help="calibration samples to repeat calibrated methods with (1)")  # fmt: skip
     add("--no-speed", action="store_true", help="measure quality and sizes only")
     add("--dtype", metavar="DTYPE", default="auto",
-        help="of the measured speed: auto, bfloat16, float32 (auto)")  # fmt: skip
+        help="of the measured speed and KL run: auto, bfloat16, float32 (auto)")  # fmt: skip
     add("--threads", metavar="N", type=int, help="threads (all processors)")
     add("--json", metavar="FILE", type=Path, help="write all numbers to FILE")
     add("--plot", metavar="FILE", help="draw quality and speed against bytes (.png, .svg, .pdf)")

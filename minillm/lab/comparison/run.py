@@ -50,7 +50,7 @@ class Work:
     calibration_length: int = 512
     seeds: tuple[int, ...] = (0,)
     speed: bool = True
-    dtype: str = "auto"  # of the measured speed
+    dtype: str = "auto"  # of the measured speed and of "KL run"
     threads: int = 1
 
 
