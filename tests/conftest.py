@@ -53,6 +53,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Part(config.getoption("part")))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """An address differs between processes, and xdist needs the same names in all."""
+    if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"A name that holds an address: {named[0]}. Give the test ids.")
+
+
 def pytest_collection_finish() -> None:
     """Exclude what the imports left from garbage collection. A full collection of torch's and
     transformers' objects takes 0.25 s, and each asynchronous engine and many tests make one."""

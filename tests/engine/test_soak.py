@@ -194,7 +194,9 @@ def kept_by(owner: type) -> Callable[[pytest.MonkeyPatch], None]:
 
 @pytest.mark.mutation
 @pytest.mark.parametrize(
-    "broken", [leaky_finish, lost_abort, kept_by(Engine), kept_by(Scheduler)], ids=str
+    "broken",
+    [leaky_finish, lost_abort, kept_by(Engine), kept_by(Scheduler)],
+    ids=["leaky_finish", "lost_abort", "engine_keeps", "scheduler_keeps"],
 )
 def test_a_broken_engine_does_not_pass(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
