@@ -7,6 +7,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from minillm.errors import ConfigError
 from minillm.lab.comparison import run
 from minillm.lab.comparison.candidates import facts, open_candidate, parse
 from minillm.lab.comparison.sizes import disk_sizes, memory_sizes, packed_sizes, stored_bits
@@ -96,6 +97,17 @@ def test_a_quantised_model_stands_for_its_values(folder, file):
         assert same["quality"][0]["kl"]["value"] < 1e-9
         assert three["quality"][0]["kl"]["value"] > 0.01
         assert "is quantised" in found["notes"][0]
+
+
+def test_parts_of_several_types_are_no_reference(tmp_path):
+    config = json.loads((TINY / "config.json").read_text())
+
+    def kind(name):
+        return Type.Q8_0 if "attn_v" in name else Type.Q4_0
+
+    path = export(TINY, config, tmp_path / "mixed.gguf", kind, with_vocabulary)
+    with pytest.raises(ConfigError, match="cannot be made dense here; give the 16-bit model first"):
+        run.compare(run.Work(str(path), (parse("int8"),), None, 2, 64, speed=False))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
