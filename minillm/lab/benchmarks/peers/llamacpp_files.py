@@ -90,7 +90,7 @@ def add_metadata(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(float(config["rope_parameters"]["rope_theta"]))
+    writer.add_rope_freq_base(float(config.get("rope_parameters", config)["rope_theta"]))
     writer.add_rope_dimension_count(size)
     writer.add_key_length(size)
     writer.add_value_length(size)
