@@ -3,7 +3,8 @@
 The order of operations is vLLM's::
 
     raw log-probabilities                                                     logprobs.py
-    allowed_token_ids -> bad_words -> min_tokens -> logit_bias -> penalties   edits.py
+    structured_outputs -> allowed_token_ids                                   edits.py
+    -> bad_words -> min_tokens -> logit_bias -> penalties
     temperature -> min_p -> top_k -> top_p -> argmax(logits + Gumbel noise)   ops/sampling.py
 
 A `Sampler` keeps the sampling parameters and logits processors ("edits") of every row of the
@@ -129,6 +130,7 @@ class Sampler:
         if drafted and spread:
             drafted = [drafted[i] for i in of]
         edits = self.edits.rows_of(rows, positions)
+        self.edits.constrain(rows, positions, drafts)
         later = edited_samples(edits, of if spread else None)
         now = [None if i in later else each for i, each in enumerate(drafted)]
         every = logits if index is None else logits[index]
