@@ -29,6 +29,7 @@ from minillm.ops.transfers import upload
 from minillm.sampling.edits import Edits, SamplingRow
 from minillm.sampling.logprobs import TokenLogprob, describe, failures
 from minillm.sampling.rules import DraftedToken, Rule, drafts_at
+from minillm.structured.grammars import Grammars
 
 __all__ = ["NO_TOKEN", "SampledBatch", "Sampler", "SamplingRow", "sample"]
 
@@ -269,9 +270,15 @@ class SampledBatch:
     failed: dict[int, Failure]  # by row
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool = False) -> SampledBatch:
+def sample(
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    row_by_row: bool = False,
+    grammars: Grammars | None = None,
+) -> SampledBatch:
     """Sample one token per row of logits [K, V], with a new `Sampler`."""
     sampler = Sampler(len(rows), logits.shape[1], logits.device)
+    sampler.edits.grammars = grammars
     for row, request in enumerate(rows):
         sampler.set_row(row, request)
     tokens, best = sampler.choose(logits, range(len(rows)), [row.position for row in rows])
