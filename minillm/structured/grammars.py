@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
 from functools import cached_property
 from importlib.util import find_spec
-from threading import Lock
+from threading import Lock, stack_size
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from minillm.text.tokenizer import Tokenizer
 MAX_COMPILED = 64  # constraints that are kept
 SECONDS = 5.0  # that one may take
 NUM_COMPILERS = 2
+# Bytes for each of these threads. llguidance recurses once per $ref, and without room for that the
+# process would end; MAX_BYTES of a schema bound the depth. Memory is allocated when it is used.
+STACK = 2**28
 MAX_TRIES = 200  # parts of a schema that are compiled alone to find the one that is refused
 WHITESPACE = r"[ \n]?"  # between tokens of JSON: not for ever
 SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$/&~#-])")  # characters of a pattern with a meaning
@@ -78,7 +81,9 @@ class Grammars:
         with self._lock:
             future = self._compiled.get(given)
             if future is None:
+                before = stack_size(STACK)
                 future = self._compiled[given] = self._threads.submit(self._compile, given)
+                stack_size(before)
             self._compiled.move_to_end(given)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
