@@ -158,10 +158,12 @@ class Grammars:
             return made
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         parts = [(path, part) for path, _, part in nodes(schema) if isinstance(part, dict)]
-        for path, part in parts[: -MAX_TRIES - 1 : -1]:  # the innermost that is refused alone
-            if compile(shared | part) == made:
-                return f"at {path}: {made}"
-        return made
+        tried = ((path, compile(shared | part)) for path, part in parts[:MAX_TRIES])
+        failing = [(path, why) for path, why in tried if isinstance(why, str)]
+        # The innermost part with this error; if it is the whole, the innermost with any.
+        same = [(path, why) for path, why in failing if why == made and path != "$"]
+        path, why = (same or failing)[-1]
+        return f"at {path}: {why}"
 
     def _check_start(self, matcher: Matcher, given: StructuredOutputsParams) -> None:
         bits = np.zeros(-(-self.width // 8), dtype=np.uint8)

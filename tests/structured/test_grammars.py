@@ -78,8 +78,8 @@ def test_chains_of_references_do_not_end_the_process() -> None:
         from minillm import SamplingParams
         from minillm.structured.grammars import Grammars
         from minillm.text.tokenizer import Tokenizer
-        chain = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(1150)}
-        schema = {"$defs": chain | {"d1150": {}}, "$ref": "#/$defs/d0"}
+        chain = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(1100)}
+        schema = {"$defs": chain | {"d1100": {}}, "$ref": "#/$defs/d0"}
         tokenizer = Tokenizer.from_folder("minillm/assets/tiny")
         grammars = Grammars(tokenizer, 4096)
         grammars.prepare(SamplingParams(structured_outputs={"json": schema}), [0])
