@@ -1,7 +1,6 @@
 """Matchers: which tokens may come next in one text, and how far it has come."""
 
 import re
-from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -77,24 +76,6 @@ class DfaMatcher:
         return bool(self.dfa.accepting[self._states[-1]])
 
 
-class GuidanceTokens:
-    """A vocabulary in the form that llguidance takes: its own end token is behind the model's."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, vocabulary: Vocabulary):
-        self.tokens = [each or f"<|{i}|>".encode() for i, each in enumerate(vocabulary.tokens)]
-        self.tokens.append(b"<|end|>")
-        self.special_token_ids = [i for i, each in enumerate(vocabulary.tokens) if not each]
-        self.eos_token_id = len(vocabulary)
-        self.special_token_ids.append(self.eos_token_id)
-
-    def __call__(self, text: str | bytes) -> Sequence[int]:
-        """Tokens of a text that a grammar forces. None are forced here (`compile_grammar`)."""
-        raise NotImplementedError
-
-
 class GuidanceMatcher:
     """A matcher of llguidance, which knows JSON schemas, context-free grammars and patterns."""
 
@@ -140,15 +121,26 @@ def in_one_sentence(error: str) -> str:
 
 
 class Guidance:
-    """llguidance over one vocabulary."""
+    """llguidance over one vocabulary, in the form that it reads: ids without text are special
+    tokens, and its own end is behind the model's tokens."""
+
+    is_tokenizer_wrapper, bos_token_id = True, None
 
     def __init__(self, vocabulary: Vocabulary):
         import llguidance
 
-        self._library, self.vocabulary = llguidance, vocabulary
-        tokens: Any = GuidanceTokens(vocabulary)
+        self._library, self.vocabulary, self.eos_token_id = llguidance, vocabulary, len(vocabulary)
+        texts = enumerate([*vocabulary.tokens, b""])
+        self.tokens = [each or f"<|{i}|>".encode() for i, each in texts]
+        others = [i for i, each in enumerate(vocabulary.tokens) if not each]
+        self.special_token_ids = [*others, self.eos_token_id]
+        itself: Any = self
         with ForeignCode(InvalidRequestError, "llguidance cannot use this model's tokens"):
-            self._tokenizer = llguidance.LLTokenizer(tokens, eos_token=[tokens.eos_token_id])
+            self._tokenizer = llguidance.LLTokenizer(itself, eos_token=[self.eos_token_id])
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The tokens of a text that a grammar forces; `compile` turns this off."""
+        raise NotImplementedError
 
     def compile(self, lark: str) -> GuidanceMatcher | str:
         """The matcher of a grammar, or why there is none.
@@ -159,11 +151,10 @@ class Guidance:
         if "%llguidance" not in lark:
             lark = '%llguidance {"no_forcing": true}\n' + lark
         limits = self._library.LLParserLimits(verbose_errors=False)
+        make = self._library.LLMatcher
         with ForeignCode(InvalidRequestError, "structured_outputs cannot be compiled"):
-            matcher = self._library.LLMatcher
-            inner = matcher(
-                self._tokenizer, matcher.grammar_from_lark(lark), log_level=0, limits=limits
-            )
+            grammar = make.grammar_from_lark(lark)
+            inner = make(self._tokenizer, grammar, log_level=0, limits=limits)
             if inner.is_error():
                 return in_one_sentence(inner.get_error())
             return GuidanceMatcher(inner, self.vocabulary)

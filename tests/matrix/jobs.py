@@ -60,7 +60,11 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"structured_outputs": {"choice": CHOICES}, "ignore_eos": False, "max_tokens": 16}
     | {"n": 3, "logprobs": 0},
 }
-LENGTHS = {"long prompt": 80, "three": 37, "texts to choose from": 37}  # whose completions part within a block
+LENGTHS = {
+    "long prompt": 80,
+    "three": 37,
+    "texts to choose from": 37,
+}  # whose completions part within a block
 WITHOUT_TEXT = tuple(kind for kind in KINDS if "text" not in kind and "bad" not in kind)
 SOME = (  # for a model that takes long
     *("greedy", "min-p", "repetition", "bad words, drawn", "logprobs", "stop text", "three"),

@@ -34,7 +34,8 @@ def pattern_of(dice: random.Random, depth: int = 3) -> str:
 PATTERNS = [pattern_of(random.Random(seed)) for seed in range(200)]
 BOMBS = {
     "(a|b)*a(a|b){20}": "more than 4,096 states", "a{1,100000}": "more than 20,000 states",
-    "((a{99}){99}){99}": "more than 20,000 states", "(" * 9000 + "a" + ")" * 9000: "too many groups",
+    "((a{99}){99}){99}": "more than 20,000 states",
+    "(" * 9000 + "a" + ")" * 9000: "too many groups",
     "(?=a)b": "assert is not supported", r"(a)\1": "groupref is not", r"\ba": "at is not",
     "(?i)a": "sets flags", "a*+": "possessive_repeat is not", "(": "unterminated",
     "a{3,2}": "min repeat", r"\p{L}": "bad escape", "a^b": "at is not supported",

@@ -93,7 +93,9 @@ def test_a_constraint_is_compiled_once_and_the_oldest_is_forgotten(tokenizer, mo
     made, compiled = Grammars(tokenizer, 4096), []
     compile = Grammars._compile
     monkeypatch.setattr(module, "MAX_COMPILED", 3)
-    monkeypatch.setattr(Grammars, "_compile", lambda self, x: compiled.append(x) or compile(self, x))
+    monkeypatch.setattr(
+        Grammars, "_compile", lambda self, x: compiled.append(x) or compile(self, x)
+    )
     given = [SamplingParams(structured_outputs={"regex": "a" * size}) for size in (1, 2, 3, 4)]
     assert not made.is_compiled(given[0])
     for place in (0, 1, 0, 2, 3, 0, 1):  # 1 is forgotten for 3
@@ -142,7 +144,9 @@ def test_without_llguidance_patterns_work_and_the_rest_says_what_to_install(
         matcher = made.matcher(StructuredOutputsParams(**given))
         assert matcher.accept(tokenizer.encode("a", False)[0])
     assert not matcher.is_accepting  # a choice is no pattern
-    with pytest.raises(UnsupportedFeatureError, match=r"pip install 'minillm-course\[structured\]'"):
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"pip install 'minillm-course\[structured\]'"
+    ):
         made.prepare(SamplingParams(structured_outputs={"json_object": True}), [0])
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from minillm.api.arguments import EngineArgs
 from minillm.engine.setup import choose_dtype
-from minillm.execution.setup import open_tokenizer
 from minillm.errors import ConfigError
+from minillm.execution.setup import open_tokenizer
 from minillm.lab.comparison import sizes
 from minillm.lab.comparison.candidates import (
     Candidate,
