@@ -136,7 +136,9 @@ class Grammars:
                 "or choice."
             )
         elif given.kind == "grammar":
-            made = guidance.compile(str(given.grammar))
+            grammar = str(given.grammar)
+            options = "it sets options with %llguidance; leave them out"
+            made = options if "%llguidance" in grammar else guidance.compile(grammar)
         else:
             made = self._of_schema(guidance, given)
         if isinstance(made, str):

@@ -148,8 +148,7 @@ class Guidance:
         Tokens are not forced: llguidance would otherwise allow only one division of forced text
         into tokens, and a mask would not be that of the grammar alone.
         """
-        if "%llguidance" not in lark:
-            lark = '%llguidance {"no_forcing": true}\n' + lark
+        lark = '%llguidance {"no_forcing": true}\n' + lark
         limits = self._library.LLParserLimits(verbose_errors=False)
         make = self._library.LLMatcher
         with ForeignCode(InvalidRequestError, "structured_outputs cannot be compiled"):

@@ -54,6 +54,7 @@ REFUSED: dict[str, tuple[dict, str]] = {
     "lone surrogate": ({"choice": ["\ud800"]}, "lone surrogates"),
     "grammar": ({"grammar": "root ::= ("}, "cannot be used"),
     "unknown rule": ({"grammar": "start: foo"}, 'unknown name: "foo"'),
+    "options": ({"grammar": '%llguidance {}\nstart: "ab"'}, "sets options with %llguidance"),
     "blanks elsewhere": ({"regex": "a", "whitespace_pattern": " "}, "is for json and json_object"),
     "object as a number": ({"json_object": 7}, "must be true or false"),
 }  # fmt: skip
