@@ -99,6 +99,8 @@ def build_executor(
         )
         runner.speculator = Speculator(proposer, model.config.vocab_size)
         runner.sampler.rule = build_rule(speculation)
+        # The sampler of a rank is replaced later, so it is looked up when it is needed.
+        runner.speculator.constrain = lambda *given: runner.sampler.edits.drafts(*given)
     if records(args, model.device):
         room = plan.graph_bytes + plan.reserve_bytes // 2
         num_drafts = 0 if speculation is None else speculation.most

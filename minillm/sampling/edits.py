@@ -298,6 +298,12 @@ class Edits:
         value = torch.where(value > 0, value / repetition, value * repetition)
         values.scatter_(0, where, value - frequency * count - presence * (count > 0))
 
+    def drafts(self, row: int, proposed: list[int], most: int, forces: bool) -> list[int]:
+        """Drafts for a row: those `proposed`, unless it has structured_outputs, which may exclude
+        some and with `forces` propose others."""
+        constraint = self._constraints.get(row)
+        return proposed if constraint is None else constraint.drafts(proposed, most, forces)
+
     # ---- appending tokens ------------------------------------------------------------------
 
     def append(self, rows: Sequence[int], positions: Sequence[int], tokens: Tensor) -> None:

@@ -119,6 +119,11 @@ class Grammars:
         vocabulary = self.vocabulary
         return Guidance(vocabulary) if find_spec("llguidance") is not None else None
 
+    def encode(self, text: bytes) -> list[int]:
+        """Tokens of a text; a character that is cut at its end is left out."""
+        tokenizer = self._tokenizer() if callable(self._tokenizer) else self._tokenizer
+        return [] if tokenizer is None else tokenizer.encode(text.decode(errors="ignore"), False)
+
     # ---- compiling, in a thread of the pool ------------------------------------------------
 
     def _compile(self, given: StructuredOutputsParams) -> Matcher:
@@ -217,16 +222,10 @@ class Constraint:
         Behind a draft that may not come, or that ends the output, anything is allowed: those
         positions are not used.
         """
-        if self._matcher is None:
-            self._matcher = self._begin()
-        matcher, count = self._matcher, position - self._first
-        if self._accepted > count:
-            self._back(count)
-        for token in self._tokens[self._first + self._accepted : position]:
-            if not matcher.accept(token):  # the library has reached a limit
-                out[:] = 0
-                return
-            self._accepted += 1
+        matcher, count = self._advanced(position), position - self._first
+        if matcher is None:
+            out[:] = 0
+            return
         out[1:] = 255
         for place, bits in enumerate(out):
             matcher.fill(bits)
@@ -238,8 +237,54 @@ class Constraint:
             self._accepted += 1
         self._back(count)
 
+    def _advanced(self, position: int) -> Matcher | None:
+        """The matcher behind the tokens before `position`; None if it does not come there, because
+        the library has reached a limit."""
+        if self._matcher is None:
+            self._matcher = self._begin()
+        self._back(position - self._first)
+        for token in self._tokens[self._first + self._accepted : position]:
+            if not self._matcher.accept(token):
+                return None
+            self._accepted += 1
+        return self._matcher
+
+    def drafts(self, proposed: Sequence[int], most: int, forces: bool) -> list[int]:
+        """Drafts for the next positions: with `forces` the tokens of the text that must come next,
+        if there is any; else the `proposed` ones. They end before one that may not come."""
+        matcher = self._advanced(len(self._tokens))
+        if matcher is None:
+            return list(proposed)
+        count, drafts = self._accepted, list(proposed)
+        if forces and (forced := self._grammars.encode(self._forced(matcher, 8 * most))[:-1]):
+            drafts = forced[:most]  # without the last, which may be longer than the text
+        for place, token in enumerate(drafts):
+            if not matcher.accept(token):
+                drafts = drafts[: place + 1 if self._is_end(token) else place]
+                break
+            self._accepted += 1
+        self._back(count)
+        return drafts
+
+    def _is_end(self, token: int) -> bool:
+        return bool(self._ends[token // 8] >> token % 8 & 1)
+
+    def _forced(self, matcher: Matcher, most: int) -> bytes:
+        """The bytes that must come next: all tokens that may come begin with the same one."""
+        vocabulary, text, bits = self._grammars.vocabulary, b"", np.empty_like(self._ends)
+        while len(text) < most and not matcher.is_accepting:
+            matcher.fill(bits)
+            ids = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            firsts = vocabulary.first[ids]
+            single = vocabulary.of_byte.get(int(firsts[0])) if len(ids) else None
+            if single is None or (firsts != firsts[0]).any() or not matcher.accept(single):
+                break
+            text += vocabulary.tokens[single]
+        matcher.rollback(len(text))
+        return text
+
     def _back(self, count: int) -> None:
-        """Roll back to `count` tokens of the output."""
+        """Roll back to `count` tokens of the output, if more are accepted."""
         if self._matcher is not None and self._accepted > count:
             self._matcher.rollback(self._accepted - count)
-        self._accepted = count
+            self._accepted = count

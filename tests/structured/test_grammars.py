@@ -9,13 +9,15 @@ import time
 import numpy as np
 import pytest
 
-from minillm import SamplingParams, StructuredOutputsParams
+from minillm import LLM, SamplingParams, StructuredOutputsParams
 from minillm.errors import InvalidRequestError, MinillmError, UnsupportedFeatureError
 from minillm.execution.wire import params_from_plain, params_to_plain
 from minillm.structured import grammars as module
 from minillm.structured.grammars import Grammars
 from minillm.structured.vocabulary import Vocabulary
+from tests.matrix.cells import folder_of
 from tests.structured.conftest import allowed, constraint_of, masks
+from tests.structured.schemas import SCHEMAS
 
 DEEP: dict = {}
 for _ in range(40):
@@ -220,6 +222,48 @@ def test_a_mask_depends_on_the_tokens_alone(either: Grammars, kind: str) -> None
             if not right:
                 break
             tokens += right[: dice.randrange(1, len(right) + 1)]
+
+
+def test_drafts_end_before_what_may_not_come(either: Grammars, tokenizer) -> None:
+    tokens = tokenizer.encode("ab", False)
+    row = constraint_of(either, {"regex": "abc?d?x*"}, tokens, 0)
+    c, d, x = (tokenizer.encode(each, False)[0] for each in "cdx")
+    for proposed, kept in (([c, d, x], 3), ([d, c, x], 1), ([5, c], 0), ([c, 0, x], 2), ([], 0)):
+        assert row.drafts(proposed, 4, forces=True) == proposed[:kept]  # 0 ends the output
+    before = masks(row, len(tokens), [], either.width)
+    assert (
+        before == masks(constraint_of(either, {"regex": "abc?d?x*"}, tokens), 2, [], 4133)
+    ).all()
+
+
+def test_text_that_must_come_is_drafted(either: Grammars, tokenizer) -> None:
+    text = "def function(self):"
+    row = constraint_of(
+        either, {"regex": r"(def function\(self\):|)x?"}, tokenizer.encode("d", False)
+    )
+    ids = tokenizer.encode(text[1:], False)
+    assert len(ids) > 4
+    assert row.drafts([], 3, forces=True) == ids[:3]
+    assert row.drafts([], 30, forces=True) == ids[:-1]
+    assert row.drafts([ids[0], 7], 3, forces=False) == ids[:1]  # as a draft model needs
+
+
+def test_drafts_of_forced_text_change_no_token_and_save_steps() -> None:
+    pytest.importorskip("llguidance")
+    config = {"method": "ngram", "num_speculative_tokens": 4}
+    plain = LLM(folder_of("bytes"))
+    drafted = LLM(folder_of("bytes"), speculative_config=config)
+    steps = num_tokens = 0
+    for seed, name in enumerate(["person", "tool call"]):
+        given = {"json": SCHEMAS[name]}
+        params = SamplingParams(seed=seed, max_tokens=60, structured_outputs=given)
+        (expected,) = plain.generate("def fib(n):", params, use_tqdm=False)
+        before = drafted.engine.scheduler.counters.num_steps
+        (found,) = drafted.generate("def fib(n):", params, use_tqdm=False)
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+        steps += drafted.engine.scheduler.counters.num_steps - before
+        num_tokens += len(found.outputs[0].token_ids)
+    assert num_tokens / steps > 1.15
 
 
 def test_ends_follow_a_complete_text_only(either: Grammars, tokenizer) -> None:

@@ -103,6 +103,7 @@ BUGS: Mapping[str, tuple[Plant, Cell]] = {
     "ends always": (ends_always, Cell()),
     "rows keep their constraints": (rows_keep_their_constraints, Cell()),
     "moved rows lose their constraints": (moved_rows_lose_their_constraints, Cell(graphs=True)),
+    "forced text is remembered": (rollback_by(lambda count: 0), Cell(drafts="ngram")),
     "planned ahead": (
         swap(ahead, "is_predictable",
              lambda row, sequence: row.num_logits <= 1 and not row.num_forks),
