@@ -15,12 +15,18 @@ from concurrent.futures import TimeoutError as TooLate
 from functools import cached_property
 from importlib.util import find_spec
 from threading import Lock, stack_size
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.api.structured_outputs import StructuredOutputsParams, nodes
-from minillm.errors import InvalidRequestError, UnsupportedFeatureError
+from minillm.errors import (
+    ForeignCode,
+    InvalidRequestError,
+    MinillmError,
+    UnsupportedFeatureError,
+)
 from minillm.structured.dfa import Dfa
 from minillm.structured.matcher import DfaMatcher, Guidance, GuidanceMatcher, Matcher
 from minillm.structured.vocabulary import Vocabulary, pack
@@ -34,6 +40,7 @@ NUM_COMPILERS = 2
 STACK = 2**28
 MAX_TRIES = 200  # parts of a schema that are compiled alone to find the one that is refused
 WHITESPACE = r"[ \n]?"  # between tokens of JSON: not for ever
+FAILING = ForeignCode(InvalidRequestError, "structured_outputs failed")
 SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$/&~#-])")  # characters of a pattern with a meaning
 
 
@@ -64,7 +71,7 @@ class Grammars:
                 "structured_outputs needs a token that ends the output, which this model does not "
                 "have; give one in stop_token_ids."
             )
-        self.matcher(given)
+        self.matcher(given, SECONDS)
 
     def is_compiled(self, params: SamplingParams) -> bool:
         """Whether `prepare` has nothing to wait for."""
@@ -74,24 +81,28 @@ class Grammars:
             found = self._compiled.get(given)
         return found is not None and found.done()
 
-    def matcher(self, given: StructuredOutputsParams) -> Matcher:
-        """A matcher at the start of a text."""
+    def matcher(self, given: StructuredOutputsParams, seconds: float | None = None) -> Matcher:
+        """A matcher at the start of a text. With `seconds`, InvalidRequestError if compiling takes
+        longer."""
+        own = given.__dict__.setdefault("compiled", WeakKeyDictionary())
         with self._setting_up:  # takes longer than to compile, but only once
             self.guidance  # noqa: B018
         with self._lock:
-            future = self._compiled.get(given)
+            future = own.get(self) or self._compiled.get(given)
             if future is None:
                 before = stack_size(STACK)
-                future = self._compiled[given] = self._threads.submit(self._compile, given)
+                future = self._threads.submit(self._compile, given)
                 stack_size(before)
+            own[self] = future  # a request keeps what it needs, whatever is forgotten here
+            self._compiled[given] = future
             self._compiled.move_to_end(given)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         try:
-            return future.result(SECONDS).copy()
+            return future.result(seconds).copy()
         except TooLate:
             raise InvalidRequestError(
-                f"structured_outputs[{given.kind!r}] takes more than {SECONDS:g} s to compile; "
+                f"structured_outputs[{given.kind!r}] takes more than {seconds:g} s to compile; "
                 "make it simpler."
             ) from None
         except (InvalidRequestError, UnsupportedFeatureError) as error:
@@ -220,8 +231,15 @@ class Constraint:
         """Write the masks of `position` and of those behind each draft, uint8 [n, ceil(V / 8)].
 
         Behind a draft that may not come, or that ends the output, anything is allowed: those
-        positions are not used.
+        positions are not used. If the library fails, no token is left.
         """
+        try:
+            with FAILING:
+                self._fill(position, drafts, out)
+        except MinillmError:
+            out[:] = 0
+
+    def _fill(self, position: int, drafts: Sequence[int], out: np.ndarray) -> None:
         matcher, count = self._advanced(position), position - self._first
         if matcher is None:
             out[:] = 0
@@ -252,9 +270,16 @@ class Constraint:
     def drafts(self, proposed: Sequence[int], most: int, forces: bool) -> list[int]:
         """Drafts for the next positions: with `forces` the tokens of the text that must come next,
         if there is any; else the `proposed` ones. They end before one that may not come."""
+        try:
+            with FAILING:
+                return self._drafts(proposed, most, forces)
+        except MinillmError:
+            return []
+
+    def _drafts(self, proposed: Sequence[int], most: int, forces: bool) -> list[int]:
         matcher = self._advanced(len(self._tokens))
         if matcher is None:
-            return list(proposed)
+            return []
         count, drafts = self._accepted, list(proposed)
         if forces and (forced := self._grammars.encode(self._forced(matcher, 8 * most))[:-1]):
             drafts = forced[:most]  # without the last, which may be longer than the text

@@ -99,13 +99,35 @@ def test_a_constraint_is_compiled_once_and_the_oldest_is_forgotten(tokenizer, mo
     monkeypatch.setattr(
         Grammars, "_compile", lambda self, x: compiled.append(x) or compile(self, x)
     )
-    given = [SamplingParams(structured_outputs={"regex": "a" * size}) for size in (1, 2, 3, 4)]
-    assert not made.is_compiled(given[0])
-    for place in (0, 1, 0, 2, 3, 0, 1):  # 1 is forgotten for 3
-        made.prepare(given[place], [0])
-        assert made.is_compiled(given[place])
-    assert [len(each.regex) for each in compiled] == [1, 2, 3, 4, 2]
+
+    def ask(size: int) -> SamplingParams:
+        params = SamplingParams(structured_outputs={"regex": "a" * size})
+        made.prepare(params, [0])
+        assert made.is_compiled(params)
+        return params
+
+    assert not made.is_compiled(SamplingParams(structured_outputs={"regex": "a"}))
+    kept, *_ = [ask(size) for size in (2, 1, 3, 1, 4, 2, 5, 6)]  # 2 is forgotten for 4
+    assert [len(each.regex) for each in compiled] == [2, 1, 3, 4, 2, 5, 6]
     assert made.is_compiled(SamplingParams())
+    ask(7)  # 2 is forgotten again, but not by its request
+    assert made.matcher(kept.structured_outputs).accept(made.encode(b"a")[0])
+    assert len(compiled) == 8
+
+
+def test_a_library_that_fails_in_a_step_fails_the_row_alone(either: Grammars, tokenizer) -> None:
+    row = constraint_of(either, {"regex": "ab"}, [])
+    row.masks(0, (), np.zeros((1, 520), dtype=np.uint8))
+
+    class Panic(BaseException):
+        """As pyo3 raises for a panic in Rust."""
+
+    def fail(*_: object) -> None:
+        raise Panic
+
+    row._matcher.fill = fail
+    assert not masks(row, 0, [5], either.width).any()
+    assert row.drafts([5], 3, forces=True) == []
 
 
 def test_what_takes_too_long_is_refused_and_others_are_not(tokenizer, monkeypatch) -> None:
