@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from minillm.api.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
     from minillm.api.prompts import TextPrompt, TokensPrompt
     from minillm.api.sampling_params import RequestOutputKind, SamplingParams
+    from minillm.api.structured_outputs import StructuredOutputsParams
     from minillm.errors import (
         CheckpointError,
         ConfigError,
@@ -43,6 +44,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "ScoreOutput",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "UnknownArgumentError",
@@ -51,6 +53,7 @@ __all__ = [
 _HOMES = (
     "api.arguments",
     "api.sampling_params",
+    "api.structured_outputs",
     "api.outputs",
     "api.prompts",
     "errors",

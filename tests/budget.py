@@ -18,7 +18,8 @@ FOLDERS = {
     "api": 10, "cache": 5, "cli": 28, "clients": 5, "course": 490, "engine": 170, "execution": 15,
     "external": 5, "interpreted": 150, "kernels": 100, "lab": 90, "layers": 15, "matrix": 200,
     "models": 70, "ops": 85, "parallel": 200, "plan": 15, "quantization": 80, "sampling": 20,
-    "scheduling": 50, "serving": 100, "speculative": 215, "tests": 40, "text": 20, "trace": 35,
+    "scheduling": 50, "serving": 110, "speculative": 215, "structured": 30, "tests": 40, "text": 20,
+    "trace": 35,
 }  # fmt: skip
 LONGEST = 2.0  # seconds of one test; what needs more is marked slow
 # Files where one test opens what all share, or cannot be divided; and its seconds.

@@ -25,7 +25,7 @@ FLOORS = {
             "api",
             "cache gguf",
             "plan text",
-            "ops",
+            "ops structured",
             "layers",
             "quantization",
             "models",
@@ -46,12 +46,22 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 51_500, "minillm/lab": 15_900, "kernels": 12_600, "notebooks": 2_040,
-    "exercises/minillm_exercises": 17_100, "tests": 74_100,
+    "minillm": 52_520, "minillm/lab": 15_900, "kernels": 12_600, "notebooks": 2_040,
+    "exercises/minillm_exercises": 17_100, "tests": 75_170,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
-MAX_ROOMS = 24
-TORCH_FREE_ROOMS = ("errors", "config", "api", "cache", "gguf", "plan", "text", "scheduling")
+MAX_ROOMS = 25
+TORCH_FREE_ROOMS = (
+    "errors",
+    "config",
+    "api",
+    "cache",
+    "gguf",
+    "plan",
+    "text",
+    "scheduling",
+    "structured",
+)
 NEEDS_TORCH = ("torch", "triton", "minillm_kernels", "safetensors.torch")
 
 

@@ -5,19 +5,15 @@ every value are checked here; NaN and infinity are refused. A server passes on v
 clients, so every list and string has a maximum length.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import Field, FrozenInstanceError, dataclass, field, fields, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
 from enum import IntEnum
-from functools import wraps
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any
 
-from minillm.errors import (
-    InvalidRequestError,
-    UnknownArgumentError,
-    UnsupportedFeatureError,
-    did_you_mean,
-)
+from minillm.api.refusals import explain_frozen, refuse_unknown_arguments, shown
+from minillm.api.structured_outputs import StructuredOutputsParams
+from minillm.errors import InvalidRequestError
 
 GREEDY_BELOW = 1e-5  # lower temperatures are greedy, as in vLLM
 MAX_STOP_STRINGS = 16
@@ -27,8 +23,6 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 INT32_MAX = 2**31 - 1
 
-T = TypeVar("T")
-
 
 class RequestOutputKind(IntEnum):
     """The content of a stream's outputs: all tokens so far (CUMULATIVE), the new tokens only
@@ -37,59 +31,6 @@ class RequestOutputKind(IntEnum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
-
-
-def refuse_unknown_arguments(cls: type[T]) -> type[T]:
-    """Class decorator over a dataclass: an unknown keyword raises `UnknownArgumentError`.
-
-    The message suggests the nearest name. The error is also a TypeError, like Python's own.
-    """
-    names = [item.name for item in fields(cls) if item.init]  # type: ignore[arg-type]
-    init: Callable[..., None] = cls.__init__
-
-    @wraps(init)
-    def checked_init(self: T, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs:
-            if name not in names:
-                raise UnknownArgumentError(
-                    f"{cls.__name__} has no argument {shown(name)}.{did_you_mean(name, names)}"
-                )
-        init(self, *args, **kwargs)
-
-    cls.__init__ = checked_init  # type: ignore[method-assign, assignment]
-    return cls
-
-
-class FrozenParamsError(InvalidRequestError, FrozenInstanceError):
-    """An assignment to frozen parameters; also a FrozenInstanceError, as Python raises."""
-
-
-def explain_frozen(cls: type[T]) -> type[T]:
-    """Class decorator over a frozen dataclass: an assignment raises an error that says what to
-    write instead."""
-    names = [item.name for item in fields(cls)]  # type: ignore[arg-type]
-
-    def refuse(self: T, name: str, value: object) -> None:
-        if name not in names:
-            raise FrozenParamsError(
-                f"{cls.__name__} has no argument {shown(name)}.{did_you_mean(name, names)}"
-            )
-        raise FrozenParamsError(
-            f"{cls.__name__} cannot be changed, because a request must not change while it runs; "
-            f"use dataclasses.replace(params, {name}={shown(value)}) to make a changed copy."
-        )
-
-    cls.__setattr__ = refuse  # type: ignore[method-assign, assignment]
-    return cls
-
-
-def shown(value: object) -> str:
-    """`repr(value)`, cut to 80 characters for use in an error message."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more than 4,300 digits
-        return f"a value of type {type(value).__name__} that is too large to print"
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> int:
@@ -140,14 +81,13 @@ class SamplingParams:
     Frozen, because a request must not change while it runs: where a vLLM script assigns
     ``params.max_tokens = 5``, write ``params = dataclasses.replace(params, max_tokens=5)``.
 
-    Order of the logits processors, as in vLLM: `allowed_token_ids`, `bad_words`, `min_tokens`,
-    `logit_bias`, penalties, temperature, `min_p`, then `top_k` and `top_p`. Reported logprobs are
-    those of the raw logits, before any of these.
+    Order of the logits processors, as in vLLM: `structured_outputs` and `allowed_token_ids`,
+    `bad_words`, `min_tokens`, `logit_bias`, penalties, temperature, `min_p`, then `top_k` and
+    `top_p`. Reported logprobs are those of the raw logits, before any of these.
 
     Raises:
         InvalidRequestError: a value of the wrong type or outside its range.
         UnknownArgumentError: a name that does not exist.
-        UnsupportedFeatureError: `structured_outputs`, which this version does not support.
     """
 
     n: int = _int(1, 1, 64)  # completions of one prompt
@@ -173,7 +113,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # used by streams only
-    structured_outputs: Any = None  # not supported yet
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -194,6 +134,8 @@ class SamplingParams:
         if self.logit_bias is not None:
             self._set("logit_bias", _bias(self.logit_bias))
         self._set("output_kind", _output_kind(self.output_kind))
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         self._check_combinations()
 
     @property
@@ -220,10 +162,10 @@ class SamplingParams:
             raise InvalidRequestError(f"{item.name} is {shown(value)}; it must be True or False.")
 
     def _check_combinations(self) -> None:
-        if self.structured_outputs is not None:
-            raise UnsupportedFeatureError(
-                "structured_outputs is not built yet; leave it out, or constrain the output "
-                "with allowed_token_ids."
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise InvalidRequestError(
+                "ignore_eos is True and structured_outputs is given; nothing may follow a complete "
+                "output, so leave one of them out."
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(

@@ -26,7 +26,6 @@ from minillm.engine.setup import (
     choose_dtype,
     end_tokens,
     open_executor,
-    open_tokenizer,
     plan_memory,
     trace_settings,
 )
@@ -39,7 +38,7 @@ from minillm.errors import (
 )
 from minillm.execution.executor import Executor, Step
 from minillm.execution.flight import StepResult
-from minillm.execution.setup import limit_threads
+from minillm.execution.setup import limit_threads, open_tokenizer
 from minillm.models.checkpoint import open_model
 from minillm.models.forward_pass import ForwardPass
 from minillm.scheduling.admission import check_fits
@@ -48,6 +47,7 @@ from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.request import Request, Status
 from minillm.scheduling.request import Sequence as ScheduledSequence
 from minillm.speculative.setup import open_draft
+from minillm.structured.grammars import Grammars
 from minillm.trace.recorder import Trace
 
 
@@ -72,7 +72,8 @@ class Engine:
         # Uncommitted steps: at most `depth` inside `step()`, at most `depth - 1` between calls.
         self._steps: list[Step] = []
         self._runner: Executor | None = None
-        parts = args, self.source, self.memory, self.device, draft
+        self.grammars = Grammars(self.tokenizer, self.source.config.vocab_size)
+        parts = args, self.source, self.memory, self.device, draft, self.grammars
         self._runner, self._forward_pass = open_executor(*parts)
         self.scheduler = build_scheduler(args, self._runner.capacity(), draft)
         asked, self.depth = args.async_scheduling, max(args.pipeline_parallel_size, 2)
@@ -152,6 +153,7 @@ class Engine:
             bad_words_ids=bad_words,
         )
         check_fits(request, self.scheduler.config, self.scheduler.blocks)
+        self.grammars.prepare(params, request.stop_ids)
         return request
 
     def make_scoring_request(self, request_id: str, ids: Sequence[int]) -> Request:
@@ -300,8 +302,7 @@ class Engine:
         if not plan.rows:
             raise AccountingError(f"No row can be scheduled, but {len(self._live)} requests wait.")
         for seq_id in record.admitted:
-            owner = self.scheduler.sequences[seq_id].request.request_id
-            self._live[owner].schedule(record.planned)
+            self._live[self.scheduler.sequences[seq_id].request.request_id].schedule(record.planned)
         self._steps.append(Step(plan, record))
         return True
 
@@ -389,10 +390,9 @@ class Engine:
         now, scheduler = perf_counter(), self.scheduler
         for live in self._live.values():
             live.end(reason, now, error)
-        self._live = {}
         for step in self._steps:
             self.trace.append(step.record)
-        self._steps = []
+        self._live, self._steps = {}, []
         end_all(scheduler, reason, now)
         self.trace.append(scheduler.record)
         if self._runner is not None:

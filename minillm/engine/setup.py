@@ -10,11 +10,11 @@ import torch
 from minillm.api.arguments import NOT_BUILT_YET, EngineArgs
 from minillm.cache.manager import BlockManager
 from minillm.config import ModelConfig
-from minillm.errors import ConfigError, ModelNotFoundError
+from minillm.errors import ConfigError
 from minillm.execution.executor import Capacity, Executor
 from minillm.execution.setup import build_executor, packs, records
 from minillm.models.all_layers import sizes_fit
-from minillm.models.checkpoint import ModelSource, find_folder
+from minillm.models.checkpoint import ModelSource
 from minillm.models.deterministic import PASS_ROWS
 from minillm.models.forward_pass import ForwardPass
 from minillm.models.loader import DTYPES, load_model
@@ -34,6 +34,7 @@ from minillm.speculative.setup import (
     build_drafts,
     speculation_of,
 )
+from minillm.structured.grammars import Grammars
 from minillm.text.tokenizer import Tokenizer
 from minillm.trace.recorder import TraceSettings
 
@@ -72,19 +73,6 @@ def is_fast_in_c(config: ModelConfig) -> bool:
     """Whether all matrices and the attention of a model are computed in C in bf16. Without bf16
     instructions this reads half the bytes of float32, but torch's own bf16 is slow."""
     return cpu.panels_are_fast(torch.bfloat16) and sizes_fit(config)
-
-
-def open_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:
-    """The tokenizer given in `args`, else the model's; None with a warning if it has none."""
-    if args.tokenizer is not None:
-        return Tokenizer.from_folder(find_folder(str(args.tokenizer)))
-    if source.folder is None:
-        return None
-    try:
-        return Tokenizer.from_folder(source.folder)
-    except ModelNotFoundError as error:
-        logger.warning("%s", str(error))  # str: a kept log record must not keep the traceback
-        return None
 
 
 def end_tokens(source: ModelSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -289,6 +277,7 @@ def open_executor(
     plan: MemoryPlan,
     device: torch.device,
     draft: DraftSource | None = None,
+    grammars: Grammars | None = None,
 ) -> tuple[Executor, ForwardPass | None]:
     """The executor of step plans, and the `ForwardPass` if the model is in this process."""
     if args.num_ranks > 1:
@@ -300,7 +289,9 @@ def open_executor(
     model = load_model(source, dtype, device, limit, args.load_format, args.seed, shard=prepare)
     if args.quantization:
         quantize_weights(model, args.quantization)
-    return build_executor(args, model, plan, limit, draft), ForwardPass(model)
+    runner = build_executor(args, model, plan, limit, draft)
+    runner.sampler.edits.grammars = grammars
+    return runner, ForwardPass(model)
 
 
 def build_scheduler(

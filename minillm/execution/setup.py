@@ -8,10 +8,11 @@ import torch
 from minillm.api.arguments import EngineArgs
 from minillm.api.speculative_config import SpeculativeConfig
 from minillm.cache.spec import cache_spec
-from minillm.errors import ConfigError, MinillmError
+from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
 from minillm.execution.graphs import CudaCapture, has_graphs
 from minillm.execution.runner import Runner
 from minillm.layers.kv_cache import KVCache
+from minillm.models.checkpoint import ModelSource, find_folder
 from minillm.models.decoder import Decoder
 from minillm.models.deterministic import TiledDecoder
 from minillm.models.fixed_sums import make_deterministic
@@ -31,8 +32,22 @@ from minillm.speculative.setup import (
 )
 from minillm.speculative.shadow import Shadow
 from minillm.speculative.speculator import Speculator
+from minillm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+def open_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:
+    """The tokenizer given in `args`, else the model's; None with a warning if it has none."""
+    if args.tokenizer is not None:
+        return Tokenizer.from_folder(find_folder(str(args.tokenizer)))
+    if source.folder is None:
+        return None
+    try:
+        return Tokenizer.from_folder(source.folder)
+    except ModelNotFoundError as error:
+        logger.warning("%s", str(error))  # str: a kept log record must not keep the traceback
+        return None
 
 
 def limit_threads() -> None:
@@ -84,6 +99,8 @@ def build_executor(
         )
         runner.speculator = Speculator(proposer, model.config.vocab_size)
         runner.sampler.rule = build_rule(speculation)
+        # The sampler of a rank is replaced later, so it is looked up when it is needed.
+        runner.speculator.constrain = lambda *given: runner.sampler.edits.drafts(*given)
     if records(args, model.device):
         room = plan.graph_bytes + plan.reserve_bytes // 2
         num_drafts = 0 if speculation is None else speculation.most

@@ -38,6 +38,7 @@ class SequenceRow:
             output_token_ids=self.token_ids[prompt:],
             stop_ids=new.stop_ids,
             bad_words_ids=new.bad_words_ids,
+            token_ids=self.token_ids,
         )
 
 

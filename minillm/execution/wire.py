@@ -11,6 +11,7 @@ from itertools import repeat
 from typing import Any
 
 from minillm.api.sampling_params import SamplingParams
+from minillm.api.structured_outputs import StructuredOutputsParams
 from minillm.cache.manager import BlockCopy
 from minillm.errors import Failure
 from minillm.execution.flight import StepResult
@@ -96,6 +97,8 @@ def params_to_plain(params: SamplingParams) -> dict[str, Any]:
     plain = {name: value for name, value in given.items() if value != getattr(DEFAULTS, name)}
     if params.logit_bias is not None:
         plain["logit_bias"] = list(params.logit_bias.items())
+    if isinstance(params.structured_outputs, StructuredOutputsParams):
+        plain["structured_outputs"] = params.structured_outputs.plain()
     return plain
 
 

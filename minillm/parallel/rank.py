@@ -1,6 +1,7 @@
 """One rank: its part of the model, and the runner that executes the same plans as the others."""
 
 import logging
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from minillm.api.arguments import EngineArgs
 from minillm.config import ModelConfig
 from minillm.errors import UnsupportedFeatureError
 from minillm.execution.runner import Runner
-from minillm.execution.setup import build_executor
+from minillm.execution.setup import build_executor, open_tokenizer
 from minillm.layers.linear_methods import Matrix
 from minillm.models.checkpoint import ModelSource
 from minillm.models.decoder import Decoder
@@ -27,6 +28,7 @@ from minillm.parallel.sampler import ShardedSampler
 from minillm.parallel.shard import connect, slice_matrices
 from minillm.parallel.split import rank_config
 from minillm.parallel.stages import StageRunner, cut_model, join_pipes
+from minillm.structured.grammars import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ def build_rank(set_up: SetUp, place: Place) -> Runner:
         sampler, width = runner.sampler, source.config.vocab_size
         runner.sampler = ShardedSampler(runner.rows.num_rows, width, device, place.communicator)
         runner.sampler.rule = sampler.rule
+    tokenizer = partial(open_tokenizer, args, source)
+    runner.sampler.edits.grammars = Grammars(tokenizer, source.config.vocab_size)
     if placement is not None and args.eplb is not None:
         balance_experts(model, placement, place, args.eplb.window_size)
     return runner

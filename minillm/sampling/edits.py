@@ -1,6 +1,7 @@
 """Logits processors ("edits"), stored on the device for each row of the persistent batch.
 
     allowed_token_ids   one bit per token; other tokens get -inf                   `masks`
+    structured_outputs  the same, written by the host for each position of a step `filled`
     bad_words, min_tokens, logit_bias   (token, value to add, since, until,
                         tokens that must precede it)                             `entries`
     penalties           the distinct tokens of the sequence and their counts       `seen`
@@ -14,15 +15,19 @@ counts prompt and output; the frequency and presence penalties count the output.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.api.sampling_params import SamplingParams
+from minillm.errors import UnsupportedFeatureError
+from minillm.ops.transfers import upload
 from minillm.sampling.segments import Segments
+from minillm.structured.grammars import Constraint, Grammars
 
 CHUNK_VALUES_CPU = 2**21  # logits edited at a time: temporaries below 100 MB
 CHUNK_VALUES_GPU = 2**23  # temporaries below 1 GB
@@ -46,6 +51,8 @@ class SamplingRow:
         position: position of the next token in the sequence (prompt length for the first).
         stop_ids: end-of-sequence and stop token ids, banned until `params.min_tokens`.
         bad_words_ids: `params.bad_words`, tokenized.
+        token_ids: all tokens that the host knows, a list that grows with the sequence; only for
+            `params.structured_outputs`.
     """
 
     params: SamplingParams
@@ -56,6 +63,7 @@ class SamplingRow:
     output_token_ids: Sequence[int] = ()
     stop_ids: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    token_ids: Sequence[int] = ()
 
     @property
     def first(self) -> int:
@@ -76,7 +84,14 @@ class Edits:
         self._until: dict[int, int] = {}  # row with edits -> position where they end
         self._masked: set[int] = set()
         self._masks: Tensor | None = None  # uint8 [rows, bytes], allocated at first use
-        self._numbers: Tensor | None = None  # float32 [256, 8]: mask byte -> values to add
+        each = torch.arange(256)[:, None] >> torch.arange(8) & 1
+        # float32 [256, 8]: mask byte -> values to add
+        self._numbers = torch.where(each > 0, 0.0, -math.inf).to(device)
+        self._space = torch.empty(0, 8, device=device)  # for values of masks
+        self.grammars: Grammars | None = None  # for structured_outputs
+        self._constraints: dict[int, Constraint] = {}  # by row
+        self._filled: Tensor | None = None  # uint8 [positions of this step, bytes]
+        self._places: dict[int, int] = {}  # row -> its place in `_filled`, minus its position
         self._entries = Segments(num_rows, device)
         self._with_words: set[int] = set()
         self._recent: Tensor | None = None  # int64 [rows, RECENT]: position p at p % RECENT
@@ -104,7 +119,9 @@ class Edits:
             self._set_entries(row, entries, request)
         if is_penalised(params):
             self._set_seen(row, request)
-        if row in self._masked or row in self._seen:
+        if params.structured_outputs is not None:
+            self._set_constraint(row, request)
+        if row in self._masked or row in self._seen or row in self._constraints:
             self._until[row] = ALWAYS
         elif entries:
             self._until[row] = max(entry.until for entry in entries)
@@ -116,6 +133,7 @@ class Edits:
         self._masked.discard(row)
         self._with_words.discard(row)
         self._room.pop(row, None)
+        self._constraints.pop(row, None)
         self._entries.drop(row)
         self._seen.drop(row)
 
@@ -132,8 +150,9 @@ class Edits:
         for table in (self._masks, self._recent, self._penalties.T):
             if table is not None:
                 table[target] = table[source]
-        if source in self._room:
-            self._room[target] = self._room.pop(source)
+        for table_of in (self._room, self._constraints):
+            if source in table_of:
+                table_of[target] = table_of.pop(source)  # type: ignore[assignment]
         self._entries.move(source, target)
         self._seen.move(source, target)
 
@@ -148,12 +167,16 @@ class Edits:
         if self._masks is None:
             shape = self.num_rows, -(-self.vocab_size // 8)
             self._masks = torch.zeros(shape, dtype=torch.uint8, device=self.device)
-            each = torch.arange(256)[:, None] >> torch.arange(8) & 1
-            self._numbers = torch.where(each > 0, 0.0, -math.inf).to(self.device)
         bits = np.zeros(self.vocab_size, dtype=bool)
         bits[list(ids)] = True
         self._masks[row] = torch.from_numpy(np.packbits(bits, bitorder="little"))
         self._masked.add(row)
+
+    def _set_constraint(self, row: int, request: SamplingRow) -> None:
+        if self.grammars is None:
+            raise UnsupportedFeatureError("structured_outputs needs an engine.")
+        parts = request.params, request.token_ids, request.first, request.stop_ids
+        self._constraints[row] = Constraint(self.grammars, *parts)
 
     def _set_entries(self, row: int, entries: list["Entry"], request: SamplingRow) -> None:
         longest = max(len(entry.before) for entry in entries)
@@ -192,6 +215,22 @@ class Edits:
 
     # ---- editing ---------------------------------------------------------------------------
 
+    def constrain(
+        self, rows: Sequence[int], positions: Sequence[int], drafts: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Fill the masks of this step's rows with structured_outputs, for all their positions."""
+        if not self._constraints:
+            return
+        members = [i for i, row in enumerate(rows) if row in self._constraints]
+        table = np.empty((len(members), -(-self.vocab_size // 8)), dtype=np.uint8)
+        self._places, start = {}, 0
+        for row, group in groupby(members, key=rows.__getitem__):
+            first, *others = group
+            end = start + 1 + len(others)
+            self._constraints[row].masks(positions[first], drafts.get(row, ()), table[start:end])
+            self._places[row], start = start - positions[first], end
+        (self._filled,) = upload(self.device, table)
+
     def chunks(self, members: list[int]) -> Iterator[list[int]]:
         """Split `members` into chunks that bound the memory of temporaries."""
         values = CHUNK_VALUES_CPU if self.device.type == "cpu" else CHUNK_VALUES_GPU
@@ -204,7 +243,10 @@ class Edits:
         wide[:, -1] = 0.0  # a padding column for values without a token
         edited = wide[:, :-1]
         edited.copy_(logits)
-        self._apply_masks(edited, rows)
+        members = list(enumerate(rows))
+        self._apply_masks(edited, self._masks, {i: r for i, r in members if r in self._masked})
+        filled = {i: self._places[r] + positions[i] for i, r in members if r in self._constraints}
+        self._apply_masks(edited, self._filled, filled)
         place = torch.full((self.num_rows,), -1)
         place[list(rows)] = torch.arange(len(rows))
         place = place.to(self.device)
@@ -214,14 +256,22 @@ class Edits:
             self._penalise(wide, place, self._seen.span(rows))
         return edited
 
-    def _apply_masks(self, edited: Tensor, rows: Sequence[int]) -> None:
-        members = [i for i, row in enumerate(rows) if row in self._masked]
-        if not members or self._masks is None or self._numbers is None:
+    def _apply_masks(self, edited: Tensor, table: Tensor | None, of: Mapping[int, int]) -> None:
+        """Exclude the tokens that `table` does not allow; `of` maps logits to its rows."""
+        if not of or table is None:
             return
-        where, of = torch.tensor([members, [rows[i] for i in members]], device=self.device)
-        codes = self._masks.index_select(0, of).flatten().int()
-        numbers = self._numbers.index_select(0, codes).view(len(members), -1)
-        edited.index_add_(0, where, numbers[:, : self.vocab_size])
+        where, chosen = torch.tensor([list(of), list(of.values())], device=self.device)
+        codes = table.index_select(0, chosen).flatten().int()
+        if len(self._space) < len(codes):  # kept: fresh pages would take longer than the rest
+            self._space = torch.empty(len(codes), 8, device=self.device)
+        space = self._space[: len(codes)]
+        torch.index_select(self._numbers, 0, codes, out=space)
+        numbers = space.view(len(of), -1)[:, : self.vocab_size]
+        first = next(iter(of))
+        if list(of) == list(range(first, first + len(of))):  # adjacent: six times as fast
+            edited[first : first + len(of)].add_(numbers)
+        else:
+            edited.index_add_(0, where, numbers)
 
     def _add_entries(self, wide: Tensor, place: Tensor, positions: Sequence[int]) -> None:
         """Add the values of active entries: -inf for a ban, or a bias."""
@@ -247,6 +297,12 @@ class Edits:
         value = values.index_select(0, where)
         value = torch.where(value > 0, value / repetition, value * repetition)
         values.scatter_(0, where, value - frequency * count - presence * (count > 0))
+
+    def drafts(self, row: int, proposed: list[int], most: int, forces: bool) -> list[int]:
+        """Drafts for a row: those `proposed`, unless it has structured_outputs, which may exclude
+        some and with `forces` propose others."""
+        constraint = self._constraints.get(row)
+        return proposed if constraint is None else constraint.drafts(proposed, most, forces)
 
     # ---- appending tokens ------------------------------------------------------------------
 

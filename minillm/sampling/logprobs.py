@@ -40,8 +40,8 @@ def failure_of(best: float) -> Failure | None:
         return None
     if best == -math.inf:
         return Failure(
-            "No token is left to choose from: allowed_token_ids, bad_words and min_tokens "
-            "exclude all of them.",
+            "No token is left to choose from: structured_outputs, allowed_token_ids, bad_words and "
+            "min_tokens exclude all of them.",
             "request",
         )
     return NOT_FINITE

@@ -3,7 +3,8 @@
 The order of operations is vLLM's::
 
     raw log-probabilities                                                     logprobs.py
-    allowed_token_ids -> bad_words -> min_tokens -> logit_bias -> penalties   edits.py
+    structured_outputs -> allowed_token_ids                                   edits.py
+    -> bad_words -> min_tokens -> logit_bias -> penalties
     temperature -> min_p -> top_k -> top_p -> argmax(logits + Gumbel noise)   ops/sampling.py
 
 A `Sampler` keeps the sampling parameters and logits processors ("edits") of every row of the
@@ -28,6 +29,7 @@ from minillm.ops.transfers import upload
 from minillm.sampling.edits import Edits, SamplingRow
 from minillm.sampling.logprobs import TokenLogprob, describe, failures
 from minillm.sampling.rules import DraftedToken, Rule, drafts_at
+from minillm.structured.grammars import Grammars
 
 __all__ = ["NO_TOKEN", "SampledBatch", "Sampler", "SamplingRow", "sample"]
 
@@ -129,6 +131,7 @@ class Sampler:
         if drafted and spread:
             drafted = [drafted[i] for i in of]
         edits = self.edits.rows_of(rows, positions)
+        self.edits.constrain(rows, positions, drafts)
         later = edited_samples(edits, of if spread else None)
         now = [None if i in later else each for i, each in enumerate(drafted)]
         every = logits if index is None else logits[index]
@@ -267,9 +270,15 @@ class SampledBatch:
     failed: dict[int, Failure]  # by row
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow], row_by_row: bool = False) -> SampledBatch:
+def sample(
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    row_by_row: bool = False,
+    grammars: Grammars | None = None,
+) -> SampledBatch:
     """Sample one token per row of logits [K, V], with a new `Sampler`."""
     sampler = Sampler(len(rows), logits.shape[1], logits.device)
+    sampler.edits.grammars = grammars
     for row, request in enumerate(rows):
         sampler.set_row(row, request)
     tokens, best = sampler.choose(logits, range(len(rows)), [row.position for row in rows])

@@ -7,9 +7,9 @@ Plan n + 1 assumes that step n succeeds: its positions are computed, and each ro
 one token. A plan needs the number of tokens, not their values.
 
 A sequence has no row in plan n + 1 if its next position depends on the commit of plan n: it forks,
-recomputes positions, verifies drafts, or may get drafts in plan n + 1. The whole plan n + 1 waits
-for the commit if it might need a preemption. If a sequence finishes in step n, its row in plan
-n + 1 is discarded, and its blocks are freed at the commit of plan n + 1.
+recomputes positions, verifies drafts, has structured_outputs, or may get drafts in plan n + 1. The
+whole plan n + 1 waits for the commit if it might need a preemption. If a sequence finishes in step
+n, its row in plan n + 1 is discarded, and its blocks are freed at the commit of plan n + 1.
 """
 
 from collections.abc import Collection
@@ -91,6 +91,8 @@ def prepare_single_stage(
 def is_predictable(row: Row, sequence: Sequence) -> bool:
     """Whether the sequence's position after this row is known before its tokens are sampled."""
     simple = row.num_logits <= 1 and not row.num_forks
+    if row.num_logits and sequence.request.params.structured_outputs is not None:
+        return False  # the mask of the next position needs the token
     return simple and row.start >= sequence.furthest and not sequence.is_void
 
 

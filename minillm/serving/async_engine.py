@@ -35,6 +35,7 @@ from minillm.trace.recorder import Trace
 # because they would block the event loop for more than a few milliseconds.
 LONG_PROMPT = 10_000  # token ids
 NUM_TOKENISERS = 2
+NUM_COMPILING = 8  # requests whose constraints are waited for; two are compiled at a time
 
 
 class AsyncLLMEngine:
@@ -58,8 +59,9 @@ class AsyncLLMEngine:
         self._steps = StepThread(partial(Engine, args), args.max_num_requests)
         self._engine = self._steps.engine
         self._tokenisers = ThreadPoolExecutor(NUM_TOKENISERS, "minillm-tokeniser")
+        self._compiling = ThreadPoolExecutor(NUM_COMPILING, "minillm-compiling")
         # Also runs at interpreter exit; the threads hold no reference to this object.
-        self._end = weakref.finalize(self, stop, self._steps, self._tokenisers)
+        self._end = weakref.finalize(self, stop, self._steps, self._tokenisers, self._compiling)
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> "AsyncLLMEngine":
@@ -180,6 +182,8 @@ class AsyncLLMEngine:
         why = "no step was planned since it arrived"
         if ticket.request is None:
             why = "its prompt is not tokenised yet"
+            if ticket.compiles:
+                why = "its structured_outputs are not compiled yet"
         elif ticket.live is None and self._steps.is_full:
             why = f"the engine has its {self._steps.max_num_requests} requests (max_num_requests)"
         return perf_counter() - ticket.arrival, why
@@ -264,10 +268,12 @@ class AsyncLLMEngine:
         priority = one_priority(priority, self.args.scheduling_policy)
         make = partial(self._engine.make_request, request_id, text, ids, params, priority, salt)
         ticket = Ticket(request_id, (priority, next(self._steps.arrivals)), params, text)
-        if is_long(text, ids):
+        ticket.compiles = not self._engine.grammars.is_compiled(params)
+        if ticket.compiles or is_long(text, ids):
             self._steps.enter(ticket)
+            threads = self._compiling if ticket.compiles else self._tokenisers
             try:
-                self._tokenisers.submit(tokenise, self._steps, ticket, make)
+                threads.submit(tokenise, self._steps, ticket, make)
             except BaseException as error:  # remove it, or it would block the queue
                 ticket.ended = True
                 self._steps.leave(ticket)
@@ -288,10 +294,10 @@ def is_long(text: str | None, ids: Sequence[int] | None) -> bool:
 
 
 def tokenise(steps: StepThread, ticket: Ticket, make: Callable[[], Request]) -> None:
-    """Create the request of a queued ticket. Runs in a tokeniser thread."""
+    """Create the request of a queued ticket. Runs in a thread for long prompts or constraints."""
     if ticket.ended:
         return
-    result: Request | Exception = EngineDeadError("The thread that tokenised this prompt ended.")
+    result: Request | Exception = EngineDeadError("The thread that made this request ended.")
     try:
         result = replace(make(), arrival=ticket.arrival)
     except Exception as error:
@@ -300,7 +306,8 @@ def tokenise(steps: StepThread, ticket: Ticket, make: Callable[[], Request]) -> 
         steps.ready(ticket, result)
 
 
-def stop(steps: StepThread, tokenisers: ThreadPoolExecutor) -> None:
+def stop(steps: StepThread, *pools: ThreadPoolExecutor) -> None:
     """Stop the threads of an engine, which may be garbage already."""
     steps.stop()
-    tokenisers.shutdown(wait=False, cancel_futures=True)
+    for threads in pools:
+        threads.shutdown(wait=False, cancel_futures=True)

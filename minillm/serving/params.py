@@ -211,6 +211,8 @@ def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     if request.n is not None:
         given["n"] = request.n
+    if (constraint := request.constraint()) is not None:
+        given["structured_outputs"] = constraint
     if request.logit_bias is not None:
         given["logit_bias"] = {whole(key): value for key, value in request.logit_bias.items()}
     return given

@@ -34,7 +34,7 @@ MAX_CHARACTERS = 2**20  # of POST /tokenize
 
 # Fields that would change the output if they were supported. All others are ignored, and listed in
 # a response header. A constraint that is silently ignored is worse than an error.
-STRUCTURED = "structured output is not built yet; leave it out"
+STRUCTURED = "give it in structured_outputs, such as {'regex': '[0-9]+'}, or use response_format"
 TOOLS = "tool calls are not built yet; leave it out, and describe the tools in a message"
 BEAMS = "beam search is not supported; use n with a temperature above 0"
 UNSUPPORTED = "it is not supported; leave it out"
@@ -42,12 +42,11 @@ CHATS = "it is for /v1/chat/completions and messages; leave it out"
 VARIABLE = "it is not a field; if the chat template reads it, give it in chat_template_kwargs"
 CONSTRAINTS: Mapping[str, str] = MappingProxyType(
     {
-        "structured_outputs": STRUCTURED,
         "json_schema": STRUCTURED,
         "regex": STRUCTURED,
         "ebnf": STRUCTURED,
         "grammar": STRUCTURED,
-        "structural_tag": STRUCTURED,
+        "structural_tag": UNSUPPORTED,
         "tools": TOOLS,
         "tool_choice": TOOLS,
         "functions": TOOLS,
@@ -181,6 +180,7 @@ class GenerationRequest(ApiRequest):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: TokenIds | None = None
+    structured_outputs: dict[str, Any] | None = None
     bad_words: Texts | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -197,13 +197,28 @@ class GenerationRequest(ApiRequest):
             raise ValueError("stream_options needs stream; set stream to true, or leave it out")
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs is not available in a stream; leave one of them out")
-        kind = (self.response_format or {}).get("type", "text")
-        if kind != "text":
-            named = shown(kind) if isinstance(kind, str) else type(kind).__name__
-            raise ValueError(
-                f"response_format of type {named}: structured output is not built yet; leave it out"
-            )
+        self.constraint()
         return self
+
+    def constraint(self) -> dict[str, Any] | None:
+        """The fields of structured_outputs: the given ones, or those of response_format."""
+        given, format = self.structured_outputs, self.response_format or {}
+        kind = format.get("type", "text")
+        if kind == "text":
+            return given
+        if given is not None:
+            raise ValueError("structured_outputs and response_format are given; leave one out")
+        if kind == "json_object":
+            return {"json_object": True}
+        if kind != "json_schema":
+            raise ValueError(
+                f"response_format of type {shown(kind)}: it must be text, json_object or "
+                "json_schema"
+            )
+        inner = format.get("json_schema")
+        if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+            raise ValueError("response_format has no object json_schema.schema; give the schema")
+        return {"json": inner["schema"]}
 
 
 class CompletionRequest(GenerationRequest):

@@ -358,15 +358,16 @@ class StepThread:
 
     def _next(self) -> Ticket | None:
         """The next ticket to admit, if any. A prompt that is still being tokenised blocks the
-        tickets after it."""
-        if not self._queue or len(self._held) >= self.max_num_requests:
-            return None
-        return self._queue[0] if self._queue[0].request is not None else None
+        tickets after it; a constraint that is still being compiled does not."""
+        for ticket in self._queue if len(self._held) < self.max_num_requests else ():
+            if ticket.request is not None or not ticket.compiles:
+                return ticket if ticket.request is not None else None
+        return None
 
     def _admit(self) -> None:
         """Add queued requests to the engine, up to `max_num_requests`."""
         while (ticket := self._next()) is not None and ticket.request is not None:
-            del self._queue[0]
+            self._queue.remove(ticket)
             self._held[ticket.request_id] = ticket
             try:
                 ticket.live = self.engine.add(ticket.request)

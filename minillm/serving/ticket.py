@@ -23,6 +23,7 @@ class Ticket:
 
     __slots__ = (
         "arrival",
+        "compiles",
         "ended",
         "key",
         "kind",
@@ -44,6 +45,7 @@ class Ticket:
         self.arrival = perf_counter()
         self.loop = asyncio.get_running_loop()
         self.request: Request | None = None  # None while a long prompt is tokenised
+        self.compiles = False  # until there is a request: its structured_outputs are compiled
         self.live: LiveRequest | None = None  # None while the request waits outside the engine
         self.seen = 0  # `live.num_updates` at the latest output
         self.wanted = True

@@ -1,7 +1,7 @@
 """The executor's side of speculative decoding: adds drafts to the rows of a plan."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,8 @@ class Speculator:
     def __init__(self, proposer: Proposer, vocab_size: int):
         self.vocab_size = vocab_size
         self.proposer: Proposer | None = proposer
+        # row, drafts, maximum number, whether others may replace them -> drafts; with constraints
+        self.constrain: Callable[[int, list[int], int, bool], list[int]] | None = None
         self._has_seen_law = False
 
     def draft(self, plan: StepPlan, states: Mapping[int, Drafted]) -> list[Row]:
@@ -53,8 +55,13 @@ class Speculator:
             for row in asked
         ]
         counts = {}
+        # What a draft model has in its own cache are the drafts that it proposed.
+        forces = not hasattr(self.proposer, "follow")
         for row, (drafts, law) in zip(asked, self._propose(wanted), strict=True):
-            state, counts[row.seq_id] = states[row.seq_id], 1 + len(drafts)
+            state = states[row.seq_id]
+            if self.constrain is not None and law is None:
+                drafts = self.constrain(state.row, drafts, row.num_logits - 1, forces)
+            counts[row.seq_id] = 1 + len(drafts)
             state.drafts, state.law = drafts, law
         return [
             row._replace(num_tokens=count, num_logits=count)

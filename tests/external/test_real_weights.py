@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from minillm.api.arguments import EngineArgs
-from minillm.engine.setup import open_tokenizer
+from minillm.execution.setup import open_tokenizer
 from minillm.layers.linear_methods import Matrix, frozen
 from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder

@@ -397,8 +397,9 @@ class Reference:
             prompt_token_ids=job.ids,
             output_token_ids=generated,
             stop_ids=request.stop_ids,
+            token_ids=[*job.ids, *generated],
         )
-        return sample(logits, [row]).token_ids[0]
+        return sample(logits, [row], grammars=self.llm.engine.grammars).token_ids[0]
 
 
 def without_stop(params: SamplingParams) -> SamplingParams:

@@ -12,6 +12,14 @@ CLOSE = 1e-4  # of log-probabilities, whose last bits depend on the batch
 BYTES = 264  # the vocabulary of `engine/small.py`, a token for each byte,
 NUM_PLAIN = 94  # of which these are printable characters of ASCII
 GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 1.0}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": [None, "x", []]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+PATTERN = r"[a-f]{3}(-[0-9]{1,4}){2,4}é?"
+CHOICES = ["abcdefghij", "abcdefgh", "abcdx", "zzz"]
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY | {"max_tokens": 30},
     "drawn": DRAWN | {"max_tokens": 30},
@@ -43,12 +51,24 @@ KINDS: dict[str, dict[str, Any]] = {
     "stop text, shown": GREEDY
     | {"stop": (10, 12), "include_stop_str_in_output": True, "max_tokens": 30},
     "long prompt": GREEDY | {"max_tokens": 6},
+    "text of a schema": DRAWN
+    | {"structured_outputs": {"json": SCHEMA}, "max_tokens": 40, "ignore_eos": False},
+    "text of a pattern": GREEDY  # which ends at a stop token, and what is allowed besides changes
+    | {"structured_outputs": {"regex": PATTERN}, "ignore_eos": False, "max_tokens": 40}
+    | {"frequency_penalty": 0.7, "logprobs": 2, "stop_token_ids": [BYTES - 1]},
+    "texts to choose from": DRAWN
+    | {"structured_outputs": {"choice": CHOICES}, "ignore_eos": False, "max_tokens": 16}
+    | {"n": 3, "logprobs": 0},
 }
-LENGTHS = {"long prompt": 80, "three": 37}  # whose completions part within a block
+LENGTHS = {
+    "long prompt": 80,
+    "three": 37,
+    "texts to choose from": 37,
+}  # whose completions part within a block
 WITHOUT_TEXT = tuple(kind for kind in KINDS if "text" not in kind and "bad" not in kind)
 SOME = (  # for a model that takes long
     *("greedy", "min-p", "repetition", "bad words, drawn", "logprobs", "stop text", "three"),
-    "long prompt",
+    *("long prompt", "text of a schema", "text of a pattern"),
 )
 
 

@@ -88,12 +88,20 @@ ATTACKS: dict[str, tuple[str, Any]] = {
     "bad words": (C, p(bad_words=["x"] * 100_000)),
     "logit_bias of all ids": (C, p(logit_bias={str(i): 1 for i in range(100_000)})),
     "stop_token_ids of all ids": (C, p(stop_token_ids=list(range(100_000)))),
-    # a constraint that is not built: refused, not compiled
+    # constraints: compiled in a thread, with limits
     "CVE-2026-55574 regex": (C, p(guided_regex="(a+)+b")),
-    "PYSEC-2026-3933 structured_outputs": (C, p(structured_outputs={"regex": "(a+)+b"})),
-    "CVE-2026-105757 grammar": (C, p(guided_grammar="root ::= (")),
-    "CVE-2025-29770 json": (CHAT, {"messages": MESSAGES, "response_format": {
-        "type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}),
+    "PYSEC-2026-3933 structured_outputs": (C, p(structured_outputs={"regex": "(a+)+\\1"})),
+    "vLLM#17313 a bad regex": (C, p(structured_outputs={"regex": "[a-"})),
+    "SGLang#7639 groups in groups": (C, p(structured_outputs={"regex": "(" * 30_000})),
+    "CVE-2026-105757 grammar": (C, p(structured_outputs={"grammar": "root ::= ("})),
+    "llama.cpp#26600 a deep grammar": (C, p(structured_outputs={
+        "grammar": "start: " + "(" * 60_000})),
+    "CVE-2025-48944 type and pattern": (CHAT, {"messages": MESSAGES, "response_format": {
+        "type": "json_schema", "json_schema": {"name": "x", "schema": {
+            "type": "nothing", "pattern": "("}}}}),
+    "a schema on another host": (C, p(structured_outputs={"json": {"$ref": "http://127.0.0.1:1"}})),
+    "a deep schema": (C, b'{"prompt":"x","structured_outputs":{"json":' + b'{"not":' * 50_000),
+    "a schema of 1 MiB": (C, p(structured_outputs={"json": {"enum": ["x" * 2**20]}})),
     "CVE-2025-48944 tools": (CHAT, {"messages": MESSAGES, "tools": [{"type": "function",
         "function": {"name": "f", "parameters": {"type": "nothing", "pattern": "("}}}]}),
     # templates
@@ -194,6 +202,10 @@ def test_an_attack_is_refused_and_hurts_no_one(
 
 
 ALLOWED: dict[str, tuple[str, Any]] = {
+    "CVE-2025-29770 any schema": (CHAT, {"messages": MESSAGES, "max_tokens": 4, "response_format": {
+        "type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}),
+    "a regex that backtracks elsewhere": (C, p(structured_outputs={"regex": "(a+)+b"})),
+    "large bounds": (C, p(structured_outputs={"json": {"type": "string", "maxLength": 10**5}})),
     "max_tokens above the room": (C, p(max_tokens=2**31 - 1)),
     "a field that the server does not know": (C, p(**{"x-unknown": 1, "a\r\nset-cookie: b": 2})),
     "a request id with line ends": (C, p(request_id="a\r\nx: y")),

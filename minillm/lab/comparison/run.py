@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from minillm.api.arguments import EngineArgs
-from minillm.engine.setup import choose_dtype, open_tokenizer
+from minillm.engine.setup import choose_dtype
 from minillm.errors import ConfigError
+from minillm.execution.setup import open_tokenizer
 from minillm.lab.comparison import sizes
 from minillm.lab.comparison.candidates import (
     Candidate,
