@@ -51,8 +51,13 @@ def quantize_query(q: Tensor) -> tuple[Tensor, Tensor]:
     q = q.float()
     most = q.abs().amax(-1)
     divides = ((most > TINY) & most.isfinite()).unsqueeze(-1)
-    codes = torch.where(divides, (q * (LEVELS / most).unsqueeze(-1)).round(), 0.0)
+    codes = torch.where(divides, (q * levels_per(most).unsqueeze(-1)).round(), 0.0)
     return codes, torch.where(most.isfinite(), most / LEVELS, math.inf)
+
+
+def levels_per(most: Tensor) -> Tensor:
+    """127 / most, rounded once: torch divides a number by a tensor in two steps."""
+    return torch.full_like(most, LEVELS) / most
 
 
 def keys_of(cache: Tensor) -> Tensor:
@@ -188,7 +193,7 @@ def add_tile(sums: Sums, scores: Tensor, v: Tensor, v_scale: Tensor, visible: Te
     weights = weights.masked_fill(~visible, 0)
     scaled = (weights * v_scale).masked_fill(~visible, 0)  # unused slots may have any scale
     top = scaled.amax(-1)
-    inverse = torch.where((top > TINY) & top.isfinite(), LEVELS / top, 0.0)[..., None]
+    inverse = torch.where((top > TINY) & top.isfinite(), levels_per(top), 0.0)[..., None]
     codes = torch.where(inverse == 0, 0.0, (scaled * inverse).round())
     products = (codes.double() @ v).float()
     sums.values = fma((top / LEVELS)[..., None], products, sums.values * old[..., None])

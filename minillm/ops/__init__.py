@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from minillm.ops import cpu, cpu_rope
+from minillm.ops import cpu, cpu_int8_cache, cpu_rope
 from minillm.ops.batch import AttentionMode, Batch, Pages, Prologue, codes_of
 from minillm.ops.dispatch import backend_of, uses_kernels
 from minillm_kernels import batch_invariant, int8_cache, reference
@@ -128,7 +128,9 @@ def norm_rope_write(
     """
     _, q_norm, k_norm, eps, interleaved = prologue
     rows = reference if mode == "plain" else _rows(qkv, q_norm, k_norm)
-    if rows is reference or pages.key_scale is not None or not _takes_heads(rows, pages.key):
+    if (codes := codes_of(pages)) and rows is cpu and cpu_int8_cache.takes(qkv, codes):
+        return cpu_int8_cache.norm_rope_write(qkv, prologue, rope, codes, slot_mapping)
+    if rows is reference or codes or not _takes_heads(rows, pages.key):
         q, k, v = norm_rope(qkv, prologue, rope, mode)
         write_cache(k, v, pages, slot_mapping)
         return q
@@ -165,6 +167,8 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of q [N, H, D] over the batch's sequences -> [N, H, Dv]."""
     if codes := codes_of(pages):  # each mode has the same arithmetic
+        if mode != "plain" and scale > 0 and cpu_int8_cache.takes(q, codes):
+            return cpu_int8_cache.paged_attention(q, codes, batch, scale, window)
         lists = batch.query_start, batch.seq_lens, batch.block_tables
         return int8_cache.paged_attention(q, *codes, *lists, scale, window)
     if mode != "plain" and uses_kernels(q, pages.key, pages.value):

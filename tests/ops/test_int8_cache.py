@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 from minillm import ops
-from minillm.ops.batch import Batch, Pages
+from minillm.cache.spec import cache_spec
+from minillm.layers.kv_cache import KVCache
+from minillm.models.decoder import Decoder
+from minillm.ops import c_library, cpu
+from minillm.ops.batch import Batch, Pages, Prologue
 from minillm_kernels import int8_cache, reference
+from tests.ops import small_decoders
+from tests.ops.c_variants import ELEMENTS, PATHS, built, use, with_threads
 
 TILE = 64
+INT8_PATHS = (*PATHS, "baseline")  # of PRODUCT_PATHS
 SIZES = {  # the dimensions of heads, tokens of a block, query heads of a KV head
     "usual": ((32, 64, 128), (16, 32), (1, 2, 3, 4)),
     "odd": ((16, 48, 80, 256), (4, 12, 64, 256), (1, 5, 8)),
@@ -245,3 +252,147 @@ def test_exp2_is_exact_at_integers_and_near_everywhere() -> None:
     whole = torch.arange(-100, 1.0)
     assert torch.equal(int8_cache.exp2(whole), torch.exp2(whole))
     assert int8_cache.exp2(torch.tensor(math.nan)).isnan()
+
+
+# ---- in C ---------------------------------------------------------------------------------------
+
+Library = tuple[c_library.Library, torch.dtype]
+
+
+@pytest.fixture(scope="module", params=[(p, e) for p in INT8_PATHS for e in ELEMENTS], ids=" ".join)
+def c(request) -> Library:
+    """A library for one element type, for this processor or as for one that can do less."""
+    path, element = request.param
+    return built(path, element), ELEMENTS[element]
+
+
+@pytest.fixture
+def dtype(c: Library, monkeypatch) -> torch.dtype:
+    """The element type; operations use its library."""
+    use(monkeypatch, *c)
+    return c[1]
+
+
+def check_bits(case: Case) -> None:
+    """Those of torch, and those of each query alone."""
+    wanted = case.attend()
+    fast = replace(case, way="fast")
+    assert torch.equal(fast.attend(), wanted)
+    if sum(case.counts) <= 60:
+        assert torch.equal(fast.one_by_one(), wanted)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("seed", range(6))
+def test_c_has_the_bits_of_torch(dtype, seed: int, sizes: str) -> None:
+    check_bits(random_case(seed + 100, sizes, dtype, "plain"))
+
+
+def check_threads(found: cpu.Functions, dtype: torch.dtype) -> None:
+    """A long sequence in parts, drafts beside it, and a prompt."""
+    case = make_case(3, [1500, 1030, 200], [1, 4, 150], 32, window=None, dtype=dtype, steep=3)
+    windowed = make_case(4, [1500, 600], [1, 2], 32, window=600, dtype=dtype, steep=3)
+    for each in (case, windowed):
+        wanted = each.attend()
+        for threads in (1, 3):
+            with with_threads(found, threads):
+                assert torch.equal(replace(each, way="fast").attend(), wanted)
+
+
+def test_threads_change_no_bit(c, dtype) -> None:
+    check_threads(cpu.functions(dtype), dtype)
+
+
+def check_prologue(dtype: torch.dtype, normed: bool) -> None:
+    """Norm, rotation and rounding in one call are those of operations, to their slots only."""
+    dice = torch.Generator().manual_seed(7)
+    qkv = torch.randn(5, 4 + 2 * 2, 32, generator=dice).to(dtype)
+    qkv[3, 5, 7] = math.nan  # a key
+    norms = [torch.rand(32, generator=dice).to(dtype) if normed else None for _ in range(2)]
+    rope = tuple(torch.rand(5, 16, generator=dice) for _ in range(2))
+    slots = torch.tensor([17, 2, -1, 15])
+    found = []
+    for mode in ("fast", "plain"):
+        case = make_case(0, [40], [1], 32, 4, dtype=dtype)
+        q = ops.norm_rope_write(
+            qkv, Prologue(2, *norms, 1e-5, False), rope, case.pages, slots, mode
+        )
+        found.append((q, *case.pages))
+    one_step = 0.02 if dtype == torch.bfloat16 else 1e-5  # rounding of norm and rotation
+    torch.testing.assert_close(found[0][0], found[1][0], atol=one_step, rtol=one_step)
+    for got, wanted in zip(found[0][1:], found[1][1:], strict=True):
+        off = (got.float() - wanted.float()).abs().nan_to_num(0)
+        assert off.max() <= (2 if got.dtype != torch.float16 else one_step)
+        assert torch.equal(got.float().isnan(), wanted.float().isnan())
+        assert torch.equal(got.float().isinf(), wanted.float().isinf())
+    with pytest.raises(IndexError, match="slot"):
+        ops.norm_rope_write(qkv, Prologue(2, *norms, 1e-5, False), rope, case.pages,
+                            slots + 10_000)  # fmt: skip
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_prologue_and_writing_are_one_call(dtype, normed: bool) -> None:
+    check_prologue(dtype, normed)
+
+
+def test_c_rounds_as_torch(dtype) -> None:
+    """Without norm and rotation keys are what they were: all of the hard rows, bit for bit."""
+    rows = hard_rows().to(dtype)
+    rows[5, 0, 3], rows[9, 0, 1] = math.nan, math.inf
+    qkv, turn = rows.expand(-1, 3, -1), (torch.ones(len(rows), 16), torch.zeros(len(rows), 16))
+    found = []
+    for mode in ("fast", "plain"):
+        case = make_case(0, [len(rows)], [1], 32, 12, kv_heads=1, dtype=dtype)
+        slots = torch.arange(len(rows))
+        ops.norm_rope_write(qkv, Prologue(1, None, None, 0, False), turn, case.pages, slots, mode)
+        found.append(case.pages)
+    for got, wanted in zip(*found, strict=True):
+        assert torch.equal(got.nan_to_num(-7), wanted.nan_to_num(-7))
+
+
+OUTSIDE = {
+    "a block": lambda case: {"block_tables": case.tables + 1000},
+    "a long sequence": lambda case: {"seq_lens": torch.tensor([5000, 3]).int()},
+    "a negative length": lambda case: {"seq_lens": torch.tensor([-1, 3]).int()},
+    "queries": lambda case: {"query_start": torch.tensor([0, 1, 9]).int()},
+}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_what_points_outside_is_refused(dtype, what: str) -> None:
+    case = make_case(0, [40, 3], [1, 1], dtype=dtype, way="fast")
+    with pytest.raises(IndexError, match="point outside"):
+        case.attend(**OUTSIDE[what](case))
+
+
+# ---- all layers ---------------------------------------------------------------------------------
+
+
+def int8_cache_of(model: Decoder) -> KVCache:
+    """A cache of codes, full of what shows when it is read before it is written."""
+    config, size = model.config, (small_decoders.NUM_BLOCKS, small_decoders.BLOCK)
+    kv = KVCache(cache_spec(config, "int8"), config.num_layers, *size, model.dtype)
+    for tensor in kv.tensors:
+        tensor.fill_(math.nan if tensor.is_floating_point() else 91)
+    return kv
+
+
+@pytest.mark.parametrize("name", small_decoders.CONFIGS)
+def test_one_call_is_the_layers_one_by_one(name: str, monkeypatch) -> None:
+    """Windows, biases, norms of heads; and near to a cache that is not rounded."""
+    if cpu.functions(torch.bfloat16) is None:
+        pytest.skip(cpu.describe(torch.bfloat16))
+    monkeypatch.setenv(cpu.PANELS, "1")
+    model = small_decoders.build(small_decoders.CONFIGS[name])
+    mine, theirs, plain = (
+        int8_cache_of(model),
+        int8_cache_of(model),
+        small_decoders.new_cache(model),
+    )
+    for batch in small_decoders.steps():
+        got = small_decoders.forward(model, batch, mine)
+        assert torch.equal(got, small_decoders.forward(model, batch, theirs, at_once=False))
+        near = small_decoders.forward(model, batch, plain)
+        assert 0 < (got - near).float().norm() < 0.1 * near.float().norm()
+    for one, other in zip(mine.tensors, theirs.tensors, strict=True):
+        assert torch.equal(one.nan_to_num(-7), other.nan_to_num(-7))
