@@ -194,8 +194,9 @@ def add_tile(sums: Sums, scores: Tensor, v: Tensor, v_scale: Tensor, visible: Te
     scaled = (weights * v_scale).masked_fill(~visible, 0)  # unused slots may have any scale
     top = scaled.amax(-1)
     inverse = torch.where((top > TINY) & top.isfinite(), levels_per(top), 0.0)[..., None]
-    codes = torch.where(inverse == 0, 0.0, (scaled * inverse).round())
-    products = (codes.double() @ v).float()
+    codes = (scaled.double() * inverse.double()).round()  # the product is not rounded before
+    codes = torch.where(inverse == 0, 0.0, codes)
+    products = (codes @ v).float()
     sums.values = fma((top / LEVELS)[..., None], products, sums.values * old[..., None])
     sums.total = fma(sums.total, old, tree_sum(weights))
     sums.best = best
@@ -217,7 +218,7 @@ def shrink(old: Tensor, new: Tensor) -> Tensor:
 
 def exp2(x: Tensor) -> Tensor:
     """2^x for x <= 0, error below 2e-7: 2^n times a polynomial in r, x = n + r. Exactly 1 at 0."""
-    x = x.clamp(min=-125)
+    x = x.clamp(min=-100)
     n = x.round()
     r, p = x - n, torch.full_like(x, POLYNOMIAL[0])
     for coefficient in POLYNOMIAL[1:]:

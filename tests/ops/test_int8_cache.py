@@ -222,6 +222,24 @@ def test_what_is_not_finite_is_nan_for_all_who_see_it_and_nobody_else(bad: float
         assert torch.equal(got[:at], clean[:at])
 
 
+def test_a_slot_that_is_written_again_is_as_new() -> None:
+    """Codes and scales of the last owner are gone."""
+    case, other = (make_case(seed, [37], [20]) for seed in (0, 1))
+    for pages in (case.pages, other.pages):
+        slots = torch.arange(37)
+        for x in (other, case):
+            ops.write_cache(x.keys[0], x.values[0], pages, slots)
+    at = (
+        case.pages.key[:2],
+        other.pages.key[:2],
+        case.pages.key_scale[:2],
+        other.pages.key_scale[:2],
+    )
+    assert torch.equal(at[0], at[1])
+    assert torch.equal(at[2], at[3])
+    assert torch.equal(at[2].flatten()[:16], int8_cache.quantize(case.keys[0])[1][:16, 0])
+
+
 # ---- attention ----------------------------------------------------------------------------------
 
 

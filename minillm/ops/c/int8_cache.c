@@ -26,6 +26,7 @@
 #define TINY 1e-30f   /* weights below are 0 */
 #define FEW 16        /* queries x heads of a group: up to so many, all KV heads are one task */
 #define ROWS 128      /* otherwise most of one task, of one KV head */
+#define BLOCK_ROWS 32 /* rows of a tile that are computed together */
 #define TASKS 4       /* tasks per thread, for load balance */
 #define WORK 32       /* products of a query and a key or value per nanosecond and thread */
 #define TOGETHER 4    /* rows whose sums are kept in registers at the same time, and */
@@ -82,22 +83,6 @@ void store_codes(const int8_pages *pages, int64_t slot, int64_t head, int64_t kv
     for (int64_t j = 0; j < d; j++) v[4 * j] = codes[j];
 }
 
-/* 2^x for x <= 0: 2^n times a polynomial in r, x = n + r. Exactly 1 at 0; NaN stays NaN. */
-static inline float power(float x) {
-    x = x < -125.f ? -125.f : x;
-    float n = __builtin_rintf(x), r = x - n, p = 1.326472731307149e-3f;
-    p = __builtin_fmaf(p, r, 9.671512991189957e-3f);
-    p = __builtin_fmaf(p, r, 5.550733581185341e-2f);
-    p = __builtin_fmaf(p, r, 2.4022242426872253e-1f);
-    p = __builtin_fmaf(p, r, 6.931470036506653e-1f);
-    p = __builtin_fmaf(p, r, 1.f);
-    uint32_t bits;
-    memcpy(&bits, &p, 4);
-    bits += (uint32_t)(int32_t)n << 23;
-    memcpy(&p, &bits, 4);
-    return p;
-}
-
 /* a b + c, rounded once on every processor. */
 static inline vec exact(vec a, vec b, vec c) {
 #if defined(WIDE) || defined(__FMA__) || defined(NEON)
@@ -107,6 +92,22 @@ static inline vec exact(vec a, vec b, vec c) {
     return c;
 #endif
 }
+
+#define MAGIC 12582912.f /* 1.5 x 2^23: what is added to it is rounded to an integer */
+
+/* 2^x for x <= 0: 2^n times a polynomial in r, x = n + r. Exactly 1 at 0; NaN stays NaN. */
+static inline vec powers(vec x) {
+    x = larger((vec){0} - 100.f, x);
+    vec sum = x + MAGIC, r = x - (sum - MAGIC), p = (vec){0} + 1.326472731307149e-3f;
+    p = exact(p, r, (vec){0} + 9.671512991189957e-3f);
+    p = exact(p, r, (vec){0} + 5.550733581185341e-2f);
+    p = exact(p, r, (vec){0} + 2.4022242426872253e-1f);
+    p = exact(p, r, (vec){0} + 6.931470036506653e-1f);
+    p = exact(p, r, (vec){0} + 1.f);
+    return (vec)((words)p + ((words)sum << 23)); /* n is in the lowest bits of the sum */
+}
+
+static inline float power(float x) { return powers((vec){0} + x)[0]; }
 
 /* ---- one tile --------------------------------------------------------------------------------- */
 
@@ -118,6 +119,7 @@ typedef struct {
     const int64_t *tables;
     int64_t table_stride, window, kv_heads, group, d;
     float factor; /* of scores, whose weights are powers of 2 */
+    int amx;
 } problem;
 
 /* Rows `begin` to `end` - 1 of some KV heads of a sequence, over some parts. Row r is query r / group,
@@ -133,9 +135,12 @@ typedef struct {
     float *factors;       /* [rows] of the integer scores */
     int32_t *excess;      /* [rows] what the 128 in keys add to them */
     float *whole, *part;  /* [rows, STATE] of all parts, of the present one */
-    int32_t *scores;      /* [ROWS, TILE] */
-    uint8_t *weights;     /* [ROWS, TILE] */
-    float *units, *shrinks; /* [ROWS] */
+    int32_t *scores;      /* [BLOCK_ROWS, TILE] */
+    uint8_t *weights;     /* [BLOCK_ROWS, TILE] */
+    float *units, *shrinks; /* [BLOCK_ROWS] */
+    float *key_scales, *value_scales; /* [TILE] */
+    int8_t *codes, *keys, *values; /* for tiles of AMX: [ROWS, k], [k / 4, TILE, 4], [GROUPS, n, 4] */
+    int32_t *products;             /* [32, n]; k and n are d rounded up to 64 and 32 */
 } scratch;
 
 /* Positions from `at` on, of the first KV head; groups behind the end are the last one again. */
@@ -259,55 +264,139 @@ static inline __attribute__((always_inline)) void add_values(
         }
 }
 
+/* Set numbers of a tile that a row does not see. */
+static inline void hide(vec *x, range seen, float hidden) {
+    float all[TILE];
+    memcpy(all, x, sizeof all);
+    for (int64_t i = 0; i < TILE; i++)
+        if (i < seen.begin || i >= seen.end) all[i] = hidden;
+    memcpy(x, all, sizeof all);
+}
+
 /* Online softmax of a row: integer scores -> weights of 7 bits, their unit and, in `shrink`, the
  * factor of the values so far. Positions outside of `seen` may have any scale. */
 static inline float weigh(const int32_t *scores, float factor, const float *key_scales,
                           const float *value_scales, range seen, float *best, float *total,
                           uint8_t *weights, float *shrink) {
-    float x[TILE], w[TILE];
-    vec most = (vec){0} - INFINITY, tops = {0};
-    for (int i = 0; i < TILE; i += LANES)
-        store_vec(x + i, __builtin_convertvector(load_ints(scores + i), vec) * factor *
-                             load_vec(key_scales + i));
-    for (int64_t i = 0; i < seen.begin; i++) x[i] = -INFINITY;
-    for (int64_t i = seen.end; i < TILE; i++) x[i] = -INFINITY;
-    for (int i = 0; i < TILE; i += LANES) most = larger(most, load_vec(x + i));
+    enum { VECTORS_OF_TILE = TILE / LANES };
+    vec x[VECTORS_OF_TILE], w[VECTORS_OF_TILE], most = (vec){0} - INFINITY, tops = {0};
+    int whole = seen.begin == 0 && seen.end == TILE;
+    for (int i = 0; i < VECTORS_OF_TILE; i++)
+        x[i] = __builtin_convertvector(load_ints(scores + i * LANES), vec) * factor *
+               load_vec(key_scales + i * LANES);
+    if (!whole) hide(x, seen, -INFINITY);
+    for (int i = 0; i < VECTORS_OF_TILE; i++) most = larger(most, x[i]);
     float new = largest(most);
     new = *best > new ? *best : new;
     float origin = new == -INFINITY ? 0.f : new; /* -inf - -inf would be NaN */
-    for (int i = 0; i < TILE; i++) x[i] = power(x[i] - origin);
-    for (int64_t i = 0; i < seen.begin; i++) x[i] = 0;
-    for (int64_t i = seen.end; i < TILE; i++) x[i] = 0;
-    for (int i = 0; i < TILE; i++) w[i] = x[i] * value_scales[i];
-    for (int64_t i = 0; i < seen.begin; i++) w[i] = 0;
-    for (int64_t i = seen.end; i < TILE; i++) w[i] = 0;
-    for (int i = 0; i < TILE; i += LANES) tops = larger(tops, load_vec(w + i));
+    for (int i = 0; i < VECTORS_OF_TILE; i++) x[i] = powers(x[i] - origin);
+    if (!whole) hide(x, seen, 0);
+    for (int i = 0; i < VECTORS_OF_TILE; i++) w[i] = x[i] * load_vec(value_scales + i * LANES);
+    if (!whole) hide(w, seen, 0);
+    for (int i = 0; i < VECTORS_OF_TILE; i++) tops = larger(tops, w[i]);
     float top = largest(tops), inverse = top > TINY && top < INFINITY ? LEVELS / top : 0.f;
-    for (int i = 0; i < TILE; i++) {
-        float code = w[i] * inverse;
-        weights[i] = (uint8_t)(int32_t)__builtin_rintf(code < LEVELS ? code : LEVELS);
+    for (int i = 0; i < VECTORS_OF_TILE; i++) {
+        typedef uint8_t bytes __attribute__((vector_size(LANES)));
+        words code = (words)exact(w[i], (vec){0} + inverse, (vec){0} + MAGIC);
+        bytes each = __builtin_convertvector(code & 255, bytes);
+        memcpy(weights + i * LANES, &each, sizeof each);
     }
     if (inverse == 0.f) memset(weights, 0, TILE); /* infinity x 0 is NaN */
-    for (int half = TILE / 2; half >= LANES; half /= 2)
+    for (int half = VECTORS_OF_TILE / 2; half > 0; half /= 2)
         for (int i = 0; i < half; i++) x[i] += x[i + half];
-    *shrink = *best == -INFINITY ? 0.f : power(*best - new);
+    *shrink = *best == new ? 1.f : *best == -INFINITY ? 0.f : power(*best - new);
     *best = new;
-    *total = __builtin_fmaf(*total, *shrink, sum_of(load_vec(x)));
+    *total = __builtin_fmaf(*total, *shrink, sum_of(x[0]));
     return top / LEVELS;
 }
 
-/* One KV head of a tile; `h` counts those of the task. */
-static void attend_tile(const problem *p, const task *t, scratch *w, const tile *now,
-                        const tile *next, int64_t h) {
-    int64_t rows = t->end - t->begin, d = p->d, first = h * rows, size = p->pages->block_size;
-    float key_scales[TILE], value_scales[TILE];
+#if defined(AMX)
+/* C [32, n] = A [32, k bytes] B [k / 4, n, 4 bytes]. */
+static __attribute__((noinline)) void multiply(int32_t *c, const int8_t *a, const int8_t *b,
+                                               int64_t n, int64_t k) {
+    ALL_STORED;
+    for (int64_t j = 0; j < n; j += 32) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t i = 0; i < k; i += 64) {
+            _tile_loadd(4, a + i, k);
+            _tile_loadd(5, a + i + 16 * k, k);
+            _tile_loadd(6, b + i * n + 4 * j, 4 * n);
+            _tile_loadd(7, b + i * n + 4 * j + 64, 4 * n);
+            _tile_dpbssd(0, 4, 6);
+            _tile_dpbssd(1, 4, 7);
+            _tile_dpbssd(2, 5, 6);
+            _tile_dpbssd(3, 5, 7);
+        }
+        _tile_stored(0, c + j, 4 * n);
+        _tile_stored(1, c + j + 16, 4 * n);
+        _tile_stored(2, c + j + 16 * n, 4 * n);
+        _tile_stored(3, c + j + 16 * n + 16, 4 * n);
+    }
+}
+
+/* Codes of a tile as the tiles of AMX multiply them: signed, positions one after the other. */
+static void stage(const problem *p, const tile *now, scratch *w) {
+    for (int64_t g = 0; g < GROUPS; g++)
+        memcpy(w->values + g * ROUND_UP(p->d, 32) * 4, now->values[g], (size_t)(4 * p->d));
+    for (int64_t j = 0; j < p->d / 4; j++)
+        for (int64_t g = 0; g < GROUPS; g++) {
+            uint64_t both[2];
+            memcpy(both, now->keys[g] + 16 * j, 16);
+            both[0] ^= 0x8080808080808080, both[1] ^= 0x8080808080808080;
+            memcpy(w->keys + (j * GROUPS + g) * 16, both, 16);
+        }
+}
+
+static void score_by_tiles(const problem *p, scratch *w, int64_t row) {
+    int64_t k = ROUND_UP(p->d, 64);
+    multiply(w->scores, w->codes + row * k, w->keys, TILE, k);
+}
+
+/* `add_values` for some rows and all dimensions. */
+static void add_by_tiles(const problem *p, scratch *w, int64_t row, int64_t rows) {
+    int64_t n = ROUND_UP(p->d, 32);
+    multiply(w->products, (const int8_t *)w->weights, w->values, n, TILE);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t j = 0; j < p->d; j += LANES) {
+            float *to = w->part + (row + r) * STATE(p->d) + j;
+            ints product = load_ints(w->products + r * n + j);
+            store_vec(to, exact((vec){0} + w->units[r], __builtin_convertvector(product, vec),
+                                load_vec(to) * w->shrinks[r]));
+        }
+}
+
+/* The tile unit would power down during a softmax (tiles.h). */
+static inline void stay_awake(int tiles) {
+    if (tiles) _tile_dpbssd(0, 4, 6);
+}
+#else
+#define stage(p, now, w) (void)0
+#define score_by_tiles(p, w, row) (void)0
+#define add_by_tiles(p, w, row, rows) (void)0
+#define stay_awake(tiles) (void)(tiles)
+#endif
+
+/* The positions of a tile that a row attends to; none are behind its end. */
+static inline range seen_in(const problem *p, const task *t, const tile *now, int64_t row) {
+    range seen = seen_by(p, t->sequence, row);
+    seen.begin = seen.begin > now->at ? seen.begin - now->at : 0;
+    seen.end = seen.end - now->at < now->count ? seen.end - now->at : now->count;
+    return seen.begin < seen.end ? seen : (range){TILE, TILE};
+}
+
+/* Rows `row` to `row` + `rows` - 1, at most BLOCK_ROWS, of KV head `h` of a task. */
+static void attend_rows(const problem *p, const task *t, scratch *w, const tile *now,
+                        const tile *next, int64_t h, int64_t row, int64_t rows, int tiles) {
+    int64_t d = p->d, first = h * (t->end - t->begin) + row, offset = h * p->pages->block_size * d;
     float *states = w->part + first * STATE(d);
-    load_scales(now, p->pages->key_scale, h * size, key_scales);
-    load_scales(now, p->pages->value_scale, h * size, value_scales);
-    for (int64_t r = 0; r < rows; r += TOGETHER) {
+    if (tiles) score_by_tiles(p, w, row);
+    for (int64_t r = 0; !tiles && r < rows; r += TOGETHER) {
         const int32_t *q = w->q + (first + r) * d, *excess = w->excess + first + r;
         switch (rows - r) {
-#define CASE(n) score(n, now, r ? 0 : next, h * size * d, q, excess, d, w->scores + r * TILE)
+#define CASE(n) score(n, now, r ? 0 : next, offset, q, excess, d, w->scores + r * TILE)
         case 1: CASE(1); break;
         case 2: CASE(2); break;
         case 3: CASE(3); break;
@@ -315,20 +404,21 @@ static void attend_tile(const problem *p, const task *t, scratch *w, const tile 
 #undef CASE
         }
     }
+    range seen = {0, 0};
     for (int64_t r = 0; r < rows; r++) {
-        range seen = seen_by(p, t->sequence, t->begin + r);
-        seen.begin = seen.begin > now->at ? seen.begin - now->at : 0;
-        seen.end = seen.end - now->at < now->count ? seen.end - now->at : now->count;
-        if (seen.begin >= seen.end) seen = (range){TILE, TILE};
+        if (r == 0 || (row + r) % p->group == 0) seen = seen_in(p, t, now, t->begin + row + r);
+        if (r % 8 == 0) stay_awake(tiles);
         float *end = states + r * STATE(d) + d;
-        w->units[r] = weigh(w->scores + r * TILE, w->factors[first + r], key_scales, value_scales,
-                            seen, end, end + 1, w->weights + r * TILE, w->shrinks + r);
+        w->units[r] = weigh(w->scores + r * TILE, w->factors[first + r], w->key_scales,
+                            w->value_scales, seen, end, end + 1, w->weights + r * TILE,
+                            w->shrinks + r);
     }
-    for (int64_t r = 0; r < rows; r += TOGETHER)
+    if (tiles) add_by_tiles(p, w, row, rows);
+    for (int64_t r = 0; !tiles && r < rows; r += TOGETHER)
         for (int64_t j = 0; j < d;) {
             int wide = d - j >= COLUMNS * LANES;
-#define CASE(n, columns)                                                                       \
-    add_values(n, columns, now, r ? 0 : next, (h * size + 0) * d + 4 * j, w->weights + r * TILE, \
+#define CASE(n, columns)                                                                \
+    add_values(n, columns, now, r ? 0 : next, offset + 4 * j, w->weights + r * TILE,    \
                w->units + r, w->shrinks + r, states + r * STATE(d) + j, d)
             switch (rows - r) {
             case 1: if (wide) CASE(1, COLUMNS); else CASE(1, 1); break;
@@ -339,6 +429,19 @@ static void attend_tile(const problem *p, const task *t, scratch *w, const tile 
 #undef CASE
             j += wide ? COLUMNS * LANES : LANES;
         }
+}
+
+/* One KV head of a tile; `h` counts those of the task. */
+static void attend_tile(const problem *p, const task *t, scratch *w, const tile *now,
+                        const tile *next, int64_t h) {
+    int64_t rows = t->end - t->begin, size = p->pages->block_size;
+    int tiles = p->amx && rows > FEW;
+    load_scales(now, p->pages->key_scale, h * size, w->key_scales);
+    load_scales(now, p->pages->value_scale, h * size, w->value_scales);
+    if (tiles) stage(p, now, w);
+    for (int64_t row = 0; row < rows; row += BLOCK_ROWS)
+        attend_rows(p, t, w, now, row ? 0 : next, h, row,
+                    rows - row < BLOCK_ROWS ? rows - row : BLOCK_ROWS, tiles);
 }
 
 /* ---- tasks ------------------------------------------------------------------------------------ */
@@ -392,6 +495,8 @@ static void begin_task(const problem *p, const task *t, scratch *w) {
         for (int64_t j = 0; j < d; j++) sum += codes[j];
         for (int64_t j = 0; j < d; j++) memcpy(w->q + i * d + j, codes + j / 4 * 4, 4);
         w->excess[i] = SIGNED ? 0 : 128 * sum;
+        if (p->amx && rows > FEW)
+            memcpy(w->codes + i * ROUND_UP(d, 64), codes, (size_t)ROUND_UP(d, 64));
         w->factors[i] = (most < INFINITY ? most / LEVELS : INFINITY) * p->factor;
     }
 }
@@ -477,10 +582,18 @@ static uintptr_t divide(const problem *p, uintptr_t memory, scratch *w) {
     w->excess = take(&memory, rows);
     w->whole = take(&memory, rows * STATE(p->d));
     w->part = take(&memory, rows * STATE(p->d));
-    w->scores = take(&memory, most * TILE);
-    w->weights = take(&memory, most * TILE / 4);
-    w->units = take(&memory, most);
-    w->shrinks = take(&memory, most);
+    most = ROUND_UP(most, 32);
+    w->scores = take(&memory, BLOCK_ROWS * TILE);
+    w->weights = take(&memory, BLOCK_ROWS * TILE / 4);
+    w->units = take(&memory, BLOCK_ROWS);
+    w->shrinks = take(&memory, BLOCK_ROWS);
+    w->key_scales = take(&memory, TILE);
+    w->value_scales = take(&memory, TILE);
+    int64_t k = ROUND_UP(p->d, 64), n = ROUND_UP(p->d, 32);
+    w->codes = take(&memory, most * k / 4);
+    w->keys = take(&memory, k * TILE / 4);
+    w->values = take(&memory, GROUPS * n);
+    w->products = take(&memory, 32 * n);
     return memory;
 }
 
@@ -488,7 +601,9 @@ static void attend_some(void *context, int64_t begin, int64_t end, int64_t threa
     const attention *a = context;
     scratch w;
     divide(a->p, (uintptr_t)(a->memory + thread * a->size), &w);
+    take_tiles(a->p->amx, 16, 16);
     for (int64_t i = begin; i < end; i++) attend(a->p, &a->tasks[i], &w);
+    give_tiles_back(a->p->amx);
 }
 
 /* Join the parts of the sequences whose first part is one of the tasks. */
@@ -527,7 +642,8 @@ int64_t int8_attention(const element *q, const int8_pages *pages, const int32_t 
                        float scale, int64_t window, element *out, int64_t sequences, int64_t heads,
                        int64_t kv_heads, int64_t d, int64_t n, int64_t columns) {
     problem p = {q,      out,      pages,        query_start, seq_lens, tables, table_stride,
-                 window, kv_heads, heads / kv_heads, d,           scale * 1.44269504f};
+                 window, kv_heads, heads / kv_heads, d,           scale * 1.44269504f,
+                 find_tiles()};
     if (points_outside(&p, sequences, n, columns)) return 2;
     int64_t work = 0, kept = 0;
     for (int64_t b = 0; b < sequences; b++)

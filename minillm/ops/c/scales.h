@@ -19,7 +19,8 @@ static inline float half_to_float(uint16_t h) {
 }
 
 /* LANES scales at index `at`. */
-static inline vec scales_at(const void *scales, int64_t kind, int64_t at) {
+static inline __attribute__((always_inline)) vec scales_at(const void *scales, int64_t kind,
+                                                          int64_t at) {
     if (kind == 0) return load_vec((const float *)scales + at);
     const uint16_t *from = (const uint16_t *)scales + at;
 #if defined(WIDE)
