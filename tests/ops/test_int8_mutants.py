@@ -168,8 +168,8 @@ IN_C: dict[str, tuple[str, str, Callable, str]] = {  # pattern, mistake, who not
     "the sum of parts before does not shrink": (
         r"states\[d \+ 1\] \* old", "states[d + 1]", threads, "native"
     ),
-    "what is hidden is weighed": (
-        r"if \(!whole\) hide\(x, seen, 0\);", "", random_cases, "native"
+    "what is hidden is seen": (
+        r"if \(!whole\) hide\(x, seen, -INFINITY\);", "", random_cases, "native"
     ),
     "scales of unused slots count": (
         r"if \(!whole\) hide\(w, seen, 0\);", "", random_cases, "native"
