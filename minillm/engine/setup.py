@@ -7,10 +7,11 @@ from math import ceil
 
 import torch
 
-from minillm.api.arguments import NOT_BUILT_YET, EngineArgs
+from minillm.api.arguments import EngineArgs
 from minillm.cache.manager import BlockManager
+from minillm.cache.spec import cache_spec
 from minillm.config import ModelConfig
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.execution.executor import Capacity, Executor
 from minillm.execution.setup import build_executor, packs, records
 from minillm.models.all_layers import sizes_fit
@@ -116,8 +117,7 @@ def plan_memory(
             f"positions for {longest} tokens."
         )
     sizes, free = (args.tensor_parallel_size, args.pipeline_parallel_size), free_memory(device)
-    if device.type == "cpu":
-        free //= args.num_ranks  # all ranks share the host memory
+    free //= args.num_ranks if device.type == "cpu" else 1  # all ranks share the host memory
     limits = scheduler_config(args)
     padding = PASS_ROWS if args.deterministic else 0  # a batch is padded to whole tiles
     speculation, copies = speculation_of(args), packs(args, device)
@@ -132,6 +132,7 @@ def plan_memory(
         ),
         free,
         dtype=dtype,
+        kv_dtype=kv_dtype_of(args, device, config, draft),
         max_model_len=args.max_model_len or longest,
         max_num_batched_tokens=limits.max_num_batched_tokens + padding,
         max_num_seqs=limits.max_num_seqs + padding,
@@ -157,6 +158,31 @@ def plan_memory(
         plan = shortened(plan)
     check_swap_space(args, plan, device)
     return plan.settings.max_model_len, plan
+
+
+def kv_dtype_of(
+    args: EngineArgs, device: torch.device, config: ModelConfig, draft: DraftSource | None
+) -> str | None:
+    """The dtype of both models' KV caches; None is that of the weights.
+
+    Raises:
+        UnsupportedFeatureError: the device or one of the models does not support it.
+    """
+    if args.kv_cache_dtype == "auto":
+        return None
+    if device.type != "cpu":
+        raise UnsupportedFeatureError(
+            f"kv_cache_dtype='int8' is for a CPU in this version, not for {device}; leave it out."
+        )
+    cache_spec(config, args.kv_cache_dtype)
+    try:
+        if draft is not None:
+            cache_spec(draft.config, args.kv_cache_dtype)
+    except UnsupportedFeatureError as error:
+        raise UnsupportedFeatureError(
+            f"The KV cache of the draft model is of the target's kind: {error}"
+        ) from None
+    return args.kv_cache_dtype
 
 
 def sizes_of_weights(
@@ -201,11 +227,9 @@ def why_it_does_not_fit(args: EngineArgs, plan: MemoryPlan) -> str:
     block = plan.block_bytes
     given = args.num_gpu_blocks_override or args.kv_cache_memory_bytes
     if given is None or left < needed * block:
-        # The plan may suggest options that this version does not support.
-        hints = [h for h in plan.hints if h.split("=")[0] not in NOT_BUILT_YET]
         return (
             f"{model} needs {rest} and {needed * block:,} of KV cache for one sequence of "
-            f"{settings.max_model_len:,}, and {budget}; try {' or '.join(hints)}."
+            f"{settings.max_model_len:,}, and {budget}; try {' or '.join(plan.hints)}."
         )
     name, least, most = "kv_cache_memory_bytes", needed * block, left
     if args.num_gpu_blocks_override is not None:
@@ -314,13 +338,18 @@ def one_scheduler(args: EngineArgs, capacity: Capacity, draft: DraftSource | Non
 
 
 def trace_settings(
-    name: str, dtype: str, device: torch.device, scheduler: Scheduler | DataParallelScheduler
+    name: str,
+    memory: MemoryPlan,
+    device: torch.device,
+    scheduler: Scheduler | DataParallelScheduler,
 ) -> TraceSettings:
     """The model, device, scheduler and cache settings of an engine, for its trace."""
     config, blocks, copies = scheduler.config, scheduler.blocks, len(schedulers_of(scheduler))
     return TraceSettings(
         model=name,
-        dtype=dtype,
+        dtype=memory.settings.dtype,
+        kv_dtype=memory.settings.kv_dtype,
+        kv_bytes_per_token=memory.kv_bytes_per_token,
         device=str(device),
         policy=config.policy,
         admission=config.admission,

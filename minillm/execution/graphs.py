@@ -127,7 +127,7 @@ class DecodeGraphs:
         self._bounds = torch.arange(count + 1, dtype=torch.int32, device=device) * query_len
         self._ids = torch.zeros(count, query_len, dtype=torch.int64, device=device)
         shape = count * query_len, model.config.hidden_size
-        self.hidden = torch.zeros(shape, dtype=kv.key.dtype, device=device)
+        self.hidden = torch.zeros(shape, dtype=model.dtype, device=device)
         self._replay: dict[int, Callable[[], None]] = {}
 
     @property

@@ -119,7 +119,7 @@ def with_cache(
         logger.info("Weights: %s.", pack_weights(model))
     elif args.enforce_eager and model.device.type == "cpu":
         keep_plain(model)
-    shape = cache_spec(model.config), model.config.num_layers
+    shape = cache_spec(model.config, plan.settings.kv_dtype), model.config.num_layers
     mode: AttentionMode = "plain" if model.plain_torch else "fast"
     num_blocks = plan.num_tokens // size
     kv = KVCache(*shape, num_blocks, size, model.dtype, model.device, mode)

@@ -34,7 +34,8 @@ class KVCache:
     The positions of a head are adjacent, because a CPU reads this layout 7 times as fast as a
     token-major one. A block may be as long as a whole sequence: then the cache is contiguous. With
     `swap_space_of` the cache is host memory for that device, in which all layers of a block are
-    contiguous, so one copy moves them. For a GPU it is pinned, and copies are asynchronous.
+    contiguous, so one copy moves them. For a GPU it is pinned, and copies are asynchronous. The
+    tensors of a block, for example scales of codes of 8 bits, are those that the spec names.
     """
 
     def __init__(
@@ -48,24 +49,27 @@ class KVCache:
         mode: AttentionMode = "fast",
         swap_space_of: torch.device | None = None,
     ):
-        self.spec, self.mode = spec, mode
+        self.spec, self.mode, self.dtype = spec, mode, dtype
         self.num_blocks, self.block_size = num_blocks, block_size
         self.is_swap_space = swap_space_of is not None
 
-        def pages(shape: tuple[int, ...]) -> Tensor:
+        def pages(name: str, shape: tuple[int, ...]) -> Tensor:
+            kind = getattr(torch, spec.dtype(name, str(dtype).removeprefix("torch.")))
             if swap_space_of is None:
-                return torch.empty(num_layers, num_blocks, *shape, dtype=dtype, device=device)
+                return torch.empty(num_layers, num_blocks, *shape, dtype=kind, device=device)
             pinned = swap_space_of.type != "cpu"
             whole = (num_blocks, num_layers, *shape)
-            return torch.empty(whole, dtype=dtype, pin_memory=pinned).transpose(0, 1)
+            return torch.empty(whole, dtype=kind, pin_memory=pinned).transpose(0, 1)
 
-        tensors = {name: pages(shape) for name, shape in spec.block_shapes(block_size).items()}
+        shapes = spec.block_shapes(block_size)
+        tensors = {name: pages(name, shape) for name, shape in shapes.items()}
         self.tensors, self.key = tuple(tensors.values()), tensors["key"]
         self.value = tensors.get("value", self.key[..., : spec.value_dim])
         if self.key.device.type == "cpu":  # address translation takes a tenth of attention's time
             for tensor in self.tensors:
                 use_large_pages(tensor.data_ptr(), tensor.nbytes)
-        self.pages = [Pages(*each) for each in zip(self.key, self.value, strict=True)]
+        layers = self.key, self.value, *(tensors[name] for name in shapes if "scale" in name)
+        self.pages = [Pages(*each) for each in zip(*layers, strict=True)]
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
         """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] (None with MLA) at the batch's slots."""

@@ -67,7 +67,7 @@ class AllLayers:
         if not isinstance(kv, KVCache) or not self._may(x, kv):
             return None
         if self._layers is None or self._layers.keys is not kv.key:
-            self._layers = Layers(self.weights, self.shape, kv.key, kv.value)
+            self._layers = Layers(self.weights, self.shape, kv.key, kv.value, kv.pages)
         return self._layers.run(
             x,
             rope,
@@ -80,7 +80,7 @@ class AllLayers:
         )
 
     def _may(self, x: Tensor, kv: KVCache) -> bool:
-        if kv.mode != "fast" or x.dtype != kv.key.dtype or not cpu.takes(x):
+        if kv.mode != "fast" or x.dtype != kv.dtype or not cpu.takes(x):
             return False
         return not (any(self.hooks) or _has_any_global_hook())
 

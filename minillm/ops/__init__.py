@@ -10,11 +10,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from minillm.errors import UnsupportedFeatureError
-from minillm.ops import cpu, cpu_rope
-from minillm.ops.batch import AttentionMode, Batch, Pages, Prologue
+from minillm.ops import cpu, cpu_int8_cache, cpu_rope
+from minillm.ops.batch import AttentionMode, Batch, Pages, Prologue, codes_of
 from minillm.ops.dispatch import backend_of, uses_kernels
-from minillm_kernels import batch_invariant, reference
+from minillm_kernels import batch_invariant, int8_cache, reference
 from minillm_kernels.reference import causal_attention, moe_route
 
 __all__ = [
@@ -96,7 +95,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
 
 def write_cache(key: Tensor, value: Tensor | None, pages: Pages, slot_mapping: Tensor) -> None:
     """Write keys [N, Hkv, D] and values [N, Hkv, Dv] to their slots; `value` is None with MLA."""
-    _refuse_scales(pages)
+    if value is not None and (codes := codes_of(pages)):
+        return int8_cache.write_cache(key, value, *codes, slot_mapping)
     _torch_rows(key, value).write_cache(key, value, pages.key, pages.value, slot_mapping)
 
 
@@ -128,11 +128,12 @@ def norm_rope_write(
     """
     _, q_norm, k_norm, eps, interleaved = prologue
     rows = reference if mode == "plain" else _rows(qkv, q_norm, k_norm)
-    if rows is reference or not _takes_heads(rows, pages.key):
+    if (codes := codes_of(pages)) and rows is cpu and cpu_int8_cache.takes(qkv, codes):
+        return cpu_int8_cache.norm_rope_write(qkv, prologue, rope, codes, slot_mapping)
+    if rows is reference or codes or not _takes_heads(rows, pages.key):
         q, k, v = norm_rope(qkv, prologue, rope, mode)
         write_cache(k, v, pages, slot_mapping)
         return q
-    _refuse_scales(pages)
     return rows.norm_rope_write(
         qkv, q_norm, k_norm, eps, *rope, interleaved, pages.key, pages.value, slot_mapping
     )
@@ -145,11 +146,6 @@ def _takes_heads(rows: ModuleType, cache: Tensor) -> bool:
     from minillm.ops import triton
 
     return triton.takes_head_dims(cache)
-
-
-def _refuse_scales(pages: Pages) -> None:
-    if pages.key_scale is not None or pages.value_scale is not None:
-        raise UnsupportedFeatureError("A quantised KV cache is not supported yet.")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -170,7 +166,11 @@ def paged_attention(
     mode: AttentionMode = "fast",
 ) -> Tensor:
     """Causal attention of q [N, H, D] over the batch's sequences -> [N, H, Dv]."""
-    _refuse_scales(pages)
+    if codes := codes_of(pages):  # each mode has the same arithmetic
+        if mode != "plain" and scale > 0 and cpu_int8_cache.takes(q, codes):
+            return cpu_int8_cache.paged_attention(q, codes, batch, scale, window)
+        lists = batch.query_start, batch.seq_lens, batch.block_tables
+        return int8_cache.paged_attention(q, *codes, *lists, scale, window)
     if mode != "plain" and uses_kernels(q, pages.key, pages.value):
         from minillm.ops import triton
 

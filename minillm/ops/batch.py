@@ -33,12 +33,19 @@ AttentionMode = Literal["fast", "plain", "invariant"]
 
 
 class Pages(NamedTuple):
-    """One layer's KV cache. Scales are for a quantised cache, which no operation supports yet."""
+    """One layer's KV cache. With scales it has codes (`minillm_kernels/int8_cache.py`)."""
 
     key: Tensor  # [blocks, Hkv, block_size, D]
     value: Tensor  # [blocks, Hkv, block_size, Dv]; with MLA a view of `key`'s first Dv dimensions
     key_scale: Tensor | None = None  # [blocks, Hkv, block_size]
     value_scale: Tensor | None = None  # [blocks, Hkv, block_size]
+
+
+def codes_of(pages: Pages) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Keys, values and their scales; None if they are no codes."""
+    if pages.key_scale is None or pages.value_scale is None:
+        return None
+    return pages.key, pages.value, pages.key_scale, pages.value_scale
 
 
 class Prologue(NamedTuple):

@@ -45,6 +45,8 @@ class Functions:
     decode_attention: Callable[..., int]
     decode_queries: Callable[..., int]
     prefill_attention: Callable[..., int]
+    int8_attention: Callable[..., int]
+    norm_rope_write_int8: Callable[..., int]
     pack_panels: Callable[..., None]
     panel_product: Callable[..., None]
     panel_sums: Callable[..., None]
@@ -81,6 +83,8 @@ def functions(dtype: torch.dtype) -> Functions | None:
         bind("decode_attention", N, *attention, N, N, N),
         bind("decode_queries", N, N),
         bind("prefill_attention", N, *attention, N),
+        bind("int8_attention", N, P, P, P, P, P, N, F, N, P, N, N, N, N, N, N),
+        bind("norm_rope_write_int8", N, P, P, P, F, P, P, N, P, P, N, P, N, N, N, N),
         bind("pack_panels", None, P, P, N, N),
         bind("panel_product", None, P, P, P, P, N, N, N, N),
         bind("panel_sums", None, P, P, P, N, N, N, N),

@@ -5,7 +5,7 @@ Addresses of weights and KV cache are stored once. Each step adds the addresses 
 uses one allocation for all intermediate results.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import Structure, byref, c_float, c_int64, c_void_p, memmove
 from dataclasses import dataclass, fields
 from itertools import accumulate
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from minillm.ops import cpu
+from minillm.ops.batch import Pages, codes_of
 from minillm.ops.cpu_checks import check_batch, check_rope
 from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
+from minillm.ops.cpu_int8_cache import Int8Pages
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
 from minillm.ops.cpu_quantized import MatrixParts
 from minillm.ops.cpu_structures import address, filled
@@ -88,7 +90,7 @@ class _Layer(Structure):
     _fields_ = (
         *((name, c_void_p) for name in (
             "input_norm", "mlp_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias",
-            "gate_up", "gate_up_bias", "down", "down_bias", "k_cache", "v_cache",
+            "gate_up", "gate_up_bias", "down", "down_bias", "k_cache", "v_cache", "codes",
         )),
         ("window", c_int64),
         ("latent", c_void_p),
@@ -127,7 +129,12 @@ class Layers:
     """The layers of a model with a KV cache [layers, blocks, Hkv, block_size, D]."""
 
     def __init__(
-        self, weights: Sequence[LayerWeights], shape: LayerShape, keys: Tensor, values: Tensor
+        self,
+        weights: Sequence[LayerWeights],
+        shape: LayerShape,
+        keys: Tensor,
+        values: Tensor,
+        pages: Sequence[Pages] = (),
     ):
         if not shape.fits:
             raise ValueError(f"{shape} is not supported in C; check `fits` first.")
@@ -135,6 +142,9 @@ class Layers:
         self.keys, self.values = keys, values
         self.dtype = weights[0].input_norm.dtype
         self._parts = [_parts(each) for each in weights]  # structures that a layer points to
+        for parts, each in zip(self._parts, pages, strict=False):  # codes, if it has them
+            if codes := codes_of(each):
+                parts["codes"] = filled(Int8Pages.of(*codes))
         self._layers = (_Layer * len(weights))(
             *(_layer(each, keys[i], values[i], self._parts[i]) for i, each in enumerate(weights))
         )
@@ -260,7 +270,7 @@ def _copied(x: Tensor) -> Tensor:
     return out
 
 
-Parts = Mapping[str, Structure | None]
+Parts = dict[str, Structure | None]
 
 
 def _parts(weights: LayerWeights) -> Parts:

@@ -29,8 +29,8 @@ BF16 = (*WIDE, "-mavx512bf16", "-mavx512vnni")
 X86 = (  # best first
     InstructionSet(
         "amx",
-        V4 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"},
-        (*BF16, "-mamx-tile", "-mamx-bf16"),
+        V4 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"},
+        (*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     ),
     InstructionSet("avx512_bf16", V4 | {"avx512_bf16", "avx512_vnni"}, BF16),
     InstructionSet("avx512", V4, WIDE),

@@ -42,8 +42,13 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str | None = None) -> int:
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: str | None = None) -> int:
     """Bytes of a block of `block_size` tokens, over all layers."""
-    value_bytes = dtype_bytes(dtype or config.dtype)
-    return config.num_layers * cache_spec(config).block_bytes(block_size, value_bytes)
+    return config.num_layers * layer_bytes(config, block_size, dtype or config.dtype)
+
+
+def layer_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
+    """Bytes of a block in one layer; `dtype` "int8" is that of a quantised cache."""
+    spec = cache_spec(config, dtype)
+    return spec.block_bytes(block_size, 1 if spec.int8 else dtype_bytes(dtype))
 
 
 @dataclass(frozen=True)
@@ -110,13 +115,13 @@ def step_cost(
     moved = tokens * sum(p.used * (p.inputs + p.outputs) for p in products)
     moved += tokens * config.num_layers * (query_width + output_width)
     moved += logits * (config.hidden_size + config.vocab_size)
-    value_bytes, kv_bytes = dtype_bytes(dtype), dtype_bytes(kv_dtype or dtype)
+    value_bytes = dtype_bytes(dtype)
     return StepCost(
         num_tokens=tokens,
         linear_flops=2 * macs,
         attention_flops=2 * pairs * (query_width + output_width),
         weight_bytes=sizes.read(config, tokens, logits),
-        kv_read_bytes=visible * cache_spec(config).block_bytes(1, kv_bytes),
+        kv_read_bytes=visible * layer_bytes(config, 1, kv_dtype or dtype),
         kv_write_bytes=tokens * kv_bytes_per_token(config, kv_dtype or dtype),
         activation_bytes=moved * value_bytes,
         num_operations=len(products) + config.num_layers + (1 if logits else 0),
@@ -371,11 +376,12 @@ def _hints(config: ModelConfig, draft: ModelConfig | None, plan: MemoryPlan) -> 
             hints.append(f"{_gib(needed)} of memory and max_model_len=4096")
     changes: list[tuple[str, dict[str, Any]]] = [
         (f"max_model_len={plan.num_tokens}", {"max_model_len": max(1, plan.num_tokens)}),
-        ('kv_cache_dtype="bfloat16"', {"kv_dtype": "bfloat16"}),
         ('dtype="bfloat16"', {"dtype": "bfloat16", "kv_dtype": "bfloat16"}),
         ("max_num_batched_tokens=256", {"max_num_batched_tokens": 256}),
         ("gpu_memory_utilization=0.95", {"gpu_memory_utilization": 0.95}),
     ]
+    if not any(each.mla or each.head_dim % 4 for each in filter(None, (config, draft))):
+        changes.insert(1, ('kv_cache_dtype="int8"', {"kv_dtype": "int8"}))
     for text, change in changes:
         if planned(replace(plan.settings, **change)).fits:
             hints.append(text)

@@ -36,6 +36,8 @@ class TraceSettings:
 
     model: str | None = None
     dtype: str | None = None
+    kv_dtype: str | None = None
+    kv_bytes_per_token: int | None = None
     device: str | None = None
     policy: str | None = None
     admission: str | None = None

@@ -88,6 +88,27 @@ def test_blocks_are_copied_as_if_all_at_once(spec, copies, elsewhere):
         assert torch.equal(kv.value, values)
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_scales_move_with_their_codes(elsewhere):
+    """A swap that forgets them gives codes a stranger's size."""
+    spec = CacheSpec(2, 4, 4, int8=True)
+    kv, host = (KVCache(spec, LAYERS, BLOCKS, SIZE, torch.float32,
+                        swap_space_of=torch.device("cpu") if swaps else None)
+                for swaps in (False, True))  # fmt: skip
+    for each in kv.tensors:
+        each.copy_(
+            torch.arange(each.numel()).view(each.shape) % 251 - 128 * (each.dtype == torch.int8)
+        )
+    wanted = [each[:, 1].clone() for each in kv.tensors]
+    if elsewhere:
+        kv.copy_blocks([(1, 2)], host)
+        host.copy_blocks([(2, 3)], kv)
+    else:
+        kv.copy_blocks([(1, 3)], kv)
+    assert len(kv.tensors) == 4
+    assert all(torch.equal(each[:, 3], old) for each, old in zip(kv.tensors, wanted, strict=True))
+
+
 @pytest.mark.parametrize(("spec", "tensors"), [(GQA, 2), (MLA, 1)])
 def test_copies_take_one_index_and_two_operations_per_tensor(spec, tensors):
     """An index that is a Python list travels to a GPU by itself, and the host waits for it."""

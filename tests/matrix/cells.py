@@ -127,6 +127,8 @@ class Cell:
         pool: blocks for everybody, or too few.
         graphs: decode steps are recorded. A recording is the function itself.
         drafts: a proposer of `proposers.py`, or a draft model.
+        kv: the dtype of the KV cache. That of 8 bits rounds away what is left of near ties, so it
+            is compared in deterministic mode.
     """
 
     model: str = "bytes"
@@ -139,6 +141,7 @@ class Cell:
     graphs: bool = False
     drafts: str = "none"
     ranks: str = "one"
+    kv: str = "auto"
 
     def __str__(self) -> str:
         named = {"overlaps": "ahead", "graphs": "graphs"}
@@ -157,7 +160,7 @@ class Cell:
     def alone(self) -> "Cell":
         """The engine whose answers are those of this one."""
         path = self.path if self.exact or self.model in QUANTISED else "usual"
-        return Cell(self.model, self.mode, path)
+        return Cell(self.model, self.mode, path, kv=self.kv)
 
     def fields(self) -> dict[str, Any]:
         """Arguments of the engine but for its drafts."""
@@ -170,6 +173,7 @@ class Cell:
             "async_scheduling": self.overlaps,
             "enforce_eager": self.path == "torch",
             "enable_prefix_caching": self.cache != "off",
+            "kv_cache_dtype": self.kv,
         }
         if self.cache != "off":
             found["prefix_cache"] = self.cache
@@ -264,8 +268,8 @@ def give_graphs(llm: LLM, again: Again | None = None, **more: int) -> Again:
 def poison(llm: LLM) -> None:
     """Whatever nobody may read is a number that would show."""
     runner = llm.engine.runner
-    runner.kv.key.fill_(math.nan)
-    runner.kv.value.fill_(math.nan)
+    for tensor in runner.kv.tensors:  # codes have no NaN, but their scales do
+        tensor.fill_(math.nan if tensor.is_floating_point() else 91)
     runner.rows.tables.host.fill(12345678)
     runner.rows.last.fill_(3)
 

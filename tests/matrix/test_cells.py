@@ -17,11 +17,22 @@ from tests.matrix.jobs import generate
 from tests.matrix.table import all_pairs, allowed, pairs, random_cells, table
 
 TABLES = 4  # of which all but the first are slow
+EXACT, FAST = "exact float32", "exact bfloat16"
+INT8 = {  # keys and values in 8 bits, in both kinds of pages and of arithmetic
+    Cell("llama", EXACT, chunk=7, cache="hash", pool="swap", kv="int8"),
+    Cell("mistral", FAST, chunk=32, cache="radix", pool="recompute", overlaps=True, kv="int8"),
+    Cell("qwen2", EXACT, drafts="right", cache="radix", kv="int8"),
+    Cell("llama", FAST, drafts="draft model", pool="swap", kv="int8"),
+    Cell("eight heads", FAST, chunk=7, ranks="tp 2", kv="int8"),
+    Cell("qwen3_moe", FAST, chunk=7, cache="hash", pool="recompute", kv="int8"),
+    Cell("llama", EXACT, path="operations", chunk=7, cache="hash", kv="int8"),
+    Cell("mistral", EXACT, path="torch", chunk=7, cache="radix", pool="swap", kv="int8"),
+}
 
 
 def parameters() -> list:
     """The cells of all tables, those with the same answers beside each other."""
-    usual = {*table(0), Cell("llama", chunk=1, cache="hash", pool="swap", overlaps=True)}
+    usual = {*table(0), *INT8, Cell("llama", chunk=1, cache="hash", pool="swap", overlaps=True)}
     rest = {cell for seed in range(1, TABLES) for cell in table(seed)} - usual
     return [
         pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] * (cell in rest or eight(cell)))

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from minillm import ops
 from minillm.cli import main
-from minillm.errors import UnsupportedFeatureError
 from minillm.ops import cpu, dispatch
 from minillm.ops.batch import Batch, Pages, Prologue
 from minillm.ops.dispatch import Backend
@@ -221,17 +220,3 @@ def test_the_prologue_is_the_reference_s(mode, normed, dim):
     expected = reference.norm_rope_write(qkv, *norms, 1e-5, *rope, False, *caches[2:], slots)
     for one, other in zip((got, *caches[:2]), (expected, *caches[2:]), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-
-
-def test_pages_with_scales_are_refused_and_not_read_without_them():
-    pages = pages_of(torch.ones(2, 2, 4))
-    x, slots = torch.zeros(1, 2, 16), torch.tensor([0])
-    batch = batch_of(torch.tensor([0, 1]).int(), torch.tensor([1]).int(), torch.tensor([[0]]))
-    prologue, rope = Prologue(2, None, None, 0.0, False), (torch.zeros(1, 8), torch.zeros(1, 8))
-    for call in (
-        lambda: ops.paged_attention(x, pages, batch, 1.0),
-        lambda: ops.write_cache(x, x, pages, slots),
-        lambda: ops.norm_rope_write(torch.zeros(1, 6, 16), prologue, rope, pages, slots),
-    ):
-        with pytest.raises(UnsupportedFeatureError, match="quantised KV cache"):
-            call()

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from minillm.api.arguments import check_kv_cache_dtype
 from minillm.api.speculative_config import SpeculativeConfig, check_vocabulary
 from minillm.cli.engine_import import import_engine
 from minillm.cli.options import json_object
 from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
-from minillm.config import ModelConfig
+from minillm.config import DTYPE_BYTES, ModelConfig
 from minillm.errors import ConfigError
 from minillm.lab.commands import plan_parallel, plan_speculation
 from minillm.lab.commands.place import Place, find_place
@@ -68,7 +69,7 @@ def add_options(parser: ArgumentParser) -> None:
     add("--dtype", metavar="NAME", help="dtype of the weights (the checkpoint's)")
     add("--quantization", metavar="NAME",
         help="quantise 16-bit weights while loading: int8 or int4")  # fmt: skip
-    add("--kv-cache-dtype", metavar="NAME", help="dtype of the KV cache (--dtype)")
+    add("--kv-cache-dtype", metavar="NAME", help="dtype of the KV cache, or int8 (--dtype)")
     add("--max-model-len", metavar="N", type=int,
         help="longest context, in tokens (the model's)")  # fmt: skip
     add("--max-num-seqs", metavar="N", type=int, default=256,
@@ -96,12 +97,15 @@ def run(args: Namespace, terminal: Terminal) -> int:
             f"--max-model-len is {args.max_model_len}; this model has positions for "
             f"{config.longest_context} tokens."
         )
-    for dtype in filter(None, (args.dtype, args.kv_cache_dtype)):
-        dtype_bytes(dtype)
+    if args.dtype:
+        dtype_bytes(args.dtype)
+    if args.kv_cache_dtype:
+        check_kv_cache_dtype(args.kv_cache_dtype, (*DTYPE_BYTES, "int8"))
     check_quantization(args.quantization)
-    if args.load and (args.hardware or args.memory or args.kv_cache_dtype):
+    if args.load and (args.hardware or args.memory or args.kv_cache_dtype not in (None, "int8")):
         raise ConfigError(
-            "--load runs on this machine; leave out --hardware, --memory and --kv-cache-dtype."
+            "--load runs on this machine; leave out --hardware, --memory and a --kv-cache-dtype "
+            "other than int8."
         )
     drafts = drafts_of(args, config)
     place = find_place(args, terminal)
@@ -152,6 +156,7 @@ def load(
             args.model,
             dtype=dtype or "auto",
             quantization=args.quantization,
+            kv_cache_dtype=args.kv_cache_dtype or "auto",
             load_format="dummy" if args.model.startswith("preset:") else "auto",
             max_model_len=args.max_model_len,
             max_num_seqs=args.max_num_seqs,

@@ -15,6 +15,10 @@ enum { ATTENTION = 1, MLP = 2 }; /* the halves of a layer */
 
 int64_t attend(const layer *l, const shape *s, const step *now, const element *q, element *out,
                int64_t kv_heads, int64_t d, int64_t dv) {
+    if (l->codes)
+        return int8_attention(q, l->codes, now->query_start, now->seq_lens, now->tables,
+                              now->table_stride, s->scale, l->window, out, now->sequences, s->heads,
+                              kv_heads, d, now->n, now->columns);
     int64_t status = decode_attention(
         q, l->k_cache, l->v_cache, s->cache_strides, s->block_size, now->query_start, now->seq_lens,
         now->tables, now->table_stride, s->scale, l->window, out, now->sequences, s->heads,
@@ -40,10 +44,15 @@ static int64_t attention_half(const layer *l, const shape *s, const step *now, i
     }
     if (l->latent) return latent_half(l, s, now);
     if (product_of(now->normed, l->qkv, l->qkv_bias, now->wide, n, hidden, qkv, 0)) return 1;
-    if (norm_rope_write(now->wide, l->q_norm, l->k_norm, s->qk_eps, now->cos, now->sin,
-                        s->interleaved, l->k_cache, l->v_cache, s->cache_strides[0],
-                        s->cache_strides[1], s->block_size, now->slots, now->num_slots, now->narrow,
-                        n, s->heads, s->kv_heads, s->head_dim, s->num_blocks * s->block_size))
+    if (l->codes
+            ? norm_rope_write_int8(now->wide, l->q_norm, l->k_norm, s->qk_eps, now->cos, now->sin,
+                                   s->interleaved, l->codes, now->slots, now->num_slots,
+                                   now->narrow, n, s->heads, s->kv_heads, s->head_dim)
+            : norm_rope_write(now->wide, l->q_norm, l->k_norm, s->qk_eps, now->cos, now->sin,
+                              s->interleaved, l->k_cache, l->v_cache, s->cache_strides[0],
+                              s->cache_strides[1], s->block_size, now->slots, now->num_slots,
+                              now->narrow, n, s->heads, s->kv_heads, s->head_dim,
+                              s->num_blocks * s->block_size))
         return 3;
     int64_t status = attend(l, s, now, now->narrow, now->attended, s->kv_heads, s->head_dim,
                             s->head_dim);

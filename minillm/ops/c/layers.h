@@ -1,6 +1,7 @@
 /* Weights, shape and inputs of the layers of a decoder, and the functions that they call. */
 #pragma once
 #include "experts.h"
+#include "int8_cache.h"
 #include "latent.h"
 #include "matrix.h"
 
@@ -18,6 +19,7 @@ typedef struct {
     const matrix *down;
     const element *down_bias;
     element *k_cache, *v_cache;          /* [blocks, kv_heads, block_size, head_dim] */
+    const int8_pages *codes;             /* in place of k_cache and v_cache; NULL */
     int64_t window;                      /* sliding window; 0: none */
     const latent_weights *latent;        /* MLA in place of qkv, q_norm, k_norm; NULL */
     const expert_weights *experts;       /* in place of gate_up and down; NULL */

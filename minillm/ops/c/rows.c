@@ -4,6 +4,7 @@
  * Threads divide the rows, never a single row, so the result of a row depends only on that row.
  */
 #include <stdatomic.h>
+#include "int8_cache.h"
 #include "latent.h"
 #include "threads.h"
 
@@ -143,6 +144,7 @@ typedef struct {
     const element *qkv, *q_weight, *k_weight;
     const float *cos, *sin;
     element *k_cache, *v_cache, *q_out;
+    const int8_pages *codes; /* in place of k_cache and v_cache */
     const int64_t *slots;
     int64_t block_stride, head_stride, block_size, num_slots, all_slots;
     int64_t heads, kv_heads, d;
@@ -166,6 +168,12 @@ static void write_tokens(void *context, int64_t begin, int64_t end, int64_t thre
         int64_t at = slot / p->block_size * p->block_stride + slot % p->block_size * d;
         for (int64_t h = 0; h < kv_heads; h++, at += p->head_stride) {
             const element *k = x + (heads + h) * d, *v = k + kv_heads * d;
+            if (p->codes) {
+                element key[MOST_HEAD_DIM];
+                norm_and_rotate(k, p->k_weight, p->eps, c, s, key, d, p->interleaved);
+                store_codes(p->codes, slot, h, kv_heads, key, v, d);
+                continue;
+            }
             norm_and_rotate(k, p->k_weight, p->eps, c, s, p->k_cache + at, d, p->interleaved);
             memcpy(p->v_cache + at, v, (size_t)d * sizeof(element));
         }
@@ -212,6 +220,34 @@ int64_t norm_rope_write(const element *qkv, const element *q_weight, const eleme
         .interleaved = (int)interleaved,
     };
     divide_job(n, n * (heads + 2 * kv_heads) * d / 2, write_tokens, &all);
+    return all.wrong;
+}
+
+/* The same for a cache of codes. */
+int64_t norm_rope_write_int8(const element *qkv, const element *q_weight, const element *k_weight,
+                             float eps, const float *cos, const float *sin, int64_t interleaved,
+                             const int8_pages *codes, const int64_t *slots, int64_t num_slots,
+                             element *q_out, int64_t n, int64_t heads, int64_t kv_heads,
+                             int64_t d) {
+    projections all = {
+        .qkv = qkv,
+        .q_weight = q_weight,
+        .k_weight = k_weight,
+        .cos = cos,
+        .sin = sin,
+        .codes = codes,
+        .q_out = q_out,
+        .slots = slots,
+        .block_size = codes->block_size,
+        .num_slots = num_slots,
+        .all_slots = codes->num_blocks * codes->block_size,
+        .heads = heads,
+        .kv_heads = kv_heads,
+        .d = d,
+        .eps = eps,
+        .interleaved = (int)interleaved,
+    };
+    divide_job(n, n * (heads + 4 * kv_heads) * d / 2, write_tokens, &all);
     return all.wrong;
 }
 

@@ -5,7 +5,6 @@
 #include <immintrin.h>
 #endif
 
-#if !defined(WIDE) && !(defined(__AVX2__) && defined(__F16C__))
 /* float16 -> float32. */
 static inline float half_to_float(uint16_t h) {
     uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
@@ -18,10 +17,10 @@ static inline float half_to_float(uint16_t h) {
     memcpy(&f, &magnitude, 4);
     return f;
 }
-#endif
 
 /* LANES scales at index `at`. */
-static inline vec scales_at(const void *scales, int64_t kind, int64_t at) {
+static inline __attribute__((always_inline)) vec scales_at(const void *scales, int64_t kind,
+                                                          int64_t at) {
     if (kind == 0) return load_vec((const float *)scales + at);
     const uint16_t *from = (const uint16_t *)scales + at;
 #if defined(WIDE)
