@@ -246,8 +246,9 @@ class DecodeGraphs:
         lengths.copy_(inputs[-1])
         batch = Batch(
             input_ids=self.rows.last[:size] if width == 1 else self._ids[:size].flatten(),
-            positions=inputs[:width].T.flatten(),  # [size, width], one row after another
-            slot_mapping=inputs[width : 2 * width].T.flatten(),
+            # [size, width], one row after another; of one row, `flatten` alone would be a view.
+            positions=inputs[:width].T.contiguous().flatten(),
+            slot_mapping=inputs[width : 2 * width].T.contiguous().flatten(),
             query_start=self._bounds[: size + 1],
             seq_lens=lengths,
             block_tables=self.rows.tables.device[:size],
