@@ -15,7 +15,7 @@ from minillm.lab.gpu import stages as plan
 from minillm.lab.gpu import summary
 from minillm.lab.gpu.pack import ROOT, pack
 from minillm.lab.gpu.parent import Parent, Record, Results, read
-from minillm.lab.gpu.stages import DRY, Stage
+from minillm.lab.gpu.stages import Stage
 
 SECONDS = 540.0
 EXAMPLES = """\
@@ -91,7 +91,8 @@ def asked(
         stages, only = plan.again(stages, before, changed)
     elif changed:
         raise ConfigError("--changed needs --again FILE, the results that the changes are against.")
-    return plan.within(stages, args.seconds), only, before
+    stages = plan.within(stages, args.seconds)
+    return plan.dry(stages) if args.dry_run else stages, only, before
 
 
 class Run:
@@ -131,22 +132,18 @@ class Run:
         os.environ["PYTHONPATH"] = os.pathsep.join(each for each in paths if each)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        long = DRY if self.args.dry_run else 1
-        end = time.monotonic() + self.args.seconds * long
+        end = time.monotonic() + sum(stage.cap for stage in self.stages if not stage.beside)
         beside = []
         for stage in self.stages:
             if self.parent.stopped.is_set():
                 break
-            self.say(f"{stage.name}: at most {stage.cap * long:.0f} s")
-            longer = Stage(
-                **{**vars(stage), "cap": stage.cap * long, "silence": stage.silence * long}
-            )
-            if stage.beside and not self.args.dry_run:
-                beside.append(threading.Thread(target=self.parent.run, args=(longer, end)))
+            self.say(f"{stage.name}: at most {stage.cap:.0f} s")
+            if stage.beside:
+                beside.append(threading.Thread(target=self.parent.run, args=(stage, end)))
                 beside[-1].start()
                 continue
             began = time.monotonic()
-            self.parent.run(longer, end)
+            self.parent.run(stage, end)
             self.seconds[stage.name] = round(time.monotonic() - began, 1)
             self.write()
             if stage.name == "facts" and not self._can_go_on():

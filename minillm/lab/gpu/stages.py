@@ -1,5 +1,6 @@
 """The stages of a run: their order, tasks and time limits."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -7,7 +8,7 @@ from minillm.errors import ConfigError, did_you_mean
 
 FAMILIES = ("gemv", "fused", "sampling", "quantized", "moe", "mla", "paged_attention")
 MODELS = ("qwen3-0.6b", "llama-3.1-8b", "deepseek-v2-lite", "qwen3-30b-a3b")
-DRY = 10  # a dry run has so many times as long: it compiles everything on a few processors
+DRY = 12  # a dry run has so many times as long: it compiles everything on a few processors
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,18 @@ def within(stages: Sequence[Stage], seconds: float) -> tuple[Stage, ...]:
         caps["rest"] += max(seconds - sum(caps.values()), 0.0)
     kept = [replace(each, cap=caps.get(each.name, each.cap)) for each in stages]
     return tuple(each for each in kept if each.cap > 0)
+
+
+def dry(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The stages of a dry run: a few processes, without the one that is a dry run by itself and
+    without tools that need a GPU."""
+    return tuple(
+        replace(
+            each, cap=each.cap * DRY, silence=each.silence * DRY, prefix=(),
+            parallel=min(each.parallel, os.cpu_count() or 1),
+        )
+        for each in stages if not each.beside
+    )  # fmt: skip
 
 
 def again(

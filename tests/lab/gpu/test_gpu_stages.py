@@ -1,16 +1,27 @@
 """The stages' own arithmetic, and one of each walked without a GPU: every kernel compiled."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from minillm import LLM, SamplingParams
+from minillm.api.arguments import EngineArgs
+from minillm.cli import main as minillm_main
+from minillm.engine.setup import with_defaults_of
+from minillm.lab import ceilings
+from minillm.lab.commands import bench_compare
 from minillm.lab.gpu import engine, families, speed, stages, warm
 from minillm.lab.gpu.emulate import emulated
 from minillm.lab.gpu.worker import Case, Context, tried
+from minillm.models.forward_pass import ForwardPass
+from minillm.models.presets import preset
+from minillm.plan import machine
 from minillm_kernels import families as kernel_families
 from minillm_kernels.check.case import Mismatch
 
@@ -131,3 +142,67 @@ def test_a_task_walks_on_a_cpu(module, stage, task):
     with torch.inference_mode():
         launches = walk(module, context(stage, task))
     assert all(count > 0 for count in launches.values()), launches
+
+
+@pytest.mark.slow
+def test_nothing_compiles_while_requests_run():
+    """The parameters of a step's rows come in one upload, so that where each begins depends on the
+    number of rows; edited logits are float32, in rows of their own length."""
+    with emulated() as found:
+
+        def kinds() -> set[tuple[str, str]]:
+            return {(kernel.metadata.name, kernel.hash) for kernel in found}
+
+        llm = LLM(
+            "preset:qwen3-0.6b", load_format="dummy", device="cpu", dtype="bfloat16",
+            block_size=16, max_model_len=256, max_num_seqs=24, num_gpu_blocks_override=512,
+            async_scheduling=True,
+        )  # fmt: skip
+        start = kinds()
+        assert {"prefill_kernel", "decode_kernel", "_draw", "_cut_of_row"} <= {n for n, _ in start}
+        for rows in (1, 2, 3, 4, 5, 17, 18):
+            for more in ({}, {"top_p": 0.8, "top_k": 5}, {"presence_penalty": 0.3}):
+                params = [
+                    SamplingParams(temperature=0.9, max_tokens=3, ignore_eos=True, seed=i, **more)
+                    for i in range(rows)
+                ]
+                prompts = [[1 + i] * (rows + 5 * i % 17) for i in range(rows)]
+                llm.generate(prompts, params, use_tqdm=False)
+        assert kinds() == start
+
+
+def test_what_a_gpu_gets_without_being_asked(monkeypatch):
+    """Tokens per step by its memory, blocks of powers of two, bf16 in benchmarks; and an int8 rate
+    that cannot be measured is none."""
+    memory = {"bytes": 80 * 10**9}
+    fake = SimpleNamespace(mem_get_info=lambda device: (0, memory["bytes"]))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    args, gpu = EngineArgs("tiny"), torch.device("cuda:0")
+    assert with_defaults_of(args, gpu).max_num_batched_tokens == 8192
+    assert with_defaults_of(args, torch.device("cpu")) is args
+    given = replace(args, max_num_batched_tokens=300)
+    assert with_defaults_of(given, gpu) is given
+    memory["bytes"] = 24 * 10**9
+    assert with_defaults_of(args, gpu) is args
+
+    model = SimpleNamespace(
+        dtype=torch.float32, device=torch.device("meta"), plain_torch=False,
+        config=preset("smollm2-135m"),
+    )  # fmt: skip
+    for length, size in ((1, 1), (5, 8), (16, 16), (17, 32)):
+        assert ForwardPass(model).allocate(1, length).block_size == size
+
+    def refuses(*matrices):
+        raise RuntimeError("_int_mm is not supported here")
+
+    monkeypatch.setattr(torch, "_int_mm", refuses)
+    monkeypatch.setattr(torch, "randint", lambda *given, **more: torch.zeros(2, 2))
+    monkeypatch.setattr(ceilings, "_our_int8", lambda n: pytest.fail("the CPU was asked"))
+    assert ceilings._int8_rate(2, "cuda", 0.01) == 0.0
+
+    seen = []
+    monkeypatch.setattr(machine, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(bench_compare, "run", lambda args, terminal: seen.append(args.dtype) or 0)
+    for device in ("cuda", "cpu"):
+        minillm_main(["bench", "decode", "--device", device])
+    assert seen == ["bfloat16", "float32"]
