@@ -132,7 +132,7 @@ def test_other_logits_than_plain_torch_s_are_found(monkeypatch):
         (engine, "engine", "tiny"), (engine, "engine", "launches"),
         (engine, "engine", "qwen3-30b-a3b"), (engine, "engine", "deepseek-v2-lite"),
         (speed, "decode", "decode qwen3-0.6b"), (speed, "nano", "nano"),
-        (speed, "profile", "profile llama-3.1-8b"), (families, "smoke", "gemv"),
+        (speed, "profile", "profile llama-3.1-8b"), (families, "smoke", "flash_attention"),
         (families, "memcheck", "sampling"), (families, "kernels", "fused"),
         (families, "rest", "moe"), (warm, "warm", "decode llama-3.1-8b"),
     ],
