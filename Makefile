@@ -20,7 +20,7 @@ PEERS ?= vllm openvino
 PEERS_DIR ?= .peers
 
 .DEFAULT_GOAL := help
-.PHONY: help run chat lab check test test-mutation test-slow test-full test-emulated test-browser test-clients test-external notebooks facts facts-without-c stale bundle peers clean
+.PHONY: help run chat lab gpu check test test-mutation test-slow test-full test-emulated test-browser test-clients test-external notebooks facts facts-without-c stale bundle peers clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -113,6 +113,12 @@ stale: $(DEV_STAMP) ## measure a chapter again after a change of the code it tim
 
 bundle: $(COURSE_STAMP) ## the course in one zip, for machines without a network: dist/
 	@$(PY) notebooks/bundle.py $(ARGS)
+
+# On a rented machine there may be no network: no environment is made and nothing is installed.
+OUT ?= gpu-results
+SECONDS ?= 540
+gpu: ## on a GPU: check and measure everything within SECONDS=540, into OUT=gpu-results (ARGS="--help"; no set-up)
+	@PYTHONPATH=.:kernels $(or $(PYTHON),python3) -m minillm.lab.gpu --out $(OUT) --seconds $(SECONDS) $(ARGS)
 
 # The engines of `minillm bench --vs`, each in an environment of its own; transformers is in $(VENV).
 # What exists for CUDA only is left out, and the package of FILE-alone.txt comes without what it asks

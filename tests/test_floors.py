@@ -46,7 +46,7 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 60_000, "minillm/lab": 17_500, "kernels": 12_820, "notebooks": 2_040,
+    "minillm": 60_000, "minillm/lab": 17_550, "kernels": 12_820, "notebooks": 2_040,
     "exercises/minillm_exercises": 17_100, "tests": 80_000,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code

@@ -20,6 +20,7 @@ UNPICKLERS = ("pickle", "marshal", "shelve", "dill", "joblib")
 # Files and folders that may ask torch for a GPU.
 KNOWS_CUDA = (
     "minillm/lab/ceilings.py",
+    "minillm/lab/gpu/",
     "minillm/execution/graphs.py",
     "kernels/minillm_kernels/launch.py",
     "kernels/minillm_kernels/check/",

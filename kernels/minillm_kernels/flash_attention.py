@@ -67,8 +67,8 @@ def _flash_attention(
     for masked in tl.static_range(2):  # first the tiles that need no mask
         for start in tl.range(full if masked else 0, end if masked else full, BLOCK):
             key, left = key_begin + start, num_keys - start
-            places, inside = _tile(key, left, k_strides, head // GROUP, BLOCK, DIM, BLOCK_D)
-            k_tile = tl.load(k + places, mask=inside, other=0.0)
+            k_at, k_here = _tile(key, left, k_strides, head // GROUP, BLOCK, DIM, BLOCK_D)
+            k_tile = tl.load(k + k_at, mask=k_here, other=0.0)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
             if masked:
                 keys = start + tl.arange(0, BLOCK)
@@ -81,8 +81,9 @@ def _flash_attention(
             correction = tl.exp2(row_max - base)
             weights = tl.exp2(scores - base[:, None])
             # Rows after the end belong to another sequence and may be NaN, and 0 * NaN is NaN.
-            places, inside = _tile(key, left, v_strides, head // GROUP, BLOCK, VALUE_DIM, BLOCK_DV)
-            v_tile = tl.load(v + places, mask=inside, other=0.0)
+            # Other names than for k: a variable of a loop has one shape.
+            v_at, v_here = _tile(key, left, v_strides, head // GROUP, BLOCK, VALUE_DIM, BLOCK_DV)
+            v_tile = tl.load(v + v_at, mask=v_here, other=0.0)
             row_sum = row_sum * correction + tl.sum(weights, axis=1)
             acc = acc * correction[:, None]
             acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")

@@ -5,7 +5,8 @@ launcher checks its arguments first, because a kernel with a wrong shape reads o
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -29,6 +30,7 @@ __all__ = [
     "check_same_dtype",
     "check_shape",
     "check_starts",
+    "compiled",
     "num_multiprocessors",
     "output",
     "padded",
@@ -90,6 +92,18 @@ def compiles_only() -> bool:
         return getattr(triton.runtime.driver.active, "compiles_only", False)
     except RuntimeError:  # no driver
         return False
+
+
+@contextmanager
+def compiled() -> Iterator[list[str]]:
+    """For the block, collect the names of the kernels that Triton compiles or loads."""
+    names: list[str] = []
+    before = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **others: names.append(fn.name)
+    try:
+        yield names
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = before
 
 
 def check_device(**tensors: Tensor | None) -> torch.device:

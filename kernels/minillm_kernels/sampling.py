@@ -59,6 +59,9 @@ from minillm_kernels.truncation import (
 
 __all__ = ["Config", "argmax", "gumbel_argmax", "pick_config", "sample", "truncate"]
 
+PER_ROW = (
+    "temperature_ptr", "min_p_ptr", "seed_ptr", "sample_index_ptr", "position_ptr", "out_ptr",
+)  # fmt: skip
 SMALLEST = tl.constexpr(2.0**-32)  # spacing of uniform numbers near 0
 LARGEST = tl.constexpr(1.0 - 2.0**-24)  # largest uniform number, the float32 before 1
 
@@ -208,7 +211,8 @@ def noise(seed, sample_index, position, purpose, first, BLOCK: tl.constexpr):
     return gumbel(tl.interleave(even, odd))
 
 
-@triton.jit
+# The parameters of all rows come in one upload, so where a column begins depends on their number.
+@triton.jit(do_not_specialize=("purpose",), do_not_specialize_on_alignment=PER_ROW)
 def _draw(
     logits_ptr, values_ptr, temperature_ptr, min_p_ptr, cuts_ptr,
     seed_ptr, sample_index_ptr, position_ptr, purpose,

@@ -62,6 +62,7 @@ class Config:
     gather: int
 
 
+PER_ROW = ("top_k_ptr", "top_p_ptr", "temperature_ptr", "min_p_ptr")
 LATENCY = Config(block=1024, num_warps=4, search_block=2048, search_warps=16, gather=2048)
 THROUGHPUT = replace(LATENCY, block=2048, num_warps=8)
 FEW_ROWS = 16
@@ -335,7 +336,7 @@ def _search(
     return edge, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)  # see `sampling._draw`
 def _cut_of_row(
     logits_ptr, values_ptr, top_k_ptr, top_p_ptr, temperature_ptr, min_p_ptr,
     distances_ptr, ids_ptr, cuts_ptr, row_stride, size, num_blocks, unit,

@@ -109,11 +109,12 @@ class EngineArgs(CheckedArguments):
     "auto" stores them in `dtype`.
 
     A step has at most `max_num_seqs` sequences (256, or fewer for a small token budget) and
-    `max_num_batched_tokens` tokens (2048), of which at most `long_prefill_token_threshold` are of
-    one prompt. `admission_policy` admits a request when its prompt fits into the free blocks
-    ("watermark"), or only when its maximum length does ("reserve_max"). When blocks run out, the
-    most recently admitted request is preempted: its KV is swapped out to `swap_space` GiB of host
-    memory, or recomputed if there is no swap space (`preemption_mode`).
+    `max_num_batched_tokens` tokens (2048; 8192 on a GPU of 40 GB), of which at most
+    `long_prefill_token_threshold` are of one prompt. `admission_policy` admits a request when its
+    prompt fits into the free blocks ("watermark"), or only when its maximum length does
+    ("reserve_max"). When blocks run out, the most recently admitted request is preempted: its KV is
+    swapped out to `swap_space` GiB of host memory, or recomputed if there is no swap space
+    (`preemption_mode`).
 
     `scheduling_policy` is the order in which waiting requests are scheduled:
 

@@ -28,6 +28,7 @@ from minillm.engine.setup import (
     open_executor,
     plan_memory,
     trace_settings,
+    with_defaults_of,
 )
 from minillm.errors import (
     EngineDeadError,
@@ -56,15 +57,13 @@ class Engine:
 
     def __init__(self, args: EngineArgs):
         limit_threads()
-        self.args = args
-        self.source = open_model(args.model)
+        source = self.source = open_model(args.model)
         self.device = choose_device(args.device)
+        self.args = args = with_defaults_of(args, self.device)
         self.dtype = choose_dtype(args.dtype, self.source.config, self.device, args.enforce_eager)
         self.tokenizer = open_tokenizer(args, self.source)
         draft = open_draft(args, self.source, self.tokenizer)
-        self.max_model_len, self.memory = plan_memory(
-            args, self.source, self.dtype, self.device, draft
-        )
+        self.max_model_len, self.memory = plan_memory(args, source, self.dtype, self.device, draft)
         self.eos_token_ids = end_tokens(self.source, self.tokenizer)
         self._seeds = random.Random(args.seed)
         self._live: dict[str, LiveRequest] = {}

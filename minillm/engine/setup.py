@@ -42,6 +42,7 @@ from minillm.trace.recorder import TraceSettings
 logger = logging.getLogger(__name__)
 
 GPU_BLOCK_SIZE = 16
+LARGE_GPU, LARGE_GPU_TOKENS = 40 * 10**9, 8192  # from so many bytes on, tokens per step
 CPU_BLOCK_SIZE = 32
 CPU_CACHE_SHARE = 0.25  # of the memory left for the cache; the rest stays for other programs
 
@@ -58,6 +59,15 @@ def choose_device(device: str) -> torch.device:
     if chosen.type == "cuda" and not has_gpu:
         raise ConfigError(f"device is {device!r}, but torch sees no CUDA GPU; use device='cpu'.")
     return chosen
+
+
+def with_defaults_of(args: EngineArgs, device: torch.device) -> EngineArgs:
+    """The arguments with the device's token budget: a large GPU is idle with few tokens per step,
+    and each step with prompts costs the host as much as several of decodes."""
+    if device.type != "cuda" or args.max_num_batched_tokens is not None:
+        return args
+    large = torch.get_device_module(device).mem_get_info(device)[1] >= LARGE_GPU
+    return replace(args, max_num_batched_tokens=LARGE_GPU_TOKENS) if large else args
 
 
 def choose_dtype(dtype: str, config: ModelConfig, device: torch.device, eager: bool = False) -> str:

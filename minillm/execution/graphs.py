@@ -23,11 +23,13 @@ with fewer tokens is padded on the left:
 
 import logging
 from collections.abc import Callable, Sequence
+from copy import copy
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from minillm import ops
@@ -36,6 +38,8 @@ from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
 from minillm.ops.transfers import put, upload
+from minillm.speculative.draft_model import DraftModel
+from minillm.speculative.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -80,21 +84,32 @@ class CudaCapture:
     def __init__(self, device: torch.device):
         self.device, self.num_bytes = device, 0
         self._pool = torch.cuda.graph_pool_handle()
+        # One stream for all graphs: cuBLAS keeps a workspace for each stream that it was called on.
+        self._side = torch.cuda.Stream(device)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Warm up on a side stream, then capture."""
-        current = torch.cuda.current_stream(self.device)
-        side = torch.cuda.Stream(self.device)
+        """Warm up on a side stream, then capture on it. If that fails, the current stream is as it
+        was: torch leaves the capturing one (`graph.__exit__` raises before it restores)."""
+        current, side = torch.cuda.current_stream(self.device), self._side
+        began = torch.cuda.memory_reserved(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(self.WARM_UP):
                 run()
         current.wait_stream(side)
         torch.cuda.empty_cache()  # so that memory left by the warm-up is not reused uncounted
+        # What stays of the warm-up are workspaces.
+        self.num_bytes += max(torch.cuda.memory_reserved(self.device) - began, 0)
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        how: Any = {"pool": self._pool, "stream": side, "capture_error_mode": "thread_local"}
+        try:
+            with torch.cuda.graph(graph, **how):
+                run()
+        except BaseException:
+            torch.cuda.set_stream(current)
+            torch.cuda.synchronize(self.device)
+            raise
         self.num_bytes += max(torch.cuda.memory_reserved(self.device) - before, 0)
         return graph.replay
 
@@ -186,6 +201,20 @@ class DecodeGraphs:
         self.num_rows = size
         return (place * width + column).tolist()
 
+    def decode(self, rows: Sequence[int], starts: Sequence[int], tokens: Tensor) -> Tensor | None:
+        """Hidden states [R, d] of one token, int64 [R], of each row at position `starts`; None if
+        there is no graph for so many rows. They are valid until the next replay."""
+        (where,) = upload(self.rows.device, np.array(rows, dtype=np.int64))
+        self.rows.last.index_copy_(0, where, tokens)
+        indices = self.launch(rows, starts, [1] * len(rows))
+        return None if indices is None else self.hidden_of(indices)
+
+    def hidden_of(self, indices: list[int]) -> Tensor:
+        """The hidden states that `launch` points to, valid until the next replay."""
+        if indices == list(range(len(indices))):
+            return self.hidden[: len(indices)]
+        return self.hidden[upload(self.rows.device, np.array(indices, dtype=np.int64))[0]]
+
     def _set_tokens(self, on_device: Sequence[int]) -> None:
         """Write the step's tokens to `_ids`, with the last token of `on_device` rows from the
         device."""
@@ -246,8 +275,9 @@ class DecodeGraphs:
         lengths.copy_(inputs[-1])
         batch = Batch(
             input_ids=self.rows.last[:size] if width == 1 else self._ids[:size].flatten(),
-            positions=inputs[:width].T.flatten(),  # [size, width], one row after another
-            slot_mapping=inputs[width : 2 * width].T.flatten(),
+            # [size, width], one row after another; of one row, `flatten` alone would be a view.
+            positions=inputs[:width].T.contiguous().flatten(),
+            slot_mapping=inputs[width : 2 * width].T.contiguous().flatten(),
             query_start=self._bounds[: size + 1],
             seq_lens=lengths,
             block_tables=self.rows.tables.device[:size],
@@ -255,3 +285,17 @@ class DecodeGraphs:
             max_query_len=width,
         )
         self.hidden[:total].copy_(self.model(batch, self.kv))
+
+
+def record_draft(
+    speculator: Speculator | None, rows: DeviceRows, capture: Capture, max_bytes: int | None
+) -> None:
+    """Capture the decode steps of a draft model, if there is one: one step for each draft of a row
+    but the first."""
+    proposer = None if speculator is None else speculator.proposer
+    if isinstance(proposer, DraftModel) and isinstance(proposer.model, Decoder):
+        own = copy(rows)  # the same block tables, other last tokens
+        own.last = torch.zeros_like(rows.last)
+        graphs = DecodeGraphs(proposer.model, proposer.shadow.kv, own, capture)
+        graphs.record_all(max_bytes)
+        proposer.replay = graphs.decode

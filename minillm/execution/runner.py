@@ -24,7 +24,7 @@ from minillm.errors import ConfigError
 from minillm.execution.collect import failure, give_tokens, store_prompt_logprobs
 from minillm.execution.executor import Capacity, Executor
 from minillm.execution.flight import Flight, StepResult
-from minillm.execution.graphs import Capture, DecodeGraphs
+from minillm.execution.graphs import Capture, DecodeGraphs, record_draft
 from minillm.execution.state import DeviceRows, RowStates, SequenceRow
 from minillm.layers.kv_cache import KVCache
 from minillm.models.batches import make_batch
@@ -80,6 +80,7 @@ class Runner:
                 self.verify_graphs.record_all(max_bytes)
             self.graphs = DecodeGraphs(*parts)
             self.graphs.record_all(max_bytes)
+            record_draft(self.speculator, self.rows, capture, max_bytes)
 
     # ---- the executor --------------------------------------------------------------------
 
@@ -221,7 +222,7 @@ class Runner:
             result.why_eager = graphs.missing
             return None
         result.graph_rows = graphs.num_rows
-        return graphs.hidden[self._tensor(indices)]
+        return graphs.hidden_of(indices)
 
     def _upload_last_tokens(self, states: RowStates) -> None:
         """Upload last tokens that are only on the host to `DeviceRows.last`, which graphs read."""

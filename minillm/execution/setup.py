@@ -11,6 +11,7 @@ from minillm.cache.spec import cache_spec
 from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
 from minillm.execution.graphs import CudaCapture, has_graphs
 from minillm.execution.runner import Runner
+from minillm.execution.warm_up import warm_up
 from minillm.layers.kv_cache import KVCache
 from minillm.models.checkpoint import ModelSource, find_folder
 from minillm.models.decoder import Decoder
@@ -105,6 +106,8 @@ def build_executor(
         room = plan.graph_bytes + plan.reserve_bytes // 2
         num_drafts = 0 if speculation is None else speculation.most
         runner.use_graphs(CudaCapture(model.device), room, num_drafts)
+    if has_graphs(model.device) and not args.deterministic and args.num_ranks == 1:
+        warm_up(runner)
     return runner
 
 

@@ -34,8 +34,11 @@ class ForwardPass:
         self.dtype, self.device = model.dtype, model.device
 
     def allocate(self, num_sequences: int, num_positions: int) -> KVCache:
-        """Allocate a KV cache for `num_sequences` sequences of `num_positions` positions."""
+        """Allocate a KV cache for `num_sequences` sequences of `num_positions` positions. On a GPU
+        blocks are powers of two: attention kernels compile anew for each size of a block."""
         config = self.model.config
+        if self.device.type != "cpu":
+            num_positions = 1 << (num_positions - 1).bit_length()
         return KVCache(
             cache_spec(config),
             config.num_layers,

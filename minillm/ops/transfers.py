@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 
@@ -23,6 +23,12 @@ def upload(device: torch.device, *arrays: NDArray) -> list[Tensor]:
     together, starts = pack(arrays)
     there = torch.from_numpy(together).pin_memory().to(device, non_blocking=True)
     return unpack(there, arrays, starts)
+
+
+def indices(device: torch.device, values: ArrayLike) -> Tensor:
+    """Integers on the device, int64, without waiting for what runs there, as `torch.tensor` would:
+    it copies from pageable memory."""
+    return upload(device, np.array(values, dtype=np.int64))[0]
 
 
 def read_later(*tensors: Tensor) -> Callable[[], list[Tensor]]:
@@ -47,7 +53,8 @@ def pack(arrays: Sequence[NDArray]) -> tuple[NDArray[np.uint8], list[int]]:
     """Concatenate the bytes of all arrays. Returns them and each start, a multiple of 8 because
     tensors must be aligned."""
     ends = np.cumsum([-(-each.nbytes // 8) * 8 for each in arrays]).tolist()
-    together, starts = np.zeros(ends[-1], dtype=np.uint8), [0, *ends[:-1]]
+    # Never empty: torch gives an empty tensor strides that have no view as another type.
+    together, starts = np.zeros(max(ends[-1], 8), dtype=np.uint8), [0, *ends[:-1]]
     for start, each in zip(starts, arrays, strict=True):
         together[start : start + each.nbytes] = np.ascontiguousarray(each).view(np.uint8).ravel()
     return together, starts

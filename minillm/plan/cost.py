@@ -27,6 +27,8 @@ from minillm.plan.hardware import Hardware
 from minillm.plan.parameters import all_products
 from minillm.plan.weight_sizes import WeightSizes, dtype_bytes
 
+CUBLAS_WORKSPACE = 2**25  # bytes per stream on Hopper, more than elsewhere
+
 
 def weight_bytes(
     config: ModelConfig, dtype: str | None = None, weights: WeightSizes | None = None
@@ -338,7 +340,9 @@ def _plan(
         weights, each = weights + draft_weights, each + draft_each
     # All CUDA graphs share one memory pool; the largest is a decode step without its logits.
     rows = settings.max_num_seqs * (1 + settings.num_drafts) * settings.cuda_graphs
+    # Its stream has a workspace of cuBLAS, as the usual stream has, which the reserve holds.
     graphs = activation_peak_bytes(config, rows, 0, settings.dtype)
+    graphs += CUBLAS_WORKSPACE * settings.cuda_graphs
     activations += graphs
     usable = int(memory_bytes * settings.gpu_memory_utilization)
     left = usable - weights - activations

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.errors import UnsupportedFeatureError
-from minillm.ops.transfers import upload
+from minillm.ops.transfers import indices, upload
 from minillm.sampling.segments import Segments
 from minillm.structured.grammars import Constraint, Grammars
 
@@ -169,7 +169,7 @@ class Edits:
             self._masks = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         bits = np.zeros(self.vocab_size, dtype=bool)
         bits[list(ids)] = True
-        self._masks[row] = torch.from_numpy(np.packbits(bits, bitorder="little"))
+        self._masks[row] = upload(self.device, np.packbits(bits, bitorder="little"))[0]
         self._masked.add(row)
 
     def _set_constraint(self, row: int, request: SamplingRow) -> None:
@@ -196,7 +196,8 @@ class Edits:
                 self._recent = torch.zeros(shape, dtype=torch.int64, device=self.device)
             last = torch.tensor(list(request.output_token_ids)[-RECENT:], dtype=torch.int64)
             places = torch.arange(request.position - len(last), request.position) % RECENT
-            self._recent[row, places.to(self.device)] = last.to(self.device)
+            place, token = upload(self.device, places.numpy(), last.numpy())
+            self._recent[row, place] = token
 
     def _set_seen(self, row: int, request: SamplingRow) -> None:
         prompt = request.prompt_token_ids if request.params.repetition_penalty != 1 else ()
@@ -211,7 +212,7 @@ class Edits:
         self._seen.put(row, token=ids, count=times)
         self._room[row] = room
         numbers = [getattr(request.params, name) for name in PENALTIES]
-        self._penalties[:, row] = torch.tensor(numbers).to(self.device)
+        self._penalties[:, row] = upload(self.device, np.array(numbers, dtype=np.float32))[0]
 
     # ---- editing ---------------------------------------------------------------------------
 
@@ -239,17 +240,20 @@ class Edits:
 
     def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Edited copies of logits [P, V] of P distinct rows: float32 [P, V]."""
-        wide = logits.new_empty(len(rows), self.vocab_size + 1, dtype=torch.float32)
-        wide[:, -1] = 0.0  # a padding column for values without a token
-        edited = wide[:, :-1]
+        # Padding columns for values without a token; kernels read rows fastest from multiples of
+        # 16, and compile once for all of them.
+        columns = (self.vocab_size // 16 + 1) * 16
+        wide = logits.new_empty(len(rows), columns, dtype=torch.float32)
+        wide[:, self.vocab_size :] = 0.0
+        edited = wide[:, : self.vocab_size]
         edited.copy_(logits)
         members = list(enumerate(rows))
         self._apply_masks(edited, self._masks, {i: r for i, r in members if r in self._masked})
         filled = {i: self._places[r] + positions[i] for i, r in members if r in self._constraints}
         self._apply_masks(edited, self._filled, filled)
-        place = torch.full((self.num_rows,), -1)
-        place[list(rows)] = torch.arange(len(rows))
-        place = place.to(self.device)
+        places = np.full(self.num_rows, -1, dtype=np.int64)
+        places[list(rows)] = np.arange(len(rows))
+        place = indices(self.device, places)
         if any(row in self._entries for row in rows):
             self._add_entries(wide, place, positions)
         if any(row in self._seen for row in rows):
@@ -260,7 +264,7 @@ class Edits:
         """Exclude the tokens that `table` does not allow; `of` maps logits to its rows."""
         if not of or table is None:
             return
-        where, chosen = torch.tensor([list(of), list(of.values())], device=self.device)
+        where, chosen = indices(self.device, [list(of), list(of.values())])
         codes = table.index_select(0, chosen).flatten().int()
         if len(self._space) < len(codes):  # kept: fresh pages would take longer than the rest
             self._space = torch.empty(len(codes), 8, device=self.device)
@@ -278,7 +282,7 @@ class Edits:
         entries = self._entries
         owner, token = entries.owner, entries["token"]
         at = place[owner]  # [E], -1 for rows not in this step
-        position = torch.tensor(list(positions), device=self.device)[at]
+        position = indices(self.device, positions)[at]
         holds = (at >= 0) & (position >= entries["since"]) & (position < entries["until"])
         before = entries["before"]
         if before.shape[1] and self._recent is not None:
@@ -309,11 +313,11 @@ class Edits:
     def append(self, rows: Sequence[int], positions: Sequence[int], tokens: Tensor) -> None:
         """Append tokens, int64 [R], at `positions` to the sequences in these distinct rows."""
         if self._with_words and self._recent is not None:
-            where, at = torch.tensor([list(rows), list(positions)], device=self.device)
+            where, at = indices(self.device, [list(rows), list(positions)])
             self._recent[where, at % RECENT] = tokens
         members = [i for i, row in enumerate(rows) if row in self._room]
         if members:
-            own = tokens[torch.tensor(members, device=self.device)]
+            own = tokens[indices(self.device, members)]
             self._count([rows[i] for i in members], own)
 
     def follows(self, row: int) -> bool:
@@ -340,7 +344,7 @@ class Edits:
             if self._room[row] == 0:
                 self._widen(row)
             self._room[row] -= 1
-        seen, of = self._seen, torch.tensor(rows, device=self.device)
+        seen, of = self._seen, indices(self.device, rows)
         chosen = torch.full((self.num_rows,), -1, device=self.device)
         chosen[of] = tokens
         match = seen["token"] == chosen[seen.owner]  # [T]
@@ -348,7 +352,7 @@ class Edits:
         known = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
         known = known.index_add_(0, seen.owner, match.long())[of] > 0
         ends = [seen.start(row) + seen.size(row) - self._room[row] for row in rows]
-        free = torch.tensor(ends, device=self.device) - 1
+        free = indices(self.device, ends) - 1
         seen["token"][free] = torch.where(known, self.vocab_size, tokens)
         seen["count"][free] = torch.where(known, 0.0, 1.0)
 
@@ -386,6 +390,6 @@ def entries_of(request: SamplingRow) -> Iterator[Entry]:
 
 
 def _flat(at: Tensor, token: Tensor, wide: Tensor) -> Tensor:
-    """Flat indices into `wide` [P, V + 1]; entries without a row go to the padding column."""
+    """Flat indices into `wide` [P, columns]; entries without a row go to the last column."""
     width = wide.shape[1]
     return at.clamp(min=0) * width + token.masked_fill(at < 0, width - 1)

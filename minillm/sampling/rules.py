@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minillm.ops.philox import WORD, Purpose, philox
 from minillm.ops.sampling import Pack
+from minillm.ops.transfers import indices
 
 
 class DraftedToken(NamedTuple):
@@ -86,7 +87,7 @@ def coins(pack: Pack, *purposes: Purpose) -> Tensor:
     always true for probability 1 and never for 0.
     """
     key = pack.seed & WORD, pack.seed >> 32 & WORD
-    purpose = torch.tensor(purposes).to(pack.seed.device)[:, None]
+    purpose = indices(pack.seed.device, purposes)[:, None]
     item = torch.zeros_like(purpose)
     counter = item, pack.position & WORD, pack.sample_index & WORD, purpose
     return (philox(key, counter)[0].double() + 0.5) * 2.0**-32

@@ -25,7 +25,7 @@ from torch import Tensor
 from minillm.api.sampling_params import SamplingParams
 from minillm.errors import Failure
 from minillm.ops.sampling import Pack, choose
-from minillm.ops.transfers import upload
+from minillm.ops.transfers import indices, upload
 from minillm.sampling.edits import Edits, SamplingRow
 from minillm.sampling.logprobs import TokenLogprob, describe, failures
 from minillm.sampling.rules import DraftedToken, Rule, drafts_at
@@ -126,7 +126,7 @@ class Sampler:
         spread = len(rows) < sum(counts)
         of = [i for i, count in enumerate(counts) for _ in range(count)] if spread else []
         pack = self._pack(rows, positions, counts if spread else None)
-        index = torch.tensor(of, device=self.device) if spread else None
+        index = indices(self.device, of) if spread else None
         drafted = list(drafts_at(rows, drafts, laws)) if self.rule and drafts else []
         if drafted and spread:
             drafted = [drafted[i] for i in of]
@@ -141,7 +141,7 @@ class Sampler:
                 chosen, where = set(part), part
                 if index is not None:  # all samples of these logits
                     where = [place for place, i in enumerate(of) if i in chosen]
-                samples = torch.tensor(where, device=self.device)
+                samples = indices(self.device, where)
                 at = [positions[i] for i in part]
                 edited = self.edits.apply(_take_rows(logits, part), [rows[i] for i in part], at)
                 if index is not None:
@@ -168,7 +168,7 @@ class Sampler:
         if rule is None or not places:
             return tokens, best
         for part in self.edits.chunks(places):
-            at = torch.tensor(part).to(self.device)
+            at = indices(self.device, part)
             guessed = [each for i in part if (each := drafted[i]) is not None]
             tokens[at] = rule.choose(
                 tokens[at], logits[at], pack.select(at), guessed, model_dtype or logits.dtype
@@ -180,7 +180,7 @@ class Sampler:
         only their largest logit is used."""
         if not edited:
             return pack
-        at = torch.tensor(sorted(edited)).to(self.device)
+        at = indices(self.device, sorted(edited))
         return pack._replace(temperature=pack.temperature.index_fill(0, at, 0.0))
 
     def _edited(
@@ -205,9 +205,9 @@ class Sampler:
             for step in range(max(map(len, groups.values()))):
                 left = {row: group[step] for row, group in groups.items() if step < len(group)}
                 if step:
-                    tokens = torch.tensor([drafts[row][step - 1] for row in left])
+                    tokens = indices(self.device, [drafts[row][step - 1] for row in left])
                     at = [positions[i] - 1 for i in left.values()]
-                    self.edits.append(list(left), at, tokens.to(self.device))
+                    self.edits.append(list(left), at, tokens)
                 yield list(left.values())
         finally:
             restore()
@@ -220,7 +220,7 @@ class Sampler:
         """Append several tokens to the sequence in this row, the first at `position`."""
         if self.edits.follows(row):
             for at, token in enumerate(tokens, start=position):
-                self.edits.append([row], [at], torch.tensor([token]).to(self.device))
+                self.edits.append([row], [at], indices(self.device, [token]))
 
     def _pack(
         self, rows: Sequence[int], positions: Sequence[int], counts: list[int] | None
@@ -250,7 +250,7 @@ def _take_rows(logits: Tensor, places: list[int]) -> Tensor:
     first, end = places[0], places[-1] + 1
     if places == list(range(first, end)):
         return logits[first:end]
-    return logits.index_select(0, torch.tensor(places).to(logits.device))
+    return logits.index_select(0, indices(logits.device, places))
 
 
 def edited_samples(members: list[int], of: list[int] | None) -> Collection[int]:

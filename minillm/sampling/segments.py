@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from minillm.ops.transfers import upload
+
 
 class Segments:
     """Named columns, each [T] or [T, width], and the owner row of each of the T places."""
@@ -70,7 +72,7 @@ class Segments:
         (size,) = {len(column) for column in columns.values()}
         for name, column in columns.items():
             old = self._columns.get(name)
-            new = column.to(self.device, non_blocking=True)
+            (new,) = upload(self.device, column.numpy())
             self._columns[name] = new if old is None else torch.cat(_as_wide(old, new))
         self._sizes[row] = size
         self._own()
@@ -98,7 +100,7 @@ class Segments:
         self._starts = dict(zip(self._sizes, starts, strict=False))
         rows = torch.tensor(list(self._sizes), dtype=torch.int64)
         sizes = torch.tensor(list(self._sizes.values()), dtype=torch.int64)
-        self.owner = rows.repeat_interleave(sizes).to(self.device, non_blocking=True)
+        (self.owner,) = upload(self.device, rows.repeat_interleave(sizes).numpy())
 
 
 def _as_wide(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

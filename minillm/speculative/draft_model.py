@@ -14,7 +14,7 @@ sample index and position: both take the argmax of logits plus noise. They agree
 with independent noise (Daliri, Musco, Suresh, 2024), and always where the models do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -63,6 +63,9 @@ class DraftModel:
     ):
         self.model, self.shadow, self.tables = model, shadow, tables
         self.max_num_tokens, self.coupled = max_num_tokens, coupled
+        # On a GPU, hidden states of one token of each row from a CUDA graph: (rows, positions,
+        # tokens) -> [R, d], or None if there is none.
+        self.replay: Callable[[list[int], list[int], Tensor], Tensor | None] | None = None
 
     def allocated(self) -> dict[str, int]:
         """Allocated bytes by part of the memory plan."""
@@ -142,9 +145,12 @@ class DraftModel:
             if depth:
                 starts = [len(row.token_ids) + depth - 1 for row in active]
                 places, size = [row.place for row in active], self.shadow.kv.block_size
-                batch = decode_batch(self.tables, size, places, starts, [0] * len(active))
-                batch = replace(batch, input_ids=draws.tokens[-1][: len(active)])
-                hidden = self.model(batch, self.shadow.kv)
+                tokens = draws.tokens[-1][: len(active)]
+                found = self.replay and self.replay(places, starts, tokens)
+                if found is None:
+                    batch = decode_batch(self.tables, size, places, starts, [0] * len(active))
+                    found = self.model(replace(batch, input_ids=tokens), self.shadow.kv)
+                hidden = found
             draws.draw(self.model.logits(hidden[: len(active)]))
         for row in rows:
             known = len(row.token_ids)

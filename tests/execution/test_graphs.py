@@ -5,8 +5,10 @@ holds, which rows are old, and that no token comes from the host.
 
 import math
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 from minillm import LLM, SamplingParams, ops
 from minillm.api.arguments import EngineArgs
 from minillm.api.outputs import RequestOutput
-from minillm.execution.graphs import DecodeGraphs, bucket_of, bucket_sizes
+from minillm.execution.graphs import CudaCapture, DecodeGraphs, bucket_of, bucket_sizes
 from minillm.execution.setup import records
 from minillm.layers.kv_cache import KVCache
 from minillm.models.presets import preset
@@ -446,3 +448,92 @@ def test_a_wait_would_be_found(folder, monkeypatch, planted):
         waits = Waits(patch, llm)
         runner.launch(llm.engine.scheduler.schedule())
     assert waits.seen
+
+
+# ---- capture on a GPU, without one -------------------------------------------------------------
+
+
+class FakeStreams:
+    """In the place of torch.cuda: streams are names, and a capture that fails leaves its own."""
+
+    def __init__(self, monkeypatch):
+        self.current, self.made, self.used = "usual", [], []
+        cuda = torch.cuda
+        for name, value in {
+            "graph_pool_handle": lambda: (0, 1), "Stream": self.stream,
+            "CUDAGraph": SimpleNamespace,
+            "current_stream": lambda device: self.current, "stream": self.inside,
+            "graph": self.graph, "set_stream": lambda stream: setattr(self, "current", stream),
+            "memory_reserved": lambda device: 0, "empty_cache": lambda: None,
+            "synchronize": lambda device: None,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(cuda, name, value)
+
+    def stream(self, device):
+        self.made.append(SimpleNamespace(wait_stream=lambda other: None))
+        return self.made[-1]
+
+    @contextmanager
+    def inside(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    @contextmanager
+    def graph(self, graph, pool, stream, capture_error_mode):
+        graph.replay, self.current = lambda: None, stream
+        self.used.append(stream)
+        yield  # an error leaves here, as in torch, where `capture_end` raises first
+        self.current = "usual"
+
+
+def test_one_side_stream_for_all_sizes_and_the_usual_one_after_a_failure(monkeypatch):
+    """cuBLAS keeps a workspace for each stream that it was ever called on."""
+    cuda = FakeStreams(monkeypatch)
+    cuda.current = SimpleNamespace(wait_stream=lambda other: None)
+    usual = cuda.current
+    capture = CudaCapture(torch.device("cuda:0"))
+
+    def run():
+        if len(cuda.used) == 3:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    for _ in range(2):
+        capture.capture(run)
+        cuda.current = usual
+    with pytest.raises(RuntimeError, match="not permitted"):
+        capture.capture(run)
+    assert cuda.current is usual
+    assert len(cuda.made) == 1
+    assert cuda.used == cuda.made * 3
+
+
+def test_inputs_of_a_graph_of_one_row_are_contiguous():
+    """Kernels read slots one after another; a row's column of the inputs has the width of all."""
+    llm = make("tiny", max_num_seqs=4)
+    runner, seen = llm.engine.runner, []
+    graphs = DecodeGraphs(runner.model, runner.kv, runner.rows, Again(), query_len=4)
+    graphs.model = lambda batch, kv: seen.append(batch) or torch.zeros(len(batch.input_ids), 1)
+    for size in (1, 2):
+        graphs._run(size)
+    for batch in seen:
+        assert batch.slot_mapping.is_contiguous()
+        assert batch.positions.is_contiguous()
+
+
+def test_a_draft_model_has_graphs_of_its_own():
+    """For every draft but the first, which may have more tokens to compute."""
+    config = {"model": "tiny-draft", "num_speculative_tokens": 3}
+    found, replays = [], []
+    for graphs in (False, True):
+        llm = make("tiny", max_num_seqs=4, speculative_config=config)
+        if graphs:
+            give_graphs(llm, num_drafts=3)
+            proposer = llm.engine.runner.speculator.proposer
+            replay = proposer.replay
+            proposer.replay = lambda *given, replay=replay: replays.append(given) or replay(*given)
+        params = [SamplingParams(temperature=0.8, seed=i, max_tokens=12) for i in range(3)]
+        outputs = llm.generate(["def f(", "import ", "x"], params, use_tqdm=False)
+        found.append([tokens(output) for output in outputs])
+    assert found[0] == found[1]
+    assert len(replays) > 5

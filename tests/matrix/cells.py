@@ -261,6 +261,9 @@ def give_graphs(llm: LLM, again: Again | None = None, **more: int) -> Again:
     """What a GPU does with padding, on this machine's reference operations."""
     runner, again = llm.engine.runner, again or Again()
     runner.kv.mode = "plain"
+    proposer = runner.speculator and runner.speculator.proposer
+    if hasattr(proposer, "shadow"):
+        proposer.shadow.kv.mode = "plain"
     runner.use_graphs(again, **more)
     return again
 

@@ -560,13 +560,30 @@ def test_forks_draw_from_the_same_edited_logits():
 
 class OneDevice(TorchDispatchMode):
     """Refuses operations of a host tensor and a device tensor, except copies, as a GPU does; and an
-    index on the host, which a GPU may take but waits for."""
+    index on the host and a copy from memory that is not pinned, which a GPU takes but waits for."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.pinned = []  # kept, so that no other tensor has the address
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor))
+
+    def pin(self, tensor):
+        self.pinned.append(tensor)
+        return tensor
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.ndim]
         mixed = len({tensor.device for tensor in tensors}) > 1
         assert not mixed or "copy" in func.__name__, f"{func} of tensors on two devices"
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
+        if "copy" in func.__name__ and {t.device.type for t in (*tensors, *made)} == {
+            "cpu",
+            "meta",
+        }:
+            places = {tensor.data_ptr() for tensor in self.pinned}
+            assert tensors[-1].data_ptr() in places, f"{func} from memory that is not pinned"
+        return found
 
 
 @pytest.mark.parametrize("forks", [(), (0, 3, 2, 1, 0, 0, 2, 1, 2)])
@@ -579,14 +596,10 @@ def test_every_edit_stays_on_the_device_of_the_logits(monkeypatch, forks, drafte
         return logits.new_empty(len(logits), dtype=torch.int64), logits.amax(dim=-1).float()
 
     monkeypatch.setattr("minillm.sampling.sampler.choose", drawn)
-    monkeypatch.setattr(  # nothing can be pinned here
-        "minillm.sampling.sampler.upload",
-        lambda device, *arrays: [torch.from_numpy(each).to(device) for each in arrays],
-    )
     meta, rows = torch.device("meta"), list(range(len(KINDS)))
     sampler = Sampler(len(rows), 40, meta)
     drafts = {index: [3, 5] for index in rows if drafted}
-    with OneDevice():
+    with OneDevice(monkeypatch):
         for index in rows:
             sampler.set_row(index, kept_request(index, [7]))
         rows = sorted(3 * rows if drafted else rows)

@@ -1,1 +1,1 @@
-"""Benchmarks of the kernels on a GPU: `python -m minillm_kernels.bench`."""
+"""Measurements of the kernels on a GPU; `minillm.lab.gpu` runs them."""

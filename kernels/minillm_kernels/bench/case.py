@@ -36,7 +36,7 @@ class Measurement:
     run: Call
     num_bytes: int
     num_flops: int = 0
-    bound: Literal["copy", "matmul", "latency"] = "copy"
+    bound: Literal["copy", "read", "matmul", "latency"] = "copy"
     peers: Mapping[str, Call] = field(default_factory=dict)
     num_sets: int = 1
     target: float | None = None

@@ -4,14 +4,14 @@ import gc
 import math
 import subprocess
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from minillm_kernels.bench.case import Call
-from minillm_kernels.bench.results import How
 
+How = Literal["graph", "launches"]
 TIMING = 2e-3  # seconds that one timing should take, so that an event's resolution is nothing
 MAX_CALLS = 512  # in one timing
 

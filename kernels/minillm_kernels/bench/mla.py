@@ -68,7 +68,7 @@ class Size:
 
 MANY = ((1, 8192),) * 64
 MIXED = (*((1, 8192),) * 63, (2048, 2048))
-DENSE = ("SDPA, gathered", "torch.bmm, gathered", "varlen_attn, gathered")
+DENSE = ("SDPA, gathered", "torch.bmm, gathered")
 WIDE: Mapping[str, Any] = {"num_heads": 128, "bound": "matmul"}
 SIZES = (
     # Bytes of a cached token: 1152 as a latent, 10240 as explicit keys and values of 16 heads.
@@ -258,21 +258,6 @@ def bmm(sets: Sets, number: int) -> Tensor:
     return torch.bmm(weights.to(k.dtype), k[..., : sets.size.value_dim])
 
 
-def varlen(sets: Sets, number: int) -> object:
-    """torch's FlashAttention, should it take heads of 576 numbers."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    given = sets.made[number]
-    q, k = gathered(given)
-    count, seq_len = k.shape[:2]
-    starts = torch.arange(count + 1, dtype=torch.int32, device=q.device)
-    k = k.reshape(-1, 1, sets.size.width)
-    value = k[..., : sets.size.value_dim]
-    return varlen_attn(
-        q, k, value, starts, starts * seq_len, 1, seq_len, scale=given.scale, enable_gqa=True
-    )
-
-
 def explicit(sets: Sets, number: int) -> Tensor:
     """The same model with explicit keys and values, as MHA: what the latents save reading."""
     size, device = sets.size, sets.device
@@ -290,7 +275,6 @@ def explicit(sets: Sets, number: int) -> Tensor:
 PEERS: Mapping[str, Callable[[Sets, int], object]] = {
     "SDPA, gathered": sdpa,
     "torch.bmm, gathered": bmm,
-    "varlen_attn, gathered": varlen,
     "explicit heads": explicit,
     "usual": partial(ours, batch_invariant=False),
 }

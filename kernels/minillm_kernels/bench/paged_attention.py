@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -263,28 +264,22 @@ def gathered(given: Batch) -> tuple[Tensor, Tensor]:
 
 
 def varlen(given: Batch) -> object:
-    """torch's FlashAttention over pages of 256, the smallest that it knows, token-major."""
+    """torch's FlashAttention over the same keys, already gathered, since torch 2.11's knows no
+    pages. It takes fewer KV heads than query heads; from 2.13 on it must be told."""
     from torch.nn.attention.varlen import varlen_attn
 
-    size, page = given.size, 256
-    shape = (-1, page, size.num_kv_heads, size.head_dim)
-    k, v = (x.view(shape) for x in (given.k_cache, given.v_cache))
-    pages = [-(-seq_len // page) for _, seq_len in size.sequences]
-    tables = torch.arange(len(pages) * max(pages), dtype=torch.int32, device=given.q.device)
+    size = given.size
+    lengths = [seq_len for _, seq_len in size.sequences]
+    total = sum(lengths)
+    k, v = (x.flatten()[: total * size.num_kv_heads * size.head_dim] for x in
+            (given.k_cache, given.v_cache))  # fmt: skip
+    shape = (total, size.num_kv_heads, size.head_dim)
+    starts = F.pad(given.seq_lens.cumsum(0), (1, 0)).to(torch.int32)
+    more: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     return varlen_attn(
-        given.q,
-        k,
-        v,
-        given.query_start,
-        None,
-        size.longest,
-        max(seq_len for _, seq_len in size.sequences),
-        scale=given.scale,
-        window_size=(-1, 0),
-        enable_gqa=True,
-        seqused_k=given.seq_lens,
-        block_table=(tables % len(k)).view(len(pages), -1),
-    )
+        given.q, k.view(shape), v.view(shape), given.query_start, starts, size.longest,
+        max(lengths), scale=given.scale, window_size=(-1, 0), **more,
+    )  # fmt: skip
 
 
 PEERS: Mapping[str, Callable[[Batch], object]] = {

@@ -1,6 +1,6 @@
 """What it takes to believe a kernel: cases, poisoned memory, comparison with float64.
 
-Tests run these cases interpreted; `python -m minillm_kernels.check` runs them compiled on a GPU.
+Tests run these cases interpreted; `minillm.lab.gpu` runs them compiled on a GPU.
 Each family has a module here with
 
 * a frozen `Case` that names every size of one call, and `CASES`, which cover the edges;

@@ -9,7 +9,7 @@ scheduling, input preparation, all layers, logits, sampling and bookkeeping.
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -88,9 +88,11 @@ class DecodeSteps:
         """Time another model of the same shape, packed for the same dtype."""
         self._model = runner_of(self.engine.runner).model = model
 
-    def run(self, batch: int, context: int, count: int) -> list[Step]:
+    def run(
+        self, batch: int, context: int, count: int, around: AbstractContextManager | None = None
+    ) -> list[Step]:
         """Time `count` steps of `batch` sequences; the last step attends to `context` - 2 positions
-        of each."""
+        of each. `around`, a profiler, is entered for these steps."""
         engine = self.engine
         params = SamplingParams(
             temperature=0.0,
@@ -106,7 +108,7 @@ class DecodeSteps:
             with self._hollow(batch * context):
                 self._step(batch)
             self._step(batch)
-            with parts_timed(runner_of(engine.runner)) as parts:
+            with parts_timed(runner_of(engine.runner)) as parts, around or nullcontext():
                 return [self._timed(batch, parts) for _ in range(count)]
         finally:
             for name in names:

@@ -43,7 +43,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
     if args.what != "serve":
         args.model = args.model or (QUICK_MODEL if args.quick else MODEL)
         is_quantised = getattr(args, "quantization", None) is not None  # fast in bf16 everywhere
-        fast = machine.cpu_has_bf16() or is_quantised
+        on_gpu = (getattr(args, "device", None) or "cpu") != "cpu"
+        fast = on_gpu or machine.cpu_has_bf16() or is_quantised
         args.dtype = args.dtype or ("bfloat16" if fast else "float32")
         args.threads = args.threads or machine.cpu_count()
     return int(import_module(benchmark.module).run(args, terminal))

@@ -157,7 +157,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "scheduler": Benchmark("scheduler alone, without a model", f"{OWN}.scheduler", {}, False),
     "parallel": Benchmark("collectives and ranks on this machine, and predictions",
                           f"{OWN}.parallel", {}, False),
-    "kernels": Benchmark("Triton kernels, on a GPU", "minillm_kernels.bench.__main__", {}, False),
 }  # fmt: skip
 
 

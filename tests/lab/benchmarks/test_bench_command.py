@@ -233,18 +233,15 @@ def test_startup_of_the_embedded_model(
     assert "1.5 s" in out
 
 
-def test_the_scheduler_and_the_kernels_have_benchmarks_of_their_own(
+def test_the_scheduler_has_a_benchmark_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from minillm.lab.benchmarks import scheduler
-    from minillm_kernels.bench import __main__ as kernels
 
     seen = []
-    for module in (scheduler, kernels):
-        monkeypatch.setattr(module, "main", lambda told: seen.append(told) or 3)
-    assert bench("scheduler", "--quick", capsys=capsys)[0] == 3
-    assert bench("kernels", "--json", "there.json", capsys=capsys)[0] == 3
-    assert seen == [["--quick"], ["--json", "there.json"]]
+    monkeypatch.setattr(scheduler, "main", lambda told: seen.append(told) or 3)
+    assert bench("scheduler", "--quick", "--json", "there.json", capsys=capsys)[0] == 3
+    assert seen == [["--quick", "--json", "there.json"]]
 
 
 # ---- figures ----------------------------------------------------------------------------------

@@ -1,0 +1,152 @@
+"""The tables of a run: summary.json, summary.md, and what is printed at the end."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
+from typing import Any
+
+Record = Mapping[str, Any]
+BENCHMARK, SCHEMA, PRINTED = "minillm.lab.gpu", 1, 80
+BAD = ("failed", "error", "crashed", "hung", "timeout")
+
+
+def summary(
+    records: Sequence[Record],
+    before: Sequence[Record] = (),
+    seconds: Mapping[str, float] = {},
+) -> dict[str, Any]:
+    """Everything of a run as plain data; `before` are the records of an earlier one.
+
+    "rows" are those of `minillm_kernels.bench.measure`, with their share of the ceiling.
+    """
+    ceilings = ceilings_of(records)
+    machine = machine_of(records)
+    done = [dict(each) for each in records if "status" in each]
+    for each in done:
+        figures = each.get("figures")
+        if figures and ceilings and each["stage"] == "decode":
+            for kind in ("read", "copy"):
+                figures |= {f"of {kind}": figures["GB/s"] / ceilings[f"{kind} GB/s"]}
+    kernels = [each | {"share": share(each, ceilings)} for each in done
+               if each["stage"] == "kernels" and each.get("time_us")]  # fmt: skip
+    return {
+        "benchmark": BENCHMARK, "schema": SCHEMA, "date": date.today().isoformat(),
+        "gpu": machine, "ceilings": ceilings,
+        "stages": {
+            stage: {"cases": dict(Counter(e["status"] for e in done if e["stage"] == stage)),
+                    "seconds": seconds.get(stage)}
+            for stage in dict.fromkeys(each["stage"] for each in done)
+        },
+        "wrong": [each for each in done if each["status"] in BAD],
+        "found": [each for each in done if each.get("figures")],
+        "rows": kernels,
+        "compared": compared(done, before, machine),
+    }  # fmt: skip
+
+
+def machine_of(records: Iterable[Record]) -> dict[str, Any]:
+    """The facts of the machine."""
+    return next((dict(each["machine"]) for each in records if each.get("machine")), {})
+
+
+def ceilings_of(records: Iterable[Record]) -> dict[str, float]:
+    """The measured ceilings, by kind."""
+    return next((dict(each["figures"]) for each in records
+                 if each["stage"] == "facts" and each.get("figures")), {})  # fmt: skip
+
+
+def share(row: Record, ceilings: Mapping[str, float]) -> float | None:
+    """What a measurement reached of the ceiling that bounds it; None for latencies."""
+    kind = {"copy": ("gb_per_s", "copy GB/s"), "matmul": ("tflop_per_s", "matmul TFLOP/s")}
+    rate, ceiling = kind.get(row["bound"], ("", ""))
+    return row[rate] / ceilings[ceiling] if ceiling in ceilings else None
+
+
+def compared(
+    now: Sequence[Record], before: Sequence[Record], machine: Record
+) -> list[dict[str, Any]]:
+    """Figures that an earlier run has, too: old, new, and new over old. On another card there are
+    none but the names of both."""
+    old_machine = machine_of(before)
+    if before and old_machine.get("name") != machine.get("name"):
+        return [
+            {"case": "cards differ", "old": old_machine.get("name"), "new": machine.get("name")}
+        ]
+    old = {key(each): each["figures"] for each in before if each.get("figures")}
+    return [
+        {"case": ", ".join(key(each)), "figure": name, "old": old[key(each)][name], "new": value,
+         "ratio": value / old[key(each)][name]}
+        for each in now if each.get("figures") and key(each) in old
+        for name, value in each["figures"].items() if old[key(each)].get(name)
+    ]  # fmt: skip
+
+
+def key(record: Record) -> tuple[str, str, str]:
+    """What a record is of."""
+    return record["stage"], record["task"], record.get("case", "")
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """The summary as lines of text, the most important first."""
+    gpu = found["gpu"]
+    told = [
+        f"{gpu.get('name', 'no GPU')}, torch {gpu.get('torch')}, Triton {gpu.get('triton')}, "
+        f"driver {gpu.get('driver')}; " + figures(found["ceilings"])
+    ]
+    for stage, each in found["stages"].items():
+        counts = ", ".join(f"{count} {status}" for status, count in each["cases"].items())
+        took = f" in {each['seconds']:.0f} s" if each["seconds"] else ""
+        told.append(f"{stage:<9} {counts}{took}")
+    told += [f"WRONG {', '.join(key(e))}: {e['status']}: {str(e.get('error'))[:160]}"
+             for e in found["wrong"][:25]]  # fmt: skip
+    for each in found["compared"]:
+        text = f"{each['case']}: {each.get('figure', '')} {each['old']} -> {each['new']}"
+        if "ratio" in each:
+            text = (f"{each['case']}, {each['figure']}: {each['old']:.4g} -> {each['new']:.4g}, "
+                    f"x {each['ratio']:.3f}")  # fmt: skip
+        told.append(text)
+    told += [f"{', '.join(key(e))}: {figures(e['figures'])}" for e in found["found"]
+             if e["stage"] not in ("facts", "kernels")]  # fmt: skip
+    told += [kernel_line(row) for row in found["rows"]]
+    return told
+
+
+def figures(values: Mapping[str, float]) -> str:
+    """Numbers with their names: shares in percent."""
+    return ", ".join(
+        f"{value:.0%} {name}" if name.startswith("of ") else f"{value:,.4g} {name}"
+        for name, value in values.items()
+    )
+
+
+def kernel_line(row: Record) -> str:
+    """A measurement: time, share of the ceiling, and its peers' times over ours."""
+    reached = f", {row['share']:.0%} of {row['bound']}" if row["share"] else ""
+    peers = "".join(f"; {peer['name']} x {peer['ratio']:.2f}" for peer in row["peers"]
+                    if peer["ratio"])  # fmt: skip
+    return f"{row['family']}, {row['name']}: {row['time_us']:.1f} us{reached}{peers}"
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """summary.md: all lines, and the kernels of each profile."""
+    told = [f"- {line}" for line in lines(found)]
+    for each in found["found"]:
+        if each.get("kernels"):
+            told += ["", f"{', '.join(key(each))}:", "", "| kernel | calls | us | share |",
+                     "|---|---|---|---|"]  # fmt: skip
+            told += [f"| {k['kernel']} | {k['calls']:g} | {k['us']:.2f} | {k['share']:.1%} |"
+                     for k in each["kernels"]]  # fmt: skip
+    return "\n".join((f"# {found['date']}", "", *told)) + "\n"
+
+
+def printed(found: Mapping[str, Any]) -> str:
+    """What the command prints last: at most `PRINTED` lines."""
+    told = lines(found)
+    more = [f"... and {len(told) - PRINTED + 1} more lines in summary.md"]
+    return "\n".join(told if len(told) <= PRINTED else told[: PRINTED - 1] + more) + "\n"
+
+
+def as_json(found: Mapping[str, Any]) -> str:
+    """summary.json."""
+    return json.dumps(found, indent=1) + "\n"
