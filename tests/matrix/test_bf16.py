@@ -114,7 +114,13 @@ def run(cell: Cell) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] * (place >= 2 * len(MODELS)))
+        for place, cell in enumerate(CELLS)  # the first ones have each model on both paths
+    ],
+)
 def test_tokens_are_what_plain_torch_would_have_taken(cell: Cell) -> None:
     run(cell)
 

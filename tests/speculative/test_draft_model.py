@@ -185,7 +185,9 @@ def test_with_latent_attention_and_with_experts(tmp_path, monkeypatch, family):
     assert_all_accepted(llm, least=120)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+)
 def test_in_any_history(folder, monkeypatch, seed):
     """Everything at once: a starved pool, prefixes, forks, aborts, drafts in some steps."""
     choose = random.Random(seed)

@@ -55,7 +55,9 @@ def alone(logits: torch.Tensor, row: SamplingRow) -> int:
     return token
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_every_position_is_chosen_as_it_is_alone(seed: int) -> None:
     """Sequences of all kinds over 40 steps, each with up to four drafts, right ones and wrong: the
     histories outgrow their room in the sampler, and pass the end of `min_tokens`."""
