@@ -34,7 +34,10 @@ def prompt_logprobs(folder, dtype="bfloat16", **fields):
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "deepseek_v2")) for name in MODELS],
+)
 def test_ranks_are_as_near_to_float32_as_one_rank(name, tmp_path):
     """And as chunks: what these change alone depends on which kernels ran, and may be nearly 0."""
     folder = MODELS[name].write(tmp_path).folder

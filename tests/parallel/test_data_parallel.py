@@ -110,8 +110,14 @@ def steps_of(llm: LLM) -> list[int]:
     return [each.counters.num_steps for each in schedulers_of(llm.engine.scheduler)]
 
 
-@pytest.mark.parametrize("backend", ["threads", pytest.param("mp", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "overlaps"),
+    [
+        ("threads", True),
+        *(pytest.param(*each, marks=pytest.mark.slow)
+          for each in (("threads", False), ("mp", False), ("mp", True))),
+    ],
+)  # fmt: skip
 def test_b10_a_copy_may_be_without_work_for_100_steps(folder, backend, overlaps):
     """vllm #43547, #51984: an idle rank skips the exchanges of a step, and the others wait."""
     with_one = make(folder, **WIDE)

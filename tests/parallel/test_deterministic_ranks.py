@@ -49,7 +49,7 @@ def on(size: int) -> dict[str, object]:
 # ---- the promise -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ranks_and_threads_of_any_number(dtype, size):
     """What one rank with two threads gives alone, ranks of one and of three threads give."""
@@ -95,8 +95,9 @@ def test_a_bias_is_added_before_the_only_rounding():
 
 @pytest.mark.parametrize(
     ("name", "size", "panels"),
-    [("three KV heads", 3, ""), ("uneven", 2, ""), ("qwen3_moe", 4, ""), ("deepseek_v2", 2, ""),
-     ("qwen2", 4, "0")],
+    [("three KV heads", 3, ""), ("uneven", 2, ""), ("qwen2", 2, "0"),
+     *(pytest.param(*each, marks=pytest.mark.slow)
+       for each in (("qwen3_moe", 4, ""), ("deepseek_v2", 2, ""), ("qwen2", 4, "0")))],
 )  # fmt: skip
 def test_other_models_have_the_same_bits_on_the_same_number_of_ranks(
     name, size, panels, monkeypatch, caplog
