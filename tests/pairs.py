@@ -1,10 +1,42 @@
-"""Products of settings of which `make test` runs a part, and `make test-full` all."""
+"""Products of settings: many in one test, or some in `make test` and all in `make test-full`."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from itertools import product
 from typing import Any
 
 import pytest
+
+Test = Callable[..., None]
+
+
+def cases(names: str, values: Iterable[Any]) -> Callable[[Test], Test]:
+    """`pytest.mark.parametrize` within one test, for cases of a millisecond. A failure has the case
+    in its notes. Not for tests that skip: the first case to do so would end the others. Another
+    test may call it for one case, with all arguments."""
+    keys, values = names.split(), list(values)
+
+    def decorate(test: Test) -> Test:
+        signature = inspect.signature(test)
+        others = [one for name, one in signature.parameters.items() if name not in keys]
+
+        @wraps(test)
+        def run(*given: Any, **named: Any) -> None:
+            if len(given) + len(named) > len(others):
+                return test(*given, **named)
+            for value in values:
+                case = dict(zip(keys, value if len(keys) > 1 else [value], strict=True))
+                try:
+                    test(*given, **named, **case)
+                except Exception as error:
+                    error.add_note(f"in the case of {case}")
+                    raise
+
+        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def pairwise(*axes: Sequence[Any]) -> list:

@@ -43,7 +43,10 @@ WAYS = {  # and whether all layers run in one call
 
 
 @pytest.mark.skipif(cpu.functions(torch.float32) is None, reason=str(cpu.describe(torch.float32)))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen3_moe")) for name in MODELS],
+)
 def test_tokens_are_those_of_plain_torch(name, tmp_path, monkeypatch):
     monkeypatch.setenv(cpu.PANELS, "1")
     calls, run = Counter(), AllLayers.__call__

@@ -677,6 +677,7 @@ def test_a_real_process_that_hangs_is_stopped():
     assert worker.process.returncode != 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and it would be measured")
 def test_the_real_worker_says_why_it_cannot_work():
     pytest.importorskip("triton")

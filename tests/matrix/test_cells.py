@@ -18,7 +18,7 @@ from tests.matrix.cells import MARGIN, QUANTISED, Cell, check, reference_of
 from tests.matrix.jobs import generate
 from tests.matrix.table import all_pairs, allowed, pairs, random_cells, table
 
-TABLES = 3  # slow ones, each of which has what the one of `make test` has, and more
+TABLES = 2  # slow ones, each of which has what the one of `make test` has, and more
 # Ranks that take four seconds and more of few processors; two of two stages stay.
 MANY = ("tp 4", "tp 6", "tp 8", "tp 3, pp 2", "experts 4", "experts 2, pp 2", "copies 3")
 

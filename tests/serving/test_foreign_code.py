@@ -129,7 +129,9 @@ def ended(outputs: Any) -> list[tuple[Any, str]]:
     return [(tokens(each), each.outputs[0].text) for each in outputs]
 
 
-@pytest.mark.parametrize("way", ["alone", "ngram", "draft", "ranks"])
+@pytest.mark.parametrize(
+    "way", ["alone", "ngram", "draft", pytest.param("ranks", marks=pytest.mark.slow)]
+)
 def test_llm(plan: Plan, folder: Path, way: str) -> None:
     more: dict[str, Any] = {
         "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
