@@ -15,10 +15,10 @@ import pytest
 # CPU seconds of each folder's tests in `make test`: half as much again as they take. Whoever needs
 # more moves a matrix to `slow`, makes a test smaller, or raises the number and says why.
 FOLDERS = {
-    "api": 10, "cache": 5, "cli": 28, "clients": 5, "course": 490, "engine": 170, "execution": 15,
-    "external": 5, "interpreted": 150, "kernels": 100, "lab": 90, "layers": 15, "matrix": 200,
-    "models": 70, "ops": 85, "parallel": 200, "plan": 15, "quantization": 80, "sampling": 20,
-    "scheduling": 50, "serving": 100, "speculative": 215, "tests": 40, "text": 20, "trace": 35,
+    "api": 10, "cache": 5, "cli": 28, "clients": 5, "course": 300, "engine": 95, "execution": 15,
+    "external": 5, "interpreted": 130, "kernels": 60, "lab": 90, "layers": 15, "matrix": 130,
+    "models": 70, "ops": 70, "parallel": 120, "plan": 15, "quantization": 80, "sampling": 20,
+    "scheduling": 50, "serving": 100, "speculative": 125, "tests": 40, "text": 20, "trace": 35,
 }  # fmt: skip
 LONGEST = 2.0  # seconds of one test; what needs more is marked slow
 # Files where one test opens what all share, or cannot be divided; and its seconds.
@@ -28,8 +28,6 @@ LONGER = {
     "tests/kernels/interpreted/test_triton_engine.py": 3,
     "tests/kernels/interpreted/test_triton_mla.py": 3,
     "tests/kernels/test_compiled.py": 3,
-    "tests/lab/benchmarks/test_bench_command.py": 3,  # starts an engine
-    "tests/parallel/test_data_parallel.py": 3,
     "tests/parallel/test_processes.py": 4,  # starts two engines
     "tests/quantization/test_loading_memory.py": 3,
     "tests/scheduling/test_histories.py": 4,

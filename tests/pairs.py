@@ -58,6 +58,12 @@ def pairwise(*axes: Sequence[Any]) -> list:
     ]
 
 
+def some(usual: Sequence[Any], whole: Iterable[Any]) -> list:
+    """Parameters: all of `whole`, of which those in `usual` are not slow. A tuple is several."""
+    several = ((x if isinstance(x, tuple) else (x,), x in usual) for x in whole)
+    return [pytest.param(*x, marks=[pytest.mark.slow] * (not quick)) for x, quick in several]
+
+
 def part_and_rest(part: range, whole: int) -> list:
     """Parameters: the seeds of `make test`, and those up to `whole`, which are slow."""
     rest = pytest.param(range(part.stop, whole), id="all", marks=pytest.mark.slow)

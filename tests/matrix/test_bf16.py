@@ -14,15 +14,7 @@ from safetensors.torch import load_file, save_file
 from minillm.api.outputs import CompletionOutput, Logprobs
 from minillm.ops import cpu
 from tests.engine.small import make
-from tests.matrix.cells import (
-    Cell,
-    Reference,
-    check_claims,
-    folder_of,
-    on,
-    run_cell,
-    temporary,
-)
+from tests.matrix.cells import Cell, Reference, check_claims, folder_of, on, run_cell, temporary
 from tests.matrix.jobs import KINDS, WITHOUT_TEXT, Job, jobs_of
 from tests.matrix.test_matrix_planted import BUGS
 

@@ -73,13 +73,10 @@ def use(monkeypatch: pytest.MonkeyPatch, library: c_library.Library, dtype: torc
 def parameters(*cases: tuple[str, ...]) -> list:
     """Parameters that begin with one of PRODUCT_PATHS, slow but for QUICK."""
     return [
-        pytest.param(
-            case if len(case) > 1 else case[0],
-            id=" ".join(case),
-            marks=[pytest.mark.slow] * (case[0] not in QUICK),
-        )
+        pytest.param(case if len(case) > 1 else case[0], id=" ".join(case),
+                     marks=[pytest.mark.slow] * (case[0] not in QUICK))
         for case in cases
-    ]
+    ]  # fmt: skip
 
 
 def skip_without_instructions(path: str) -> None:

@@ -18,7 +18,7 @@ from minillm.ops.sampling import Pack, choose
 from minillm.sampling.logprobs import describe
 from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
 from tests.ops.c_variants import DIVIDED, PATHS, folder, functions, poisoned
-from tests.pairs import cases
+from tests.pairs import cases, some
 
 INF, NAN = math.inf, math.nan
 DTYPES = (torch.bfloat16, torch.float32)
@@ -61,10 +61,7 @@ def load(path: str) -> cpu_sampling.Functions:
 
 
 # Sampling has no products of pairs and no tiles: builds hardly differ, and all but one are slow.
-@pytest.fixture(
-    scope="module",
-    params=["native", *(pytest.param(path, marks=pytest.mark.slow) for path in [*PATHS][1:])],
-)
+@pytest.fixture(scope="module", params=some(["native"], PATHS))
 def c(request) -> cpu_sampling.Functions:
     """The functions of one library, each of which takes both types of logits."""
     return load(request.param)

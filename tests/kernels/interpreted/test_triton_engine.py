@@ -10,6 +10,7 @@ from minillm.models.decoder import Decoder
 from minillm_kernels import mla
 from minillm_kernels.interpreter import ordered_dots
 from tests.kernels.engine_cases import PROMPTS, TINY, generate, logprobs, open_engine, tokens
+from tests.pairs import some
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +33,7 @@ def plain(folder_of):
     }
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=[pytest.mark.slow] * (family not in ("llama", "deepseek_v2")))
-        for family in TINY
-    ],
-)
+@pytest.mark.parametrize("family", some(("llama", "deepseek_v2"), TINY))
 def test_the_engine_says_the_same(family, folder_of, plain, kernels):
     outputs = generate(open_engine(folder_of(family), "cpu"), max_tokens=2)
     assert tokens(outputs) == tokens(plain[family])
