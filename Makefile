@@ -58,7 +58,7 @@ INTERPRETED = TRITON_INTERPRET=1 $(TESTS) tests/kernels/interpreted
 # the budget of tests/budget.py: make test BUDGET=--budget
 BUDGET ?=
 test: check ## set up, then lint, types, graders, all tests but the slow ones, and every chapter in a hurry
-	$(PY) -m tests.first_run
+	WORKERS=$(WORKERS) $(PY) -m tests.first_run
 	$(TESTS) -m "not slow and not mutation" $(BUDGET)
 	$(INTERPRETED) -m "not slow and not mutation" $(BUDGET)
 	$(FORKED) MINILLM_QUICK=1 $(CHAPTERS)

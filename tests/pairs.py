@@ -1,10 +1,42 @@
-"""Products of settings of which `make test` runs a part, and `make test-full` all."""
+"""Products of settings: many in one test, or some in `make test` and all in `make test-full`."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from itertools import product
 from typing import Any
 
 import pytest
+
+Test = Callable[..., None]
+
+
+def cases(names: str, values: Iterable[Any]) -> Callable[[Test], Test]:
+    """`pytest.mark.parametrize` within one test, for cases of a millisecond. A failure has the case
+    in its notes. Not for tests that skip: the first case to do so would end the others. Another
+    test may call it for one case, with all arguments."""
+    keys, values = names.split(), list(values)
+
+    def decorate(test: Test) -> Test:
+        signature = inspect.signature(test)
+        others = [one for name, one in signature.parameters.items() if name not in keys]
+
+        @wraps(test)
+        def run(*given: Any, **named: Any) -> None:
+            if len(given) + len(named) > len(others):
+                return test(*given, **named)
+            for value in values:
+                case = dict(zip(keys, value if len(keys) > 1 else [value], strict=True))
+                try:
+                    test(*given, **named, **case)
+                except Exception as error:
+                    error.add_note(f"in the case of {case}")
+                    raise
+
+        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def pairwise(*axes: Sequence[Any]) -> list:
@@ -24,6 +56,12 @@ def pairwise(*axes: Sequence[Any]) -> list:
         )
         for indices in product(*(range(len(axis)) for axis in axes))
     ]
+
+
+def some(usual: Sequence[Any], whole: Iterable[Any]) -> list:
+    """Parameters: all of `whole`, of which those in `usual` are not slow. A tuple is several."""
+    several = ((x if isinstance(x, tuple) else (x,), x in usual) for x in whole)
+    return [pytest.param(*x, marks=[pytest.mark.slow] * (not quick)) for x, quick in several]
 
 
 def part_and_rest(part: range, whole: int) -> list:

@@ -10,10 +10,13 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.pairs import cases
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
@@ -167,12 +170,17 @@ def run_python(code: str) -> str:
 
 
 GPU_ONLY = "minillm.ops.triton"
-GRAPH = package_imports(module_files())
-TORCH_FREE = [name for name in GRAPH if place(name) in TORCH_FREE_ROOMS]
+TORCH_FREE = [name for name in module_files() if place(name) in TORCH_FREE_ROOMS]
+
+
+@cache
+def graph_of_minillm() -> dict[str, list[Import]]:
+    """Read when a test asks for it, because every process of a run imports this file."""
+    return package_imports(module_files())
 
 
 def test_every_module_has_a_floor() -> None:
-    unknown = {place(module) for module in GRAPH} - set(FLOORS) - DATA
+    unknown = {place(module) for module in graph_of_minillm()} - set(FLOORS) - DATA
     assert not unknown, (
         f"no floor is known for {sorted(unknown)} of minillm/: put each into FLOORS in "
         "tests/test_floors.py (the lowest floor above all that it imports) and into "
@@ -181,24 +189,28 @@ def test_every_module_has_a_floor() -> None:
 
 
 def test_there_are_few_rooms() -> None:
-    assert len({place(module) for module in GRAPH}) <= MAX_ROOMS
+    assert len({place(module) for module in graph_of_minillm()}) <= MAX_ROOMS
 
 
 def test_imports_point_down() -> None:
-    assert upward_imports(GRAPH) == []
+    assert upward_imports(graph_of_minillm()) == []
 
 
 def test_using_the_engine_loads_nothing_of_the_lab() -> None:
     """`trace/recorder.py` imports a drawing by name, when it is asked for one."""
-    engine = [name for name in GRAPH if place(name) != "lab" and not name.endswith("__main__")]
+    engine = [
+        name
+        for name in graph_of_minillm()
+        if place(name) != "lab" and not name.endswith("__main__")
+    ]
     loads = "\n".join(f"import {name}" for name in engine if name != GPU_ONLY)
     code = f"import sys\n{loads}\nprint([m for m in sys.modules if m.startswith('minillm.lab')])"
     assert run_python(code) == "[]"
 
 
-@pytest.mark.parametrize("module", ["minillm", *TORCH_FREE])
+@cases("module", ["minillm", *TORCH_FREE])
 def test_rooms_that_count_do_not_import_torch(module: str) -> None:
-    assert torch_chains(GRAPH, module) == []
+    assert torch_chains(graph_of_minillm(), module) == []
 
 
 def test_torch_is_not_loaded_by_rooms_that_count() -> None:
@@ -224,7 +236,9 @@ def test_minillm_imports_without_triton() -> None:
 
     One module is for GPUs alone, and no other may import it before a tensor is on one.
     """
-    modules = [name for name in GRAPH if not name.endswith("__main__") and name != GPU_ONLY]
+    modules = [
+        name for name in graph_of_minillm() if not name.endswith("__main__") and name != GPU_ONLY
+    ]
     loads = "\n".join(f"import {module}" for module in ["minillm_kernels", *modules])
     run_python(f"import sys\nsys.modules['triton'] = None\n{loads}")
 

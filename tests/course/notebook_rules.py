@@ -13,7 +13,6 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator
 
-import nbformat
 from notebook_chapter import (
     Chapter,
     Violations,
@@ -49,6 +48,8 @@ PRIVATE = re.compile(
 
 def clean_run(chapter: Chapter) -> Violations:
     """The file is a notebook as one run from top to bottom leaves it, with nothing of a machine."""
+    import nbformat  # takes seconds, which no other worker of a test run has to spend
+
     made = copy.deepcopy(chapter.notebook)
     try:
         with warnings.catch_warnings(action="ignore"):  # ids that stand twice are replaced

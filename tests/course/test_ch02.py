@@ -8,12 +8,7 @@ import torch
 
 from minillm import LLM
 from minillm.models.forward_pass import Chunk
-from minillm_exercises.chapters.ch02 import (
-    candidates,
-    chi_square,
-    logprobs,
-    repeated_share,
-)
+from minillm_exercises.chapters.ch02 import candidates, chi_square, logprobs, repeated_share
 from minillm_exercises.errors import ExerciseError
 
 LOGITS = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()

@@ -15,12 +15,7 @@ import pytest
 import torch
 
 from minillm.plan.hardware import DATASHEET
-from minillm_exercises.chapters import (
-    ch11,
-    ch11_compiled,
-    ch11_gpu,
-    ch11_ladder,
-)
+from minillm_exercises.chapters import ch11, ch11_compiled, ch11_gpu, ch11_ladder
 from minillm_exercises.chapters.ch11_elsewhere import changed, compiled, count, source_of
 from minillm_exercises.chapters.ch11_traffic import Traffic, counting
 from minillm_exercises.errors import ExerciseError
@@ -83,6 +78,7 @@ def test_every_access_is_counted_by_tensor_and_program(x):
     assert torch.equal(found.result, x + SHIFT)
 
 
+@pytest.mark.slow
 def test_an_access_out_of_bounds_is_counted_described_and_not_made(x):
     found = count(careless, x)
     assert found.outside == 3  # of the last of three rows: 16 places, 13 columns
@@ -91,6 +87,7 @@ def test_an_access_out_of_bounds_is_counted_described_and_not_made(x):
     assert torch.equal(found.result, x + SHIFT)  # the places behind a row are not stored
 
 
+@pytest.mark.slow
 def test_places_say_which_program_read_which_page():
     b = ch11.batch((40, 16), heads=4, kv_heads=2, dim=16, page=16)
     found = count(by_engine, b)
@@ -251,6 +248,7 @@ needs_tools = pytest.mark.skipif(
 
 
 @needs_tools
+@pytest.mark.slow
 def test_a_kernel_compiles_for_a_gpu_that_is_not_there(x):
     (found,) = compiled(shifted, x, capabilities=(90,))
     assert (found["kernel"], found["arch"], found["num_warps"]) == ("_shifted", 90, 4)

@@ -207,6 +207,7 @@ def test_an_error_in_the_thread_is_raised_here():
 # ---- a server of its own --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_says_why_and_leaves_nothing():
     with pytest.raises(ExerciseError, match=r"The server did not start: .*nowhere"):
         ch22.LocalServer("nowhere")

@@ -335,8 +335,7 @@ REPORT = json.dumps({"event": "result", "check": "test_windows", "status": "pass
 
 
 @pytest.mark.parametrize(
-    "channel",
-    ["print({report!r}, flush=True)", "import sys; sys.__stdout__.write({report!r} * 9)"],
+    "channel", ["print({report!r}, flush=True)", "import sys; sys.__stdout__.write({report!r} * 9)"]
 )
 def test_a_forged_report_on_the_output_is_only_text(
     toys: Toys, unguarded: Graded, channel: str

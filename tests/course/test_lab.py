@@ -76,10 +76,7 @@ def test_an_untouched_copy_follows_upstream(course, desk):
 
 @pytest.mark.parametrize(
     "values",
-    [
-        {"source": "my own idea"},
-        {"outputs": code("", says="3\n")["outputs"]},
-    ],
+    [{"source": "my own idea"}, {"outputs": code("", says="3\n")["outputs"]}],
     ids=["edited", "run"],
 )
 def test_a_touched_copy_is_never_overwritten(course, desk, values):

@@ -22,11 +22,7 @@ print("processors:", os.environ["OMP_NUM_THREADS"] != "")
 """
 PLANTED = {
     "10_good": [
-        code(
-            ALONE,
-            *FACT_TAGS,
-            says="files: 0\nown: 3\nlearner: False\nprocessors: True\n",
-        ),
+        code(ALONE, *FACT_TAGS, says="files: 0\nown: 3\nlearner: False\nprocessors: True\n"),
         code("open('left behind', 'w').write('x'); 1 / 0", "raises-exception"),
         fact("count", 3),
     ],

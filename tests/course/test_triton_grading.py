@@ -126,6 +126,7 @@ def alone(code: str, pretend: str = "", *arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_guards_notice_one_element_on_each_side_and_between_rows() -> None:
     told = alone(GUARDS)
     assert "one of them 1 elements before its beginning" in told["-1"]
@@ -142,6 +143,7 @@ def test_with_a_gpu_kernels_are_compiled_and_counted(tmp_path: Path) -> None:
     assert told["waited"]
 
 
+@pytest.mark.slow
 def test_who_wants_the_interpreter_on_a_gpu_gets_it() -> None:
     pretend = f"os.environ['TRITON_INTERPRET'] = '1'\n{GPU}"
     assert alone("TOLD['device'] = t.DEVICE", pretend) == {"device": "cpu"}

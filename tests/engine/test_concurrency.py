@@ -16,14 +16,7 @@ from minillm import LLM, SamplingParams
 from minillm.api.outputs import RequestOutput
 from minillm.errors import InvalidRequestError
 from minillm.scheduling.request import Status
-from tests.engine.small import (
-    BLOCK_SIZE,
-    assert_idle,
-    limit_steps,
-    make,
-    reasons,
-    tokens,
-)
+from tests.engine.small import BLOCK_SIZE, assert_idle, limit_steps, make, reasons, tokens
 from tests.pairs import pairwise
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=16, ignore_eos=True)
@@ -72,8 +65,7 @@ def fail_in_the_consumer(stream: list) -> None:
 
 
 @pytest.mark.parametrize(
-    ("leave", "num_read", "n"),
-    pairwise([drop, close, fail_in_the_consumer], [0, 1, 5, 15], [1, 3]),
+    ("leave", "num_read", "n"), pairwise([drop, close, fail_in_the_consumer], [0, 1, 5, 15], [1, 3])
 )
 def test_a_stream_that_is_left_gives_its_blocks_back(llm, alone, leave, num_read, n):
     params = SamplingParams(n=n, temperature=0.8, seed=3, max_tokens=18, ignore_eos=True)

@@ -64,6 +64,7 @@ def decoder_of(llm: LLM) -> Decoder:
     return model.model if isinstance(model, TiledDecoder) else model
 
 
+@pytest.mark.mutation
 def test_with_the_mode_off_a_bit_differs():
     """Else all of this would show nothing. In plain torch: our own C functions have the same bits
     in every batch, and oneDNN meets a few numbers of rows only."""
@@ -101,7 +102,7 @@ def check_batches(family: str, dtype: str, sizes: tuple[int, ...]) -> None:
         assert [everything(output) for output in outputs] == [alone[place] for place in chosen]
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("qwen3_moe", "float32")])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16")])
 def test_batches_of_2_to_64(family, dtype):
     check_batches(family, dtype, (2, 3, 8, 17, 64))
 

@@ -19,14 +19,7 @@ from minillm.api.outputs import RequestOutput
 from minillm.errors import Failure
 from minillm.execution import collect, runner
 from minillm.execution.state import SequenceRow
-from tests.engine.small import (
-    EOS,
-    assert_idle,
-    limit_steps,
-    make,
-    reasons,
-    tokens,
-)
+from tests.engine.small import EOS, assert_idle, limit_steps, make, reasons, tokens
 from tests.execution.test_graphs import PROMPTS, params_of
 from tests.matrix.cells import give_graphs, poison
 

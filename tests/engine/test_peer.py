@@ -146,6 +146,7 @@ def test_the_peer_generates_what_transformers_generates_alone():
     assert len(ties) <= 1
 
 
+@pytest.mark.slow
 def test_greedy_requests_of_an_mla_model_equal_transformers_alone():
     prompts, ours = our_tokens(folder_of("deepseek_v2"))
     model = load(folder_of("deepseek_v2"), "sdpa")

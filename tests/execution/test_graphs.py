@@ -24,14 +24,7 @@ from minillm.models.presets import preset
 from minillm.ops.dispatch import Backend
 from minillm.plan.cost import memory_plan
 from minillm.quantization.kernels import KernelQuantizedMethod
-from tests.engine.small import (
-    assert_idle,
-    limit_steps,
-    make,
-    num_ahead,
-    reasons,
-    tokens,
-)
+from tests.engine.small import assert_idle, limit_steps, make, num_ahead, reasons, tokens
 from tests.matrix.cells import Again, Cell, give_graphs, open_cell, poison
 
 # ---- sizes ------------------------------------------------------------------------------------

@@ -331,6 +331,7 @@ def test_an_unknown_architecture_is_refused():
         compile_for(70, lambda: None)
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_are_not_compiled():
     code = "from minillm_kernels.offline import compile_for\ncompile_for(90, lambda: None)"
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -245,6 +245,7 @@ def test_a_kernel_says_that_triton_is_missing():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_everything_else_works_without_triton():
     modules = ["minillm_kernels.reference", "minillm_kernels.philox", "minillm_kernels.families"]
     modules += ["minillm_kernels.bench.measure", "minillm", "minillm.ops", "minillm.llm"]

@@ -35,6 +35,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     return done.stdout, json.loads(path.read_text("utf-8"))
 
 
+@pytest.mark.slow
 def test_every_policy_and_both_indices_are_measured(quick: tuple[str, dict]) -> None:
     names = [series["name"] for series in quick[1]["series"]]
     assert len(names) == len(set(names)) == 1 + 2 * len(POLICIES) + 1 + 7
@@ -44,6 +45,7 @@ def test_every_policy_and_both_indices_are_measured(quick: tuple[str, dict]) -> 
         assert {f"{kind}: hit", f"{kind}: miss", f"{kind}: insert"} <= set(names)
 
 
+@pytest.mark.slow
 def test_the_json_has_what_was_measured_and_what_follows_from_it(quick: tuple[str, dict]) -> None:
     assert list(quick[1]) == [
         "benchmark", "machine", "python", "block_size", "series", "engine", "statement"
@@ -58,6 +60,7 @@ def test_the_json_has_what_was_measured_and_what_follows_from_it(quick: tuple[st
         assert (series["growth"], series["per_item"]) == (one.growth(), one.per_item())
 
 
+@pytest.mark.slow
 def test_all_of_an_engine_but_its_model_is_measured_in_three_ways(quick: tuple[str, dict]) -> None:
     text, result = quick
     generate, keep_up, free = result["engine"]
@@ -72,6 +75,7 @@ def test_all_of_an_engine_but_its_model_is_measured_in_three_ways(quick: tuple[s
         assert cost["wall"] > 0
 
 
+@pytest.mark.slow
 def test_the_table_and_the_statement_are_printed(quick: tuple[str, dict]) -> None:
     text, result = quick
     for series in result["series"]:

@@ -1,6 +1,7 @@
 """Which cells are run: tables in which any two settings of any two axes meet, where they can.
 
-But for models and proposers: what is proposed are tokens, whatever the model.
+But for models and proposers: what is proposed are tokens, whatever the model. In a small table,
+models and ranks meet what chance brings, and so do ways of computing and proposers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,11 +57,16 @@ def pairs(cell: Cell) -> set[tuple[str, object, str, object]]:
     return {(a, getattr(cell, a), b, getattr(cell, b)) for a, b in combinations(AXES, 2)}
 
 
-def all_pairs() -> Iterator[tuple[str, object, str, object]]:
+def all_pairs(small: bool = False) -> Iterator[tuple[str, object, str, object]]:
     """Those that should meet in a cell, if they can."""
-    for (one, these), (other, those) in combinations(AXES.items(), 2):
-        if (one, other) != ("model", "drafts"):
-            yield from ((one, this, other, that) for this in these for that in those)
+    apart = {("model", "drafts")} | ({("path", "drafts")} if small else set())
+    for one, other in combinations(AXES, 2):
+        if (one, other) in apart or (small and {one, other} & {"model", "ranks"}):
+            continue
+        yield from ((one, this, other, that) for this in AXES[one] for that in AXES[other])
+    if small:
+        yield from (("model", each, "overlaps", True) for each in AXES["model"])
+        yield from (("overlaps", True, "ranks", each) for each in AXES["ranks"])
 
 
 def random_cells(dice: Random, **fixed: object) -> Iterator[Cell]:
@@ -79,14 +85,22 @@ def random_cells(dice: Random, **fixed: object) -> Iterator[Cell]:
             yield cell
 
 
-def table(seed: int) -> list[Cell]:
-    """Cells in which any two settings meet that can; another seed gives other cells."""
-    dice, cells, met = Random(seed), [], set()
-    for pair in all_pairs():
+def table(seed: int, small: bool = False) -> list[Cell]:
+    """Cells in which any two settings meet that can; another seed gives other cells. Those of a
+    small table have few ranks and few models to compare with."""
+    dice, cells, met, alone = Random(seed), [], set(), set()
+    wanted = set(all_pairs(small))
+
+    def gain(cell: Cell) -> float:
+        dear = (cell.ranks != "one") + (cell.alone() not in alone) if small else 0
+        return len((pairs(cell) & wanted) - met) - 3 * dear
+
+    for pair in all_pairs(small):
         if pair not in met:
             one, this, other, that = pair
             found = list(random_cells(dice, **{one: this, other: that}))
             if found:
-                cells.append(max(found, key=lambda cell: len(pairs(cell) - met)))
+                cells.append(max(found, key=gain))
                 met |= pairs(cells[-1])
+                alone.add(cells[-1].alone())
     return cells

@@ -14,15 +14,7 @@ from safetensors.torch import load_file, save_file
 from minillm.api.outputs import CompletionOutput, Logprobs
 from minillm.ops import cpu
 from tests.engine.small import make
-from tests.matrix.cells import (
-    Cell,
-    Reference,
-    check_claims,
-    folder_of,
-    on,
-    run_cell,
-    temporary,
-)
+from tests.matrix.cells import Cell, Reference, check_claims, folder_of, on, run_cell, temporary
 from tests.matrix.jobs import KINDS, WITHOUT_TEXT, Job, jobs_of
 from tests.matrix.test_matrix_planted import BUGS
 
@@ -114,7 +106,13 @@ def run(cell: Cell) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] * (place >= 2 * len(MODELS)))
+        for place, cell in enumerate(CELLS)  # the first ones have each model on both paths
+    ],
+)
 def test_tokens_are_what_plain_torch_would_have_taken(cell: Cell) -> None:
     run(cell)
 

@@ -2,7 +2,9 @@
 
 Prompts are cut into chunks, found half in a cache, lose their blocks, run among others, are planned
 ahead, recorded, drafted, shared by ranks, in every family and with quantised weights. `make test`
-runs a table of cells in which any two settings meet; further tables and eight ranks are slow.
+runs a table of cells in which any two settings of one rank meet, each family and each division
+among ranks somewhere; tables in which these meet every setting, and most of four or more ranks, are
+slow.
 """
 
 from dataclasses import replace
@@ -16,7 +18,9 @@ from tests.matrix.cells import MARGIN, QUANTISED, Cell, check, reference_of
 from tests.matrix.jobs import generate
 from tests.matrix.table import all_pairs, allowed, pairs, random_cells, table
 
-TABLES = 4  # of which all but the first are slow
+TABLES = 2  # slow ones, each of which has what the one of `make test` has, and more
+# Ranks that take four seconds and more of few processors; two of two stages stay.
+MANY = ("tp 4", "tp 6", "tp 8", "tp 3, pp 2", "experts 4", "experts 2, pp 2", "copies 3")
 EXACT, FAST = "exact float32", "exact bfloat16"
 INT8 = {  # keys and values in 8 bits, in both kinds of pages and of arithmetic
     Cell("llama", EXACT, chunk=7, cache="hash", pool="swap", kv="int8"),
@@ -32,17 +36,19 @@ INT8 = {  # keys and values in 8 bits, in both kinds of pages and of arithmetic
 
 def parameters() -> list:
     """The cells of all tables, those with the same answers beside each other."""
-    usual = {*table(0), *INT8, Cell("llama", chunk=1, cache="hash", pool="swap", overlaps=True)}
-    rest = {cell for seed in range(1, TABLES) for cell in table(seed)} - usual
+    usual = {
+        *table(0, True),
+        *INT8,
+        Cell("llama", chunk=1, cache="hash", pool="swap", overlaps=True),
+    }
+    rest = {cell for seed in range(TABLES) for cell in table(seed)} - usual
+    slow = rest | {
+        cell for cell in usual if cell.ranks in MANY or (cell in INT8 and cell.path == "torch")
+    }
     return [
-        pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] * (cell in rest or eight(cell)))
+        pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] * (cell in slow))
         for cell in sorted(usual | rest, key=lambda cell: (str(cell.alone()), str(cell)))
     ]
-
-
-def eight(cell: Cell) -> bool:
-    """Whether a cell has eight ranks, which take ten seconds and more of few processors."""
-    return cell.ranks == "tp 8"
 
 
 @pytest.mark.parametrize("cell", parameters())
@@ -55,11 +61,13 @@ def test_tokens_are_those_that_a_request_gets_alone(cell: Cell) -> None:
     check(cell)
 
 
-def test_any_two_settings_meet() -> None:
-    met, dice = set().union(*map(pairs, table(0))), Random(1)
-    for one, this, other, that in (pair for pair in all_pairs() if pair not in met):
+@pytest.mark.parametrize("small", [True, False], ids=["small", "whole"])
+def test_any_two_settings_meet(small: bool) -> None:
+    cells, dice = table(0, small), Random(1)
+    met = set().union(*map(pairs, cells))
+    for one, this, other, that in (pair for pair in all_pairs(small) if pair not in met):
         assert not list(random_cells(dice, **{one: this, other: that})), (this, that)
-    assert all(map(allowed, table(0)))
+    assert all(map(allowed, cells))
 
 
 @pytest.mark.parametrize("model", ["bytes", "llama", "deepseek_v2", "qwen3_moe"])

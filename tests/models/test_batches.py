@@ -48,11 +48,7 @@ def test_a_batch_is_what_its_docstring_says(counts):
     width = -(-max(ends) // size)
     assert batch.block_tables.tolist() == tables.host[rows, :width].tolist()
     dtypes = {name: getattr(batch, name).dtype for name in ("query_start", "seq_lens", "positions")}
-    assert dtypes == {
-        "query_start": torch.int32,
-        "seq_lens": torch.int32,
-        "positions": torch.int64,
-    }
+    assert dtypes == {"query_start": torch.int32, "seq_lens": torch.int32, "positions": torch.int64}
 
 
 def test_tables_are_written_where_they_change():

@@ -29,6 +29,7 @@ PRODUCT_PATHS = PATHS | {  # of linear.c and layers.c
     "tiles in C": (*NO_TILES, "-include", str(Path(__file__).with_name("tiles_in_c.h"))),
     "baseline": ("-march=x86-64", "-mprefer-vector-width=128"),
 }
+QUICK = ("native", "AVX2")  # the others are slow
 NEEDS = {"no tiles": "avx512_bf16", "no pairs": "avx2", "AVX2": "avx2"}  # an instruction set
 NEEDS |= {"tiles in C": "avx512_bf16", "baseline": "sse2"}
 WIDE = ("-march=x86-64-v3", "-include", str(Path(__file__).with_name("avx512_in_avx2.h")))
@@ -67,6 +68,15 @@ def use(monkeypatch: pytest.MonkeyPatch, library: c_library.Library, dtype: torc
     """Compute with the functions of another library, which was built for this type."""
     found, usual = bind(library, dtype), cpu.functions  # of float64 there are none
     monkeypatch.setattr(cpu, "functions", lambda dtype: found if usual(dtype) else None)
+
+
+def parameters(*cases: tuple[str, ...]) -> list:
+    """Parameters that begin with one of PRODUCT_PATHS, slow but for QUICK."""
+    return [
+        pytest.param(case if len(case) > 1 else case[0], id=" ".join(case),
+                     marks=[pytest.mark.slow] * (case[0] not in QUICK))
+        for case in cases
+    ]  # fmt: skip
 
 
 def skip_without_instructions(path: str) -> None:

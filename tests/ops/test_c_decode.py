@@ -5,15 +5,16 @@ import random
 import threading
 from ctypes import c_int64
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
 from torch import Tensor
 
 from minillm.ops import cpu
-from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions, with_threads
+from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions, parameters, with_threads
 from tests.ops.test_c_prefill import Batch, bounds, make_batch
+from tests.pairs import cases
 
 NAN = float("nan")
 WRAPPED = {  # what prefill.c may be wrong by, too
@@ -26,7 +27,7 @@ TOLERANCE = {
 }
 
 
-@pytest.fixture(scope="module", params=PATHS)
+@pytest.fixture(scope="module", params=parameters(*product(PATHS)))
 def path(request) -> str:
     return request.param
 
@@ -105,23 +106,23 @@ def random_batch(dtype: torch.dtype, seed: int) -> Batch:
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@cases("seed", range(20))
 def test_it_is_attention(attend, seed):
     attend.check(random_batch(attend.dtype, seed))
 
 
-@pytest.mark.parametrize("group", range(1, 21))
+@cases("group", range(1, 21))
 def test_every_number_of_query_heads(attend, group):
     attend.check(decode_batch(attend.dtype, [70, 5], group=group, d=48, kv_heads=1))
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 79, 80, 81, 127, 128, 129, 192])
+@cases("length", [1, 15, 16, 17, 63, 64, 65, 79, 80, 81, 127, 128, 129, 192])
 def test_lengths_around_vectors_and_tiles(attend, length):
     for block_size in (1, 16, 20, 256):
         attend.check(decode_batch(attend.dtype, [length], d=16, block_size=block_size))
 
 
-@pytest.mark.parametrize("dims", [(576, 512), (48, 32), (32, 16)])
+@cases("dims", [(576, 512), (48, 32), (32, 16)])
 def test_values_may_be_a_part_of_the_keys(attend, dims):
     attend.check(decode_batch(attend.dtype, [150, 9], kv_heads=1, group=16, d=dims[0],
                               dv=dims[1], mla=True))  # fmt: skip
@@ -165,16 +166,16 @@ def several(dtype: torch.dtype, seed: int, most: int) -> Batch:
     )
 
 
-@pytest.mark.parametrize("most", [2, 5, 16])
-@pytest.mark.parametrize("seed", range(8))
+@cases("most", [2, 5, 16])
+@cases("seed", range(8))
 def test_several_queries_are_attention_and_each_what_it_is_alone(attend, seed, most):
     batch = several(attend.dtype, seed, most)
     attend.check(batch)
     assert torch.equal(attend(batch), attend.alone(batch))
 
 
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("length", [40, 130, 700, 1029, 2100])
+@cases("window", [None, 100])
+@cases("length", [40, 130, 700, 1029, 2100])
 def test_bits_know_nothing_of_threads_queries_and_neighbours(attend, length, window):
     """Alone, among five, and in a batch so large that no sequence is divided."""
     counts = [5, *[1, 2, 3] * 6]
@@ -234,7 +235,7 @@ def test_the_wrapper_chooses(dtype, count):
     torch.testing.assert_close(wrapped(without).double(), without.expected(), **WRAPPED[dtype])
 
 
-@pytest.mark.parametrize("window", [1, 2, 16, 17, 63, 64, 65, 199, 200, 201])
+@cases("window", [1, 2, 16, 17, 63, 64, 65, 199, 200, 201])
 def test_windows(attend, window):
     attend.check(decode_batch(attend.dtype, [200, 64, 1], d=32, window=window))
 
@@ -342,7 +343,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
+@cases("what", WRONG)
 def test_what_points_outside_is_refused_and_nothing_is_written(attend, what):
     batch = decode_batch(attend.dtype, [40, 50])
     assert len(batch.k_cache) == 9

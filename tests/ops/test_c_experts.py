@@ -17,7 +17,7 @@ from minillm.ops.cpu_latent import head_linear
 from minillm.ops.cpu_quantized import MatrixParts
 from minillm.ops.cpu_structures import filled, structure_of
 from minillm_kernels import reference
-from tests.ops.c_variants import ELEMENTS, built, poisoned, use
+from tests.ops.c_variants import ELEMENTS, built, parameters, poisoned, use
 from tests.ops.small_decoders import (
     BF16,
     F32,
@@ -288,8 +288,9 @@ def test_one_call_is_the_decoder(name, dtype):
 BUILDS = [("tiles in C", "BF16"), ("no pairs", "BF16"), ("AVX2", "F32"), ("baseline", "F32")]
 
 
-@pytest.mark.parametrize(("path", "element"), BUILDS)
-def test_every_kind_of_processor(path, element, monkeypatch):
+@pytest.mark.parametrize("variant", parameters(*BUILDS))
+def test_every_kind_of_processor(variant, monkeypatch):
+    path, element = variant
     use(monkeypatch, built(path, element), ELEMENTS[element])
     for name in ("experts in some layers", "deepseek v3"):
         check_one_call(name, ELEMENTS[element])

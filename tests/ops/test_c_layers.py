@@ -20,7 +20,7 @@ from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.ops import cpu
 from minillm.ops.cpu_layers import Layers, LayerShape
-from tests.ops.c_variants import ELEMENTS, built, use
+from tests.ops.c_variants import ELEMENTS, built, parameters, use
 from tests.ops.small_decoders import (
     BASE,
     BF16,
@@ -97,9 +97,10 @@ BUILDS = [("tiles in C", "BF16"), ("no tiles", "BF16"), ("no pairs", "BF16"), ("
 BUILDS += [("AVX2", "F32"), ("baseline", "F32")]
 
 
-@pytest.mark.parametrize(("path", "element"), BUILDS)
-def test_every_kind_of_processor(path, element, monkeypatch):
+@pytest.mark.parametrize("variant", parameters(*BUILDS))
+def test_every_kind_of_processor(variant, monkeypatch):
     """Products, attention and all else as compiled for it."""
+    path, element = variant
     use(monkeypatch, built(path, element), ELEMENTS[element])
     for name in ("biases everywhere", "qwen3, with norms of heads"):
         model = build(CONFIGS[name], dtype=ELEMENTS[element])

@@ -320,6 +320,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), torch.get_num_threads(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+@pytest.mark.slow
 def test_a_forked_process_computes_with_one_thread():
     """The threads of its parent do not exist there. Those of C would be started anew, but torch's
     OpenMP would wait for its own."""
@@ -366,18 +367,14 @@ def generate(**environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        pytest.param(each, marks=() if each == "no compiler" else pytest.mark.slow)
-        for each in WITHOUT
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("what", WITHOUT)
 def test_generation_goes_on_without_it(what):
     environment, why = WITHOUT[what]
     assert generate(**environment) == ["8", why, why]
 
 
+@pytest.mark.slow
 def test_generation_on_processors_that_can_less():
     """float32 in C, where torch was told to leave wide vectors alone."""
     tokens, path, path_of_float32 = generate(ATEN_CPU_CAPABILITY="avx2")

@@ -2,6 +2,7 @@
 every kind of processor: tiles (real ones, or written in C), vectors of pairs, and plain C."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ from minillm.errors import ConfigError
 from minillm.layers.linear import Linear
 from minillm.layers.linear_methods import PanelLinearMethod, frozen
 from minillm.ops import cpu
-from tests.ops.c_variants import ELEMENTS, PRODUCT_PATHS, Guarded, functions, poisoned, with_threads
+from tests.ops.c_variants import (
+    ELEMENTS,
+    PRODUCT_PATHS,
+    Guarded,
+    functions,
+    parameters,
+    poisoned,
+    with_threads,
+)
+from tests.pairs import cases
 
 BF16, F32 = torch.bfloat16, torch.float32
 NAN = float("nan")
@@ -55,22 +65,22 @@ class Panels:
         torch.testing.assert_close(got, expected, **close)
 
 
-@pytest.fixture(scope="module", params=BUILDS, ids=" ".join)
+@pytest.fixture(scope="module", params=parameters(*BUILDS))
 def c(request) -> Panels:
     path, element = request.param
     return Panels(functions(path, element), ELEMENTS[element])
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("out", [1, 31, 32, 33, 100, 192])
-@pytest.mark.parametrize("size", [32, 96, 576])
+@cases("biased", [False, True])
+@cases("out", [1, 31, 32, 33, 100, 192])
+@cases("size", [32, 96, 576])
 def test_products(c, size, out, biased):
     for n in COUNTS:
         c.check(n, size, out, biased)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("out", [32, 96])
+@cases("biased", [False, True])
+@cases("out", [32, 96])
 def test_a_gated_product_is_the_product_and_then_the_gate(c, out, biased):
     """Bit for bit: both halves are rounded before the gate, as if they had been stored."""
     weight, bias = c.draw(2 * out, 64, seed=1), c.draw(2 * out, seed=2) if biased else None
@@ -94,7 +104,7 @@ def test_sums_are_rounded_to_the_nearest_even(c):
     assert torch.equal(got, exact.to(c.dtype))  # torch rounds halves to even
 
 
-@pytest.mark.parametrize(("n", "size", "out"), [(1000, 64, 70), (150, 8192, 40), (65, 16384, 33)])
+@cases("n size out", [(1000, 64, 70), (150, 8192, 40), (65, 16384, 33)])
 def test_rows_in_several_chunks(c, n, size, out):
     c.check(n, size, out, biased=True)
 
@@ -209,7 +219,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
+@cases("what", WRONG)
 def test_what_c_would_read_wrongly_is_refused(packed, what):
     dtype = packed[1].dtype
     x, panels, bias = WRONG[what](draw(3, 64, dtype=dtype), packed[1], draw(70, dtype=dtype))
@@ -263,16 +273,15 @@ def test_another_wish_is_an_error(monkeypatch):
         cpu.takes_panels(torch.zeros(32, 32))
 
 
-def test_what_multiplies_is_named(monkeypatch):
+@pytest.mark.parametrize("build", parameters(*product(("tiles in C", "no tiles", "AVX2"))))
+def test_what_multiplies_is_named(build, monkeypatch):
     monkeypatch.setenv(cpu.PANELS, "1")
-    for path, name in (("tiles in C", "AMX"), ("no tiles", "AVX-512 BF16"), ("AVX2", "AVX2")):
-        found = functions(path, "BF16")
-        assert cpu.UNITS[found.panel_unit] == name
-        if cpu.functions(BF16) is not None:
-            monkeypatch.setattr(cpu, "functions", lambda dtype, found=found: found)
-            assert cpu.describe(BF16) == f"C functions of our own, {name} products"
-            monkeypatch.undo()
-            monkeypatch.setenv(cpu.PANELS, "1")
+    found = functions(build, "BF16")
+    name = {"tiles in C": "AMX", "no tiles": "AVX-512 BF16"}.get(build, build)
+    assert cpu.UNITS[found.panel_unit] == name
+    if cpu.functions(BF16) is not None:
+        monkeypatch.setattr(cpu, "functions", lambda dtype: found)
+        assert cpu.describe(BF16) == f"C functions of our own, {name} products"
 
 
 @pytest.mark.parametrize("size", [0, 16, 48, 33])

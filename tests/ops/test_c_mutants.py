@@ -157,10 +157,7 @@ MUTANTS = {
         r"\w < -88\.f \? \w \* 0\.f : (\w+)", r"\1", rows.test_the_gate_of_extreme_numbers, S
     ),
     "a coefficient of exp": Mutant(
-        r"1\.f / 120",
-        "1.f / 121",
-        rows.test_the_gate_is_exact_to_a_few_units_of_the_last_place,
-        S,
+        r"1\.f / 120", "1.f / 121", rows.test_the_gate_is_exact_to_a_few_units_of_the_last_place, S
     ),
     "the halves of the gate change places": Mutant(
         r"\*up = gate \+ c->size",

@@ -4,6 +4,7 @@ and the compiler offer: tiles (real, or written in C), pairs of bf16, wide vecto
 import random
 from ctypes import CDLL, c_float, c_int64, c_void_p
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,40 +14,19 @@ from minillm.ops import c_library, cpu
 from minillm.ops.batch import Batch as FlatBatch
 from minillm.ops.batch import Pages
 from minillm_kernels import reference
-from tests.ops.c_variants import DIVIDED, PRODUCT_PATHS, skip_without_instructions, with_threads
+from tests.ops.c_variants import ELEMENTS, PRODUCT_PATHS, built, parameters, with_threads
+from tests.pairs import cases
 
-PATHS = PRODUCT_PATHS
-ELEMENTS = {"BF16": torch.bfloat16, "F32": torch.float32}
 TOLERANCE = {
     torch.bfloat16: {"atol": 0.012, "rtol": 0.008},
     torch.float32: {"atol": 3e-6, "rtol": 0},
 }
 
 
-@pytest.fixture(scope="module", params=PATHS)
-def path(request) -> str:
-    skip_without_instructions(request.param)
-    return request.param
-
-
-@pytest.fixture(scope="module", params=ELEMENTS)
-def attend(request, path, tmp_path_factory):
+@pytest.fixture(scope="module", params=parameters(*product(PRODUCT_PATHS, ELEMENTS)))
+def attend(request):
     """The function, compiled for one path and one element type."""
-    try:
-        command = [
-            str(c_library.find_compiler()),
-            *c_library.FLAGS,
-            *c_library.for_this_cpu(),
-            *PATHS[path],
-            f"-DELEMENT_{request.param}",
-        ]
-        made = tmp_path_factory.mktemp("prefill") / "prefill.so"
-        sources = [c_library.SOURCES / name for name in ("prefill.c", "threads.c")]
-        c_library.build([*command, *DIVIDED], sources, made)
-        built = c_library.load(made)
-    except c_library.NoLibrary as reason:
-        pytest.skip(str(reason))
-    return Attend(built, ELEMENTS[request.param])
+    return Attend(built(*request.param), ELEMENTS[request.param[1]])
 
 
 @dataclass
@@ -196,12 +176,12 @@ def random_batch(dtype: torch.dtype, seed: int) -> Batch:
     )
 
 
-@pytest.mark.parametrize("seed", range(16))
+@cases("seed", range(16))
 def test_it_is_attention(attend, seed):
     attend.check(random_batch(attend.dtype, seed))
 
 
-@pytest.mark.parametrize("dims", [(576, 512), (48, 32), (32, 16)])
+@cases("dims", [(576, 512), (48, 32), (32, 16)])
 def test_values_may_be_a_part_of_the_keys(attend, dims):
     batch = make_batch(attend.dtype, [150, 9], [20, 9], 1, 8, *dims, mla=True)
     assert batch.v_cache.stride(2) == dims[0]
@@ -219,7 +199,7 @@ def test_a_window_of_one_gives_the_value_itself(attend):
     torch.testing.assert_close(attend(batch)[:, 1], values, atol=0, rtol=4e-7)
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@cases("window", [None, 50])
 def test_a_row_has_the_same_bits_however_its_prompt_is_cut(attend, window):
     lengths = [300, 140]
     batch = make_batch(attend.dtype, lengths, window=window)

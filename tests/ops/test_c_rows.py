@@ -1,6 +1,7 @@
 """The C functions on rows against float64, for odd sizes, with bands around every tensor."""
 
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from minillm.ops import c_library, cpu
 from minillm_kernels import reference
-from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions, poisoned, ulps
+from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions, parameters, poisoned, ulps
+from tests.pairs import cases
 
 NAN, INF = float("nan"), float("inf")
 MARKS = (55.0, 66.0)  # of keys and values that nobody wrote
@@ -20,7 +22,7 @@ TOLERANCE = {  # bf16: one rounding, half of the last of 8 binary places
 }
 
 
-@pytest.fixture(scope="module", params=PATHS)
+@pytest.fixture(scope="module", params=parameters(*product(PATHS)))
 def path(request) -> str:
     return request.param
 
@@ -59,7 +61,7 @@ def add_norm(c, x: Tensor, residual: Tensor, weight: Tensor, in_place: bool = Fa
     return out.checked(), total.checked()
 
 
-@pytest.mark.parametrize("d", SIZES)
+@cases("d", SIZES)
 def test_norm(c, d):
     for n in ROWS:
         x, weight = draw(c[1], n, d), draw(c[1], d, seed=1)
@@ -90,8 +92,8 @@ def test_eps_counts(c):
         torch.testing.assert_close(got, expected, **TOLERANCE[c[1]])
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("d", SIZES)
+@cases("in_place", [False, True])
+@cases("d", SIZES)
 def test_sum_and_norm(c, d, in_place):
     for n in ROWS:
         x, residual, weight = (
@@ -103,7 +105,7 @@ def test_sum_and_norm(c, d, in_place):
         torch.testing.assert_close(out.double(), expected, **TOLERANCE[c[1]])
 
 
-@pytest.mark.parametrize("place", [0, 15, 16, 32, 36])
+@cases("place", [0, 15, 16, 32, 36])
 def test_nan_fills_its_row_and_no_other(c, place):
     for bad in (NAN, INF, -INF):
         x, weight = draw(c[1], 3, 37), draw(c[1], 37, seed=1)
@@ -135,7 +137,7 @@ def gate(c, gate_up: Tensor) -> Tensor:
     return out.checked()
 
 
-@pytest.mark.parametrize("size", SIZES)
+@cases("size", SIZES)
 def test_gate(c, size):
     for n in (*ROWS, 1000 if size < 100 else 70):
         x = draw(c[1], n, 2 * size, scale=3)
@@ -226,9 +228,9 @@ class Case:
         assert torch.equal(self.caches[1].checked().double(), expected[2])  # values are copied
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("d", [2, 14, 24, 64, 130, 512])
+@cases("interleaved", [False, True])
+@cases("normed", [False, True])
+@cases("d", [2, 14, 24, 64, 130, 512])
 def test_query_and_cache(c, d, normed, interleaved):
     for n in (0, 1, 16, 33):
         Case(c, n, d=d, normed=normed).check(interleaved)
@@ -332,7 +334,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
+@cases("what", WRONG)
 def test_what_c_would_read_wrongly_is_refused(dtype, what):
     right = arguments(dtype)
     cpu.norm_rope_write(**right)

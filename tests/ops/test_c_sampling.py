@@ -18,6 +18,7 @@ from minillm.ops.sampling import Pack, choose
 from minillm.sampling.logprobs import describe
 from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
 from tests.ops.c_variants import DIVIDED, PATHS, folder, functions, poisoned
+from tests.pairs import cases, some
 
 INF, NAN = math.inf, math.nan
 DTYPES = (torch.bfloat16, torch.float32)
@@ -59,12 +60,8 @@ def load(path: str) -> cpu_sampling.Functions:
     return cpu_sampling.bind(c_library.load(file))
 
 
-# Sampling has no products of pairs and no tiles, so two of the builds do not differ.
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(path, marks=pytest.mark.slow if path in ("no tiles", "no pairs") else ())
-            for path in PATHS],
-)  # fmt: skip
+# Sampling has no products of pairs and no tiles: builds hardly differ, and all but one are slow.
+@pytest.fixture(scope="module", params=some(["native"], PATHS))
 def c(request) -> cpu_sampling.Functions:
     """The functions of one library, each of which takes both types of logits."""
     return load(request.param)
@@ -113,8 +110,8 @@ def test_the_words_are_philox(c):
         assert tokens(c, draw(1, size).expand(len(rows), -1) * 0, rows) == words.argmin(-1).tolist()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
+@cases("dtype", DTYPES)
+@cases("size", SIZES)
 def test_the_tokens_are_torch_s(c, dtype, size):
     for ties in (False, True):
         logits = draw(5 * len(EVERY_KIND), size, dtype, size, ties)
@@ -125,7 +122,7 @@ def test_the_tokens_are_torch_s(c, dtype, size):
 def test_random_truncation_is_torch_s(c):
     """Many seeds for each law, so that a token too many or too few is drawn or missed."""
     generator = np.random.default_rng(0)
-    for case in range(60):
+    for case in range(30):
         params = dict(
             temperature=float(generator.choice([0.3, 1, 3])),
             top_k=int(generator.choice([0, 1, 2, 5, 50, 399, 1000])),
@@ -133,8 +130,8 @@ def test_random_truncation_is_torch_s(c):
             min_p=float(generator.choice([0, 0, 0.01, 0.5])),
         )
         logits = draw(1, int(generator.integers(1, 600)), seed=case, ties=case % 3 > 0)
-        rows = [row(seed, case, **params) for seed in range(60)]
-        logits = logits.expand(60, -1)
+        rows = [row(seed, case, **params) for seed in range(40)]
+        logits = logits.expand(40, -1)
         assert tokens(c, logits, rows) == tokens(None, logits, rows), (case, params)
 
 
@@ -169,7 +166,7 @@ def test_masses_that_end_exactly_at_the_goal(c):
     assert set(tokens(c, torch.zeros(200, 8), rows)) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("size", [65, 200, 1003])
+@cases("size", [65, 200, 1003])
 def test_shards_choose_what_the_whole_row_chooses(c, size):
     """The largest total of the shards belongs to the token that is drawn from all logits."""
     kinds = dict(), dict(temperature=0.4), dict(temperature=2.5, min_p=0.1), dict(min_p=1.0)
@@ -197,7 +194,7 @@ def test_shards_choose_what_the_whole_row_chooses(c, size):
         torch.testing.assert_close(totals.amax(0), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("by", [1e-4, -1e-4])
+@cases("by", [1e-4, -1e-4])
 def test_no_bound_is_too_low(c, by):
     """The best token against one far below it that the noise lifts just above it, or just not."""
     rows = [row(seed, position) for seed in range(4) for position in range(3)]
@@ -215,14 +212,14 @@ def test_no_bound_is_too_low(c, by):
 
 def test_the_noise_has_torch_s_bits(c):
     """Two tokens whose sums are a few units in the last place apart, or none."""
-    rows = [row(seed) for seed in range(500)]
+    rows = [row(seed) for seed in range(200)]
     first, second = noise_of(rows, 2).unbind(1)
     gap = first - second
     for steps in range(-3, 4):
         other = gap
         for _ in range(abs(steps)):
             other = torch.nextafter(other, torch.full_like(other, math.copysign(INF, steps)))
-        logits = torch.stack((torch.zeros(500), other), dim=1)
+        logits = torch.stack((torch.zeros(200), other), dim=1)
         assert tokens(c, poisoned(logits), rows) == tokens(None, logits, rows)
 
 
@@ -235,7 +232,10 @@ def test_of_equal_sums_the_lowest_id(c):
         assert tokens(c, poisoned(logits), rows) == tokens(None, logits, rows)
 
 
-@pytest.mark.parametrize("params", EVERY_KIND[2:])
+@pytest.mark.parametrize(
+    "params",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (len(kind) == 1)) for kind in EVERY_KIND[2:]],
+)
 def test_draws_follow_the_exact_law(params):
     """With the library that this processor uses; against float64, without the sampler's torch."""
     c = load("native")
@@ -290,7 +290,7 @@ def test_rows_that_lie_apart_and_columns_of_a_larger_tensor(c):
         assert got == tokens(None, logits.contiguous(), rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@cases("dtype", DTYPES)
 def test_edited_rows_lie_elsewhere(c, dtype):
     """Penalties and masks make a row float32; the others stay what they are."""
     logits = draw(12, 300, dtype)
@@ -321,16 +321,16 @@ def test_edited_rows_lie_elsewhere(c, dtype):
     ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@cases("dtype", DTYPES)
 def test_a_bad_word_that_is_not_due_edits_nothing(c, dtype):
     logits = draw(2, 50, dtype)
     rows = [dataclasses.replace(row(i, bad_words=["x"]), bad_words_ids=((1, 2),)) for i in range(2)]
     assert tokens(c, logits, rows) == tokens(None, logits, rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [NAN, -NAN, INF])
-@pytest.mark.parametrize("place", [0, 63, 64, 129])
+@cases("dtype", DTYPES)
+@cases("value", [NAN, -NAN, INF])
+@cases("place", [0, 63, 64, 129])
 def test_what_is_not_finite_fails_its_row_only(c, dtype, value, place):
     for params in EVERY_KIND:
         logits, rows = draw(3, 130, dtype), [row(i, logprobs=2, **params) for i in range(3)]
@@ -350,7 +350,7 @@ def test_nan_of_either_sign_is_a_row_s_best(c):
         assert choose(logits, greedy(3))[1].isnan().tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@cases("size", SIZES)
 def test_minus_infinity_is_never_chosen_where_another_is_finite(c, size):
     logits = torch.full((len(EVERY_KIND), size), -INF)
     logits[:, size // 2] = -1e30
@@ -373,8 +373,8 @@ def test_logits_of_any_size(c):
 # ---- the best ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
+@cases("dtype", DTYPES)
+@cases("size", SIZES)
 def test_the_best_is_argmax_and_amax(c, dtype, size):
     logits = draw(9, size, dtype, ties=True)
     logits[0] = -INF
@@ -392,9 +392,9 @@ def test_the_best_is_argmax_and_amax(c, dtype, size):
 # ---- log-probabilities -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("top", [0, 1, 5, 20])
+@cases("dtype", DTYPES)
+@cases("size", SIZES)
+@cases("top", [0, 1, 5, 20])
 def test_logprobs_are_those_of_float64(c, dtype, size, top):
     logits = draw(13, size, dtype, size, ties=top == 5)
     targets = torch.arange(13) * 7 % size

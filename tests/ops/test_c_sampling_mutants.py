@@ -3,11 +3,8 @@
 None of them reads or writes far outside: that would end this process, not fail a test.
 """
 
-import re
-import shutil
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -15,8 +12,7 @@ import torch
 
 from minillm.ops import c_library, cpu_sampling
 from tests.ops import test_c_sampling as sampling
-from tests.ops.c_variants import DIVIDED
-from tests.ops.test_c_mutants import QUICKLY
+from tests.ops.test_c_mutants import build_with
 
 
 class Mutant(NamedTuple):
@@ -125,19 +121,6 @@ MUTANTS = {
 }  # fmt: skip
 
 
-def with_mistake(mutant: Mutant, place: Path) -> cpu_sampling.Functions:
-    """The functions of a library of this one file, with the mistake."""
-    shutil.copytree(c_library.SOURCES, place / "c")
-    source = place / "c/sample.c"
-    text, count = re.subn(mutant.pattern, mutant.mistake, source.read_text())
-    assert count == 1, f"{mutant.pattern} is there {count} times"
-    source.write_text(text)
-    options = [*c_library.FLAGS, *c_library.for_this_cpu(), QUICKLY, *DIVIDED, "-DELEMENT_F32"]
-    command = [str(c_library.find_compiler()), *options]
-    c_library.build(command, [source, place / "c/threads.c"], place / "mutant.so")
-    return cpu_sampling.bind(c_library.load(place / "mutant.so"))
-
-
 @cache
 def passes_without_a_mistake(test: Callable[[cpu_sampling.Functions], None]) -> None:
     """So what fails below is the mistake. Once for all mistakes that the same test finds."""
@@ -149,6 +132,8 @@ def passes_without_a_mistake(test: Callable[[cpu_sampling.Functions], None]) -> 
 def test_a_mistake_is_found(name, tmp_path):
     mutant = MUTANTS[name]
     passes_without_a_mistake(mutant.found_by)
-    wrong = with_mistake(mutant, tmp_path)  # outside: a pattern that is not there is no finding
+    change = mutant.pattern, mutant.mistake  # outside: one that is not there is no finding
+    file = build_with(("sample.c",), *change, ["-DELEMENT_F32"], tmp_path)
+    wrong = cpu_sampling.bind(c_library.load(file))
     with pytest.raises(AssertionError):
         mutant.found_by(wrong)

@@ -2,6 +2,7 @@
 units. As compiled for every kind of processor."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ from torch import Tensor
 from minillm.layers.linear_methods import finished
 from minillm.ops import cpu, cpu_sums
 from minillm.parallel.communicator import tree_sum
-from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions, poisoned, with_threads
+from tests.ops.c_variants import (
+    ELEMENTS,
+    PATHS,
+    Guarded,
+    functions,
+    parameters,
+    poisoned,
+    with_threads,
+)
 from tests.ops.test_c_decode import Attend
 from tests.ops.test_c_linear import BUILDS, F32, NAN, Panels
 from tests.ops.test_c_prefill import make_batch
@@ -34,7 +43,7 @@ class Sums(Panels):
         return self.sums(poisoned(x[:, columns]), panels, len(weight), parts)
 
 
-@pytest.fixture(scope="module", params=BUILDS, ids=" ".join)
+@pytest.fixture(scope="module", params=parameters(*BUILDS))
 def c(request) -> Sums:
     path, element = request.param
     return Sums(functions(path, element), ELEMENTS[element])
@@ -110,7 +119,7 @@ def test_threads_do_not_change_a_sum_of_parts(c, parts):
         assert torch.equal(c.sums(poisoned(x[:1]), panels, 200, parts), whole[:1])
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", parameters(*product(PATHS)))
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_a_gate_has_the_same_bits_among_fewer_units(path, element):
     """Also behind the last whole vector of a row."""
@@ -129,7 +138,7 @@ def test_a_gate_has_the_same_bits_among_fewer_units(path, element):
         assert torch.equal(gated(units), whole[:, units])
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", parameters(*product(PATHS)))
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("window", [None, 50])
 def test_a_query_has_the_same_bits_among_fewer_heads(path, element, window):

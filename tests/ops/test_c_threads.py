@@ -274,6 +274,7 @@ def test_a_mistake_is_found(name, jobs, tmp_path):
         found_by(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="a system without /proc")
 def test_torch_starts_no_threads_in_a_step():
     """With a second thread, prefill and decode steps start one worker of C, and none of torch."""

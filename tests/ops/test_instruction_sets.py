@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from minillm.errors import ConfigError
 from minillm.ops import c_library, instruction_sets
 from minillm.plan import machine
 from tests.ops import c_variants, small_decoders
+from tests.pairs import some
 
 V3 = "sse4_2 avx avx2 fma f16c bmi1 bmi2 movbe"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
@@ -172,13 +174,7 @@ def greedy(dtype: str) -> list[list[int]]:
     ]
 
 
-CELLS = [
-    pytest.param("avx2", "float32"),
-    *(
-        pytest.param(name, dtype, marks=pytest.mark.slow)
-        for name, dtype in (("avx512", "float32"), ("avx2", "bfloat16"), ("avx512", "bfloat16"))
-    ),
-]
+CELLS = some([("avx2", "float32")], product(("avx2", "avx512"), ("float32", "bfloat16")))
 
 
 @pytest.mark.parametrize(("name", "dtype"), CELLS)

@@ -64,6 +64,7 @@ for seed in (0, 7, 2**40 + 3, 2**63 - 1, -5):
 """
 
 
+@pytest.mark.slow
 def test_triton_draws_the_same_words(tmp_path):
     pytest.importorskip("triton")
     script = tmp_path / "philox_in_triton.py"

@@ -16,6 +16,7 @@ from minillm_kernels.batch_invariant import (
     tiled_moe_experts,
 )
 from minillm_kernels.reference import moe_experts, paged_attention, silu_mul
+from tests.pairs import pairwise
 
 # Around multiples of the tile and of SDPA's own key blocks of 512.
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 100, 511, 512, 513, 1040)
@@ -67,10 +68,9 @@ class Sequences:
         key = torch.full(shape, torch.nan, dtype=like.dtype)
         value = key[..., : self.heads.value_dim] if self.heads.value_dim else key.clone()
         for table, (sequence, _, end) in zip(tables, parts, strict=True):
-            for position in range(end):
-                place = table[position // size], slice(None), position % size
-                key[place] = self.keys[sequence][position]
-                value[place] = self.values[sequence][position]
+            positions = torch.arange(end)
+            place = table[positions // size], slice(None), positions % size
+            key[place], value[place] = self.keys[sequence][:end], self.values[sequence][:end]
         bounds = torch.tensor([0, *(end - start for _, start, end in parts)]).cumsum(0)
         ends = torch.tensor([end for *_, end in parts])
         query = torch.cat([self.queries[s][start:end] for s, start, end in parts])
@@ -94,9 +94,9 @@ class Sequences:
         return sequence, 0, self.lengths[sequence]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("window", [None, 1, 5, 20, 600])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "window", "dtype"), pairwise([*SHAPES], [None, 1, 5, 20, 600], [*TOLERANCE])
+)
 def test_it_is_attention(shape, window, dtype):
     made = Sequences(LENGTHS, SHAPES[shape], dtype)
     got = made.attend([made.whole(i) for i in range(len(LENGTHS))], window).split(LENGTHS)

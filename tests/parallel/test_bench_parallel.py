@@ -37,6 +37,7 @@ def test_each_kind_and_dtype_has_its_own():
     assert found["gloo"]["ratios"] == pytest.approx([1, 1])
 
 
+@pytest.mark.slow
 def test_predictions_are_of_what_fits():
     rows = predicted(large_model_predictions())
     models = {row["model"].removeprefix("preset:") for row in rows}

@@ -197,6 +197,7 @@ def test_a_sum_does_not_meet_a_gather():
         assert "differ: 8 bytes to a sum, 8 bytes to a gather." in str(error)
 
 
+@pytest.mark.slow
 def test_processes_and_the_death_of_one():
     ranks("shared", 1)  # skips where there is no compiler
     group = SharedGroup(2, 4096)

@@ -20,6 +20,7 @@ from tests.engine.small import make
 from tests.engine.test_deterministic import open_engine
 from tests.matrix.cells import Cell, Reference, folder_of, reference_of, run_cell
 from tests.matrix.jobs import everything, generate
+from tests.pairs import some
 from tests.parallel.test_shard import on_ranks
 
 DTYPES = ("float32", "bfloat16")
@@ -49,7 +50,7 @@ def on(size: int) -> dict[str, object]:
 # ---- the promise -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ranks_and_threads_of_any_number(dtype, size):
     """What one rank with two threads gives alone, ranks of one and of three threads give."""
@@ -93,11 +94,11 @@ def test_a_bias_is_added_before_the_only_rounding():
     assert not torch.equal(total.to(dtype) + bias, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "panels"),
-    [("three KV heads", 3, ""), ("uneven", 2, ""), ("qwen3_moe", 4, ""), ("deepseek_v2", 2, ""),
-     ("qwen2", 4, "0")],
-)  # fmt: skip
+QUICK = [("three KV heads", 3, ""), ("uneven", 2, ""), ("qwen2", 2, "0")]
+REST = [("qwen3_moe", 4, ""), ("deepseek_v2", 2, ""), ("qwen2", 4, "0")]
+
+
+@pytest.mark.parametrize(("name", "size", "panels"), some(QUICK, QUICK + REST))
 def test_other_models_have_the_same_bits_on_the_same_number_of_ranks(
     name, size, panels, monkeypatch, caplog
 ):

@@ -14,12 +14,7 @@ from minillm import ops
 from minillm.api.arguments import EngineArgs
 from minillm.config import MoEConfig
 from minillm.errors import ConfigError
-from minillm.lab.expert_load import (
-    expert_balance,
-    most_experts_read,
-    most_of,
-    ranks_of_a_token,
-)
+from minillm.lab.expert_load import expert_balance, most_experts_read, most_of, ranks_of_a_token
 from minillm.lab.links import (
     LINKS,
     Direct,

@@ -76,7 +76,7 @@ def some_logits(vocab_size, dtype=torch.float32, seed=0):
     return (2 * torch.randn(ROWS, vocab_size, generator=generator)).to(dtype)
 
 
-@pytest.fixture(params=["C", "torch"])
+@pytest.fixture(params=["C", pytest.param("torch", marks=pytest.mark.slow)])
 def backend(request, monkeypatch):
     """Both ways in which a processor draws."""
     if request.param == "torch":

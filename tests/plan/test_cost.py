@@ -139,10 +139,7 @@ def test_attention_counts_equal_a_mask(query, before, window):
 
 
 @settings(deadline=None)
-@given(
-    cuts=st.sets(st.integers(1, 59)),
-    name=st.sampled_from(sorted(TINY)),
-)
+@given(cuts=st.sets(st.integers(1, 59)), name=st.sampled_from(sorted(TINY)))
 def test_chunks_cost_the_operations_of_the_whole(cuts, name):
     bounds = [0, *sorted(cuts), 60]
     chunks = [step_cost(TINY[name], [b - a], [b], num_logits=0) for a, b in pairwise(bounds)]

@@ -20,6 +20,7 @@ from minillm.quantization.methods import QuantizedMethod
 from minillm.quantization.quantized import Quantized
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.tiny import Checkpoint, Tiny
+from tests.pairs import some
 from tests.quantization.test_reader_matrix import tiny
 
 BF16 = torch.bfloat16
@@ -46,11 +47,7 @@ QUICK = {("llama", "tied", "int8"), ("qwen2", "plain", "int4"), ("mixtral", "pla
 
 
 @pytest.mark.parametrize(
-    ("family", "head", "how"),
-    [
-        pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow)
-        for cell in product(FAMILIES, ("plain", "tied"), ("int8", "int4"))
-    ],
+    ("family", "head", "how"), some(QUICK, product(FAMILIES, ("plain", "tied"), ("int8", "int4")))
 )
 def test_the_model_is_that_of_quantising_afterwards(checkpoint_of, monkeypatch, family, head, how):  # noqa: F811
     source = open_model(checkpoint_of(tiny(family, head)).folder)
@@ -101,14 +98,7 @@ def peak_of(load: Any, source: ModelSource, patch: pytest.MonkeyPatch) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("family", "how"),
-    [
-        ("llama", "int8"),
-        *(
-            pytest.param(*cell, marks=pytest.mark.slow)
-            for cell in (("llama", "int4"), ("mixtral", "int8"), ("mixtral", "int4"))
-        ),
-    ],
+    ("family", "how"), some([("llama", "int8")], product(("llama", "mixtral"), ("int8", "int4")))
 )
 def test_the_peak_is_the_quantised_model_and_one_layer(checkpoint_of, monkeypatch, family, how):  # noqa: F811
     fields = {"num_hidden_layers": LAYERS, "intermediate_size": 96, "head_dim": 16}

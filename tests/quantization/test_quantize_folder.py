@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from minillm.quantization.recipe import Recipe
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.parity import FlatRunner
 from tests.models.tiny import Tiny, prompt
+from tests.pairs import some
 
 F32 = torch.float32
 WINDOWS = torch.randint(128, (6, 24), generator=torch.Generator().manual_seed(7))
@@ -49,11 +51,7 @@ def recipe(method: str, **settings) -> Recipe:
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [
-        pytest.param(family, method, marks=() if (family, method) in QUICK else pytest.mark.slow)
-        for family in FAMILIES
-        for method in ("rtn", "gptq", "awq", "smoothquant", "int8")
-    ],
+    some(QUICK, product(FAMILIES, ("rtn", "gptq", "awq", "smoothquant", "int8"))),
 )
 def test_the_written_folder_is_the_quantised_model(checkpoint_of, tmp_path, family, method):  # noqa: F811
     source = open_model(checkpoint_of(family).folder)

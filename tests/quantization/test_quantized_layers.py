@@ -14,14 +14,7 @@ from minillm.ops import cpu
 from minillm.quantization.fp8 import round_fp8
 from minillm.quantization.methods import QuantizedMethod, install
 from minillm.quantization.panels import PanelQuantizedMethod
-from tests.ops.small_decoders import (
-    CONFIGS,
-    TOLERANCE,
-    forward,
-    new_cache,
-    steps,
-    unpacked,
-)
+from tests.ops.small_decoders import CONFIGS, TOLERANCE, forward, new_cache, steps, unpacked
 from tests.ops.sparse_decoders import SPARSE
 
 pytestmark = pytest.mark.skipif(
@@ -39,8 +32,7 @@ def quantized(name: str, how: str):
 
 @pytest.mark.parametrize("how", ["int8", "int4"])
 @pytest.mark.parametrize(
-    "name",
-    ["tied", "biases everywhere", "qwen3, with norms of heads", *SPARSE],
+    "name", ["tied", "biases everywhere", "qwen3, with norms of heads", *SPARSE]
 )
 def test_one_call_is_the_layers_one_by_one(name, how):
     model = quantized(name, how)

@@ -13,6 +13,7 @@ from minillm.quantization.quantized import Quantized
 from minillm.quantization.rounding import round_asymmetric, round_symmetric
 from tests.ops import c_variants
 from tests.ops.c_variants import PRODUCT_PATHS, with_threads
+from tests.pairs import some
 
 pytestmark = pytest.mark.skipif(
     cpu.functions(torch.bfloat16) is None, reason="there are no C functions for bf16"
@@ -93,9 +94,7 @@ CASES = {
 }
 
 
-PATHS = [
-    pytest.param(each, marks=() if each == "native" else pytest.mark.slow) for each in PRODUCT_PATHS
-]
+PATHS = some(["native"], PRODUCT_PATHS)
 
 
 @pytest.mark.parametrize("name", CASES)

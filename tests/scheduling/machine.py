@@ -1030,10 +1030,7 @@ def random_history(seed: int, coverage: Counter[str], **fixed: Any) -> World:
     events = EVENTS if world.setup.drafts is None else DRAFT_EVENTS
     rules: dict[str, tuple[int, Callable[[], None]]] = {
         "add": (30, lambda: world.add(Spec(**pick_from(rng, SPECS)))),
-        "follow_up": (
-            8,
-            lambda: world.follow_up(rng.choice(WHICH), Spec(**pick_from(rng, SPECS))),
-        ),
+        "follow_up": (8, lambda: world.follow_up(rng.choice(WHICH), Spec(**pick_from(rng, SPECS)))),
         "step": (45, world.step),
         "step_with": (
             9,

@@ -213,10 +213,7 @@ class Runner:
             self.requests[new.seq_id] = sequences[new.seq_id].request
 
     def _move(
-        self,
-        moves: Iterable[tuple[int, int]],
-        source: list[list[Slot]],
-        target: list[list[Slot]],
+        self, moves: Iterable[tuple[int, int]], source: list[list[Slot]], target: list[list[Slot]]
     ) -> None:
         """Gather all, then scatter all: as one call on a device does it."""
         gathered = [(place, list(source[block])) for block, place in moves]

@@ -21,6 +21,7 @@ from minillm.scheduling.request import Status
 from minillm.serving import async_engine
 from minillm.serving.step_thread import Ticket
 from tests.engine.small import make, tokens
+from tests.pairs import some
 from tests.serving.async_small import Gate, idle, in_loop, make_async, run
 
 NUM_REQUESTS = 500
@@ -160,10 +161,7 @@ async def consume(engine: AsyncLLMEngine, job: Job) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [pytest.param(each, marks=pytest.mark.slow if each == "swap" else ()) for each in SETTINGS],
-)
+@pytest.mark.parametrize("setting", some(["recompute"], SETTINGS))
 def test_500_requests_with_random_cancellation(folder, jobs, expected, monkeypatch, setting):
     drawn = jobs()
     policy = SETTINGS[setting].get("scheduling_policy")

@@ -27,6 +27,7 @@ from minillm.errors import (
 from minillm.serving import async_engine
 from minillm.serving.request_stream import RequestStream
 from tests.engine.small import EOS, make, reasons, tokens
+from tests.pairs import some
 from tests.serving.async_small import (
     GREEDY,
     LIMIT,
@@ -443,10 +444,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "empty text": ({"prompt": ""}, "prompt is empty"),
     "empty ids": ({"prompt": []}, "prompt is empty"),
     "several": ({"prompt": ["a", "b"]}, "generate takes one prompt, not 2"),
-    "no prompt": (
-        {"prompt": None},
-        "A prompt is a NoneType; it must be a string, a list of",
-    ),
+    "no prompt": ({"prompt": None}, "A prompt is a NoneType; it must be a string, a list of"),
     "a wrong id": ({"prompt": [1, 10**6]}, "token id 1000000"),
     "too long": ({"prompt": [7] * 64}, "maximum context length is 64"),
     "a dict": ({"prompt": {"text": "a"}}, "A prompt dict has"),
@@ -860,9 +858,7 @@ async def leave(engine):
 """
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=pytest.mark.slow if how != "running" else ()) for how in EXITS]
-)
+@pytest.mark.parametrize("how", some(["running"], EXITS))
 def test_the_interpreter_ends_without_a_shutdown(folder, how):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT + EXITS[how], str(folder)],

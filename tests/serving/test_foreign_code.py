@@ -23,6 +23,7 @@ from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.text import chat_prompt, tokenizer
 from minillm.text.tokenizer import Tokenizer
 from tests.engine.small import make, tokens
+from tests.pairs import some
 from tests.serving.async_small import collect, make_async
 from tests.serving.http_small import Reply, Served, frames_of, served, write_chat_model
 
@@ -129,7 +130,9 @@ def ended(outputs: Any) -> list[tuple[Any, str]]:
     return [(tokens(each), each.outputs[0].text) for each in outputs]
 
 
-@pytest.mark.parametrize("way", ["alone", "ngram", "draft", "ranks"])
+@pytest.mark.parametrize(
+    "way", some(("alone", "ngram", "draft"), [*["alone", "ngram", "draft", "ranks"]])
+)
 def test_llm(plan: Plan, folder: Path, way: str) -> None:
     more: dict[str, Any] = {
         "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},

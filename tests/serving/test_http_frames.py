@@ -12,13 +12,7 @@ import pytest
 
 from minillm import LLM
 from minillm.serving import event_stream
-from tests.serving.http_small import (
-    DEFAULTS,
-    Served,
-    frames_of,
-    joined,
-    served,
-)
+from tests.serving.http_small import DEFAULTS, Served, frames_of, joined, served
 
 KEYS = {"text_completion": "/v1/completions", "chat.completion.chunk": "/v1/chat/completions"}
 TEXT = "def fib(n):"

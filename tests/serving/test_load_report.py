@@ -91,7 +91,10 @@ def test_the_figure_shows_every_series(swept: dict[str, Any]) -> None:
         plt.close(figure)
 
 
-@pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("a.png", b"\x89PNG"), pytest.param("a.svg", b"<?xml", marks=pytest.mark.slow)],
+)
 def test_the_figure_is_written(
     swept: dict[str, Any], name: str, start: bytes, tmp_path: Path
 ) -> None:

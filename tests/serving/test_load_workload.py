@@ -130,11 +130,7 @@ def test_only_words_of_one_token_are_used() -> None:
 
 
 def test_a_trace_gives_lengths_and_shared_blocks() -> None:
-    replayed = [
-        Recorded(0.0, 600, 9, (7, 8)),
-        Recorded(1.0, 1100, 0, (7, 9, 10)),
-        Recorded(2.0),
-    ]
+    replayed = [Recorded(0.0, 600, 9, (7, 8)), Recorded(1.0, 1100, 0, (7, 9, 10)), Recorded(2.0)]
     drawn = parse_workload("fixed:input=3,output=4", replayed).draw(3, 0)
     assert lengths(drawn) == [600, 1100, 3]
     assert [conversation[0].max_tokens for conversation in drawn] == [9, 4, 4]

@@ -4,7 +4,6 @@ A fake model has logits that are a function of the last two tokens: a table [V +
 V stands for a token before the first. So the law of the first tokens can be counted out.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -68,13 +67,15 @@ def pipeline(logits: np.ndarray, params: SamplingParams, output: Sequence[int] =
 
 def law_of_first(target: Tensor, params: SamplingParams, count: int) -> dict:
     """The probability of every run of `count` first tokens."""
-    size = target.shape[-1]
-    cells = {}
-    for run in itertools.product(range(size), repeat=count):
-        cells[run] = 1.0
-        for i in range(count):
-            logits = target[last_two(run[:i], size)].numpy()
-            cells[run] *= pipeline(logits, params, run[:i])[run[i]]
+    cells: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(count):
+        cells = {
+            (*run, token): before * after
+            for run, before in cells.items()
+            for token, after in enumerate(
+                pipeline(target[last_two(run, target.shape[-1])].numpy(), params, run)
+            )
+        }
     return cells
 
 

@@ -19,6 +19,7 @@ from minillm.speculative.draft_model import Chunk
 from tests.engine.small import assert_idle, make, tokens
 from tests.matrix.cells import Cell, check
 from tests.models.tiny import Tiny
+from tests.pairs import some
 from tests.speculative.drafted import K, assert_all_accepted, draft_of, watch, with_draft
 
 GREEDY = {"temperature": 0.0}
@@ -185,7 +186,7 @@ def test_with_latent_attention_and_with_experts(tmp_path, monkeypatch, family):
     assert_all_accepted(llm, least=120)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", some([0], range(6)))
 def test_in_any_history(folder, monkeypatch, seed):
     """Everything at once: a starved pool, prefixes, forks, aborts, drafts in some steps."""
     choose = random.Random(seed)

@@ -173,12 +173,7 @@ def test_a_token_without_probability_is_never_accepted():
 
 
 def chain_law(
-    p: Law,
-    q: Law,
-    k: int,
-    count: int,
-    bonus_is_late: bool = False,
-    once_per_step: bool = False,
+    p: Law, q: Law, k: int, count: int, bonus_is_late: bool = False, once_per_step: bool = False
 ) -> dict:
     """The law of the first `count` tokens, by going through all drafts of all rounds.
 

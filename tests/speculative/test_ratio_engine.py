@@ -155,6 +155,7 @@ def test_the_law_in_batches(folder, params, num_rows, num_drafts):
     assert excess(folder, run(llm, params, count, 5, n=min(num_rows, 8)), params) < 1
 
 
+@pytest.mark.mutation
 def test_one_rejection_must_not_stop_the_batch(folder):
     """Claim G4, planted in the engine."""
     llm = engine(folder, Sampled(DRAFT), 1)
@@ -162,6 +163,7 @@ def test_one_rejection_must_not_stop_the_batch(folder):
     assert excess(folder, run(llm, PLAIN, 25, 4), PLAIN) > 2
 
 
+@pytest.mark.mutation
 def test_a_draft_that_lies_about_its_law_is_seen(folder):
     class Liar(Sampled):
         def draft(self, row):

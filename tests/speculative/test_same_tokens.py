@@ -21,6 +21,7 @@ from tests.matrix.cells import (
     run_cell,
 )
 from tests.matrix.proposers import FAILING, K, Now, Right
+from tests.pairs import some
 
 WARNING = "Speculative decoding is off from now on"
 
@@ -109,9 +110,7 @@ def test_up_to_the_last_position_of_the_context(left: int) -> None:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_an_abort_in_the_middle_leaves_the_others_as_they_were(
-    overlaps: bool,
-) -> None:
+def test_an_abort_in_the_middle_leaves_the_others_as_they_were(overlaps: bool) -> None:
     """Requests are aborted while their drafts are verified, and others take their rows at once.
 
     A long prompt beside them lets steps be planned ahead, so that drafts are in flight between two
@@ -151,21 +150,16 @@ def is_verifying(llm: LLM, seq_id: int) -> bool:
 # ---- the embedded model ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        Cell("embedded", chunk=7, cache="radix", overlaps=True, drafts="ngram"),
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in (
-                Cell("embedded", chunk=32, cache="hash", drafts="mostly right"),
-                Cell("embedded", pool="recompute", graphs=True, overlaps=True),
-                Cell("embedded", path="operations", chunk=1, cache="hash", pool="recompute"),
-            )
-        ),
-    ],
-    ids=str,
+QUICK = Cell("embedded", chunk=7, cache="radix", overlaps=True, drafts="ngram")
+EMBEDDED = (
+    QUICK,
+    Cell("embedded", chunk=32, cache="hash", drafts="mostly right"),
+    Cell("embedded", pool="recompute", graphs=True, overlaps=True),
+    Cell("embedded", path="operations", chunk=1, cache="hash", pool="recompute"),
 )
+
+
+@pytest.mark.parametrize("cell", some([QUICK], EMBEDDED), ids=str)
 def test_the_embedded_model(cell: Cell) -> None:
     check(cell)
 
@@ -175,10 +169,7 @@ def test_a_copying_prompt_needs_few_steps() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias={9: 40.0})
     plain, drafted = (
         make(folder_of("bytes"), max_model_len=96, speculative_config=each)
-        for each in (
-            None,
-            {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 2},
-        )
+        for each in (None, {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 2})
     )
     outputs = [llm.generate([[5, 6, 7]], params, use_tqdm=False) for llm in (plain, drafted)]
     assert tokens(outputs[0][0]) == tokens(outputs[1][0]) == [[9] * 40]

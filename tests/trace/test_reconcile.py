@@ -191,9 +191,7 @@ def states_admitted_first(trace: Trace) -> list[tuple[StepRecord, tuple[int, int
     return found
 
 
-def test_a_replay_has_the_metrics_of_every_request(
-    worked: tuple[LLM, list[LiveRequest]],
-) -> None:
+def test_a_replay_has_the_metrics_of_every_request(worked: tuple[LLM, list[LiveRequest]]) -> None:
     llm, lives = worked
     summaries = {one.request_id: one for one in llm.trace.requests()}
     assert summaries.keys() == {live.request.request_id for live in lives}

@@ -12,6 +12,7 @@ from minillm.plan import machine
 from minillm.plan.cost import StepCost, StepTime, step_cost, step_time
 from minillm.plan.hardware import DATASHEET, Hardware, ImpossibleMeasurementError, check_physical
 from minillm_exercises.chapters.ch01 import count_calls, product_pass
+from minillm_exercises.chapters.common import rounds
 from minillm_exercises.plots import bars, bound, figure, series, show
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "draw_runs",
     "draw_token_bounds",
     "product_pass",
+    "rounds",
     "verdict",
 ]
 

@@ -21,6 +21,7 @@ from minillm.scheduling.record import Blocked, StepRecord
 from minillm.scheduling.scheduler import Scheduler
 from minillm.trace.recorder import Trace
 from minillm_exercises.chapters.common import chosen
+from minillm_exercises.chapters.common import rounds as rounds
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.errors import ExerciseError
 

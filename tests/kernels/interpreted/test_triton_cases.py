@@ -12,17 +12,20 @@ from minillm_kernels.families import CHECKED, checks
 
 # A case may overflow on purpose, and numpy says so; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+# These take a second and more each.
+LONG = {"mla": (10, 20, 21, 27), "paged_attention": (15, 17, 31)}
 EVERY = [
-    pytest.param(family, case, id=f"{family}-{number}")
+    pytest.param(family, case, id=f"{family}-{number}",
+                 marks=[pytest.mark.slow] * (number in LONG.get(family, ())))
     for family in CHECKED
     for number, case in enumerate(checks(family).CASES)
-]
-# Random cases of each family, as many as take a few seconds; and many.
-COUNTS = {"flash_attention": 10, "paged_attention": 6, "mla": 8, "fused": 20, "gemv": 25,
-          "sampling": 6, "moe": 4, "quantized": 60}  # fmt: skip
+]  # fmt: skip
+# Random cases of each family, as many as take a second; and many.
+COUNTS = {"flash_attention": 4, "paged_attention": 2, "mla": 3, "fused": 15, "gemv": 20,
+          "sampling": 3, "moe": 4, "quantized": 20}  # fmt: skip
 SOME = [pytest.param(family, count, id=family) for family, count in COUNTS.items()]
-MANY = [pytest.param(family, 20, id=f"{family}-many", marks=pytest.mark.slow)
-        for family in ("paged_attention", "mla")]  # fmt: skip
+MANY = [pytest.param(family, 6 * count, id=f"{family}-many", marks=pytest.mark.slow)
+        for family, count in COUNTS.items()]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "case"), EVERY)

@@ -10,6 +10,7 @@ from minillm.models.decoder import Decoder
 from minillm_kernels import mla
 from minillm_kernels.interpreter import ordered_dots
 from tests.kernels.engine_cases import PROMPTS, TINY, generate, logprobs, open_engine, tokens
+from tests.pairs import some
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def plain(folder_of):
     }
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", some(("llama", "deepseek_v2"), TINY))
 def test_the_engine_says_the_same(family, folder_of, plain, kernels):
     outputs = generate(open_engine(folder_of(family), "cpu"), max_tokens=2)
     assert tokens(outputs) == tokens(plain[family])
@@ -53,9 +54,8 @@ def test_tiles_are_found_with_kernels(family, folder_of, kernels, monkeypatch):
     assert kernels & {"invariant_kernel", "_decode_kernel"}
 
 
-@pytest.mark.parametrize(
-    ("family", "max_tokens"), [("llama", 2), pytest.param("deepseek_v2", 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "max_tokens"), [("llama", 2), ("deepseek_v2", 1)])
 def test_every_bit_is_as_alone(family, max_tokens, folder_of, kernels, monkeypatch):
     """The deterministic mode; its tiles are not tried, which would take a minute here."""
     monkeypatch.setattr(deterministic, "find_tiles", lambda model: (16,))

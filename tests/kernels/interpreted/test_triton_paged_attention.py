@@ -159,10 +159,7 @@ def test_limits_of_heads_and_blocks() -> None:
         )
     for size in (257, 0):
         with pytest.raises(KernelError, match=f"blocks of {size} positions; it must be 1 to 256"):
-            called(
-                k_cache=torch.zeros(6, 2, size, 32),
-                v_cache=torch.zeros(6, 2, size, 32),
-            )
+            called(k_cache=torch.zeros(6, 2, size, 32), v_cache=torch.zeros(6, 2, size, 32))
 
 
 # ---- one machine code, at any size ------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_a_layer_with_a_threshold_keeps_its_inputs_in_16_bits(dtype, kernels):
     ("family", "how", "kernel"),
     [
         ("llama", "int4", "_int4_tile"),
-        ("llama", "int8", "_scaled_tile"),
+        pytest.param("llama", "int8", "_scaled_tile", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "int8", "_scaled_tile", marks=pytest.mark.slow),
     ],
 )

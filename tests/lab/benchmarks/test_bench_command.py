@@ -138,10 +138,8 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for Python is a shell script")
-@pytest.mark.parametrize(
-    "what",
-    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("decode", "prefill")), "offline"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["decode", "prefill", "offline"])
 def test_a_comparison_from_end_to_end(
     what: str, peers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,5 +396,6 @@ def test_a_written_checkpoint_loads_here_and_in_transformers(
     import torch
 
     ids = torch.tensor([output.prompt_token_ids])
-    theirs = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
-    assert theirs[0, 8:].tolist() == output.outputs[0].token_ids
+    for _ in range(6):
+        ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), 1)
+    assert ids[0, 8:].tolist() == output.outputs[0].token_ids

@@ -57,10 +57,7 @@ def test_an_answer_is_what_follows_ok(engine: Open) -> None:
         ("print('[1, 2]')", "answered '[1, 2]', which is not valid"),
         ("print('{}')", "answered '{}', which is not valid"),
         ("print('\\xff')", "which is not valid"),
-        (
-            "import sys; sys.exit('no such file')",
-            "has ended; last line of its log: no such file",
-        ),
+        ("import sys; sys.exit('no such file')", "has ended; last line of its log: no such file"),
         ('print(\'{"error": "KeyError: 7"}\')', "failed: KeyError: 7 (log:"),
         ("import time; time.sleep(600)", "gave no answer within 0.5 s"),
     ],
@@ -115,9 +112,7 @@ def test_a_peer_without_an_environment_is_missing(
     assert python_of(OWN, tmp_path) == python_of("transformers", tmp_path) == sys.executable
 
 
-def test_every_engine_gets_the_same_threads_and_no_network(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_engine_gets_the_same_threads_and_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "somewhere")
     own, other = environment(OWN, 3), environment("vllm", 3)
     for variables in (own, other):
