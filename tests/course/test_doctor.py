@@ -154,7 +154,8 @@ def test_the_course_needs_what_its_remedy_installs(system: str, monkeypatch: Any
     monkeypatch.setattr(doctor.sys, "platform", system)
     [extra] = re.findall(r"\.\[(\w+)\]", doctor.INSTALL)
     wanted = [Requirement(line) for line in (*project["dependencies"], *extras[extra])]
-    wanted += [Requirement(line) for line in extras["serve"]]  # chapter 22; course names it
+    wanted += [Requirement(line) for line in extras["serve"]]  # chapter 22; course names it,
+    wanted += [Requirement(line) for line in extras["structured"]]  # and serve this one
     here = {"sys_platform": system}
     pip = {r.name.replace("_", "-") for r in wanted if r.marker is None or r.marker.evaluate(here)}
     assert set(doctor._required()) == pip - {project["name"]}

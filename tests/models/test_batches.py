@@ -126,10 +126,9 @@ class FakeCuda:
         self.calls.append(f"off {stream.name}")
 
     @contextmanager
-    def graph(self, graph: Any, pool: Any, capture_error_mode: str) -> Any:
-        inspect.signature(torch.cuda.graph.__init__).bind(
-            None, graph, pool=pool, capture_error_mode=capture_error_mode
-        )
+    def graph(self, graph: Any, pool: Any, **how: Any) -> Any:
+        inspect.signature(torch.cuda.graph.__init__).bind(None, graph, pool=pool, **how)
+        assert how["stream"].name == "side"
         self.calls.append(f"record into {pool}")
         yield
         self.reserved += 500

@@ -17,7 +17,7 @@ from minillm.ops import c_library, cpu
 from minillm.ops.batch import Batch, Pages, Prologue
 from minillm_kernels import int8_cache, reference
 from tests.ops import small_decoders
-from tests.ops.c_variants import ELEMENTS, PATHS, built, use, with_threads
+from tests.ops.c_variants import ELEMENTS, PATHS, built, parameters, use, with_threads
 
 TILE = 64
 INT8_PATHS = (*PATHS, "baseline")  # of PRODUCT_PATHS
@@ -277,7 +277,10 @@ def test_exp2_is_exact_at_integers_and_near_everywhere() -> None:
 Library = tuple[c_library.Library, torch.dtype]
 
 
-@pytest.fixture(scope="module", params=[(p, e) for p in INT8_PATHS for e in ELEMENTS], ids=" ".join)
+CASES = parameters(*((path, element) for path in INT8_PATHS for element in ELEMENTS))
+
+
+@pytest.fixture(scope="module", params=CASES)
 def c(request) -> Library:
     """A library for one element type, for this processor or as for one that can do less."""
     path, element = request.param

@@ -39,7 +39,14 @@ def test_rejected_positions_may_be_nan() -> None:
     """Nothing is drawn from them, so nothing fails, and nothing cached is doubted."""
     cell = Cell(chunk=7, cache="radix", drafts="wrong")
     reference, llm = reference_of(cell), open_cell(cell)
-    counts, scheduler = poison(llm, later_ones), llm.engine.scheduler
+    forced, scheduler = llm.engine.runner.sampler.edits, llm.engine.scheduler
+
+    def rejected(rows: list[int], positions: list[int]) -> list[int]:
+        """What a constraint forces is drafted rightly."""
+        later = later_ones(rows, positions)
+        return [i for i in later if rows[i] not in forced._constraints]
+
+    counts = poison(llm, rejected)
     doubts: list[Any] = []
     scheduler.invalidate = lambda plan, suspect: doubts.append(suspect)  # type: ignore[method-assign]
     assert not reference.differences(run_cell(llm, reference))

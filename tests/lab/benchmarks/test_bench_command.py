@@ -85,7 +85,6 @@ scale preset:mixtral-8x7b | explains dense decoders of the families
 speculation preset:smollm2-135m | random weights
 speculation --acceptance 0.9,2 | is not a list of numbers at least 0, at most 1.
 speculation --vs vllm | compares with transformers only.
-kernels tiny | 'tiny' is one argument too many
 decode --jsn x | there is no option --jsn. Did you mean '--json'?
 decode --json /nowhere/at/all.json | or its folder does not exist.
 decode preset:deepseek-v3 --vs vllm | cannot be written as a checkpoint
@@ -111,7 +110,7 @@ def test_help_shows_examples_and_needs_no_torch() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, encoding="utf-8"
     )
     assert (done.returncode, done.stderr) == (0, "False")
-    words = "decode prefill offline startup scale scheduler kernels"
+    words = "decode prefill offline startup scale scheduler"
     for name in (*words.split(), "make peers"):
         assert name in done.stdout
 
