@@ -168,7 +168,7 @@ MUTANTS = {
     "rotation backwards": Mutant(r"x\[i\] \* cos\[i\] - x", "x[i] * cos[i] + x", head, W),
     "pairs are halves": Mutant(r"x\[2 \* i\] \* cos", "x[i] * cos", pairs, W),
     "keys get the queries' norm": Mutant(
-        r"norm_and_rotate\(k, p->k_w", "norm_and_rotate(k, p->q_w", head, W
+        r"(?<=rotate\(k, p->)k(?=_weight, p->eps, c, s, p->k_cache)", "q", head, W
     ),
     "values from the keys": Mutant(r"\*v = k \+ kv_heads \* d", "*v = k", head, W),
     "every head in the first's place": Mutant(
@@ -342,7 +342,8 @@ def build_with(
         count += changes
     assert count == 1, f"{pattern} is there {count} times"
     command = [str(c_library.find_compiler()), *c_library.FLAGS, *c_library.for_this_cpu(), QUICKLY]
-    sources = [folder / "c" / name for name in (names[0], "threads.c")]
+    called = ("int8_cache.c",) if names[0] == "rows.c" else ()
+    sources = [folder / "c" / name for name in (names[0], "threads.c", *called)]
     c_library.build([*command, *options, *DIVIDED], sources, folder / "mutant.so")
     return folder / "mutant.so"
 
@@ -404,8 +405,10 @@ LAYER_MUTANTS = {  # pattern, mistake, and who notices
         r"l->mlp_norm, now->normed, now->residual", "l->mlp_norm, now->normed, now->wide", one_call
     ),
     "the residual does not begin": (r"if \(is_first\)", "if (is_first && 0)", one_call),
-    "no rotation": (r"now->cos, now->sin", "now->cos, now->cos", one_call),
-    "decoding sees everything": (r"stride, s->scale, l->window", "stride, s->scale, 0", windowed),
+    "no rotation": (r"now->sin(?=,\s+s->interleaved, l->k_cache)", "now->cos", one_call),
+    "decoding sees everything": (
+        r"(?<=tables, now->table_stride, s->scale, )l->window", "0", windowed
+    ),
     "the last layer is left out": (r"i < last; i\+\+", "i + 1 < last; i++", one_call),
     "the first layer again": (r"mlp_half\(&layers\[i\]", "mlp_half(&layers[0]", one_call),
     "every layer is the first": (r"now, i == 0", "now, i == first", by_halves),
