@@ -138,10 +138,6 @@ class Guidance:
         with ForeignCode(InvalidRequestError, "llguidance cannot use this model's tokens"):
             self._tokenizer = llguidance.LLTokenizer(itself, eos_token=[self.eos_token_id])
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        """The tokens of a text that a grammar forces; `compile` turns this off."""
-        raise NotImplementedError
-
     def compile(self, lark: str) -> GuidanceMatcher | str:
         """The matcher of a grammar, or why there is none.
 
