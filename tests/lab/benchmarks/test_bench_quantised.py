@@ -1,6 +1,8 @@
 """`minillm bench --quantization`: what engines are told, what is counted, and the peers' files."""
 
 import json
+import os
+import signal as signals
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,22 @@ def test_openvino_exports_compressed_weights(
     assert four[four.index("--weight-format") + 1 : -1] == [
         "int4", "--sym", "--group-size", "64", "--ratio", "1.0", "--backup-precision", "int8_asym",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("signal", "survives"), [(None, True), (signals.SIGKILL, False)])
+def test_what_ends_the_process_is_tried_in_a_child(signal: int | None, survives: bool) -> None:
+    class Tried(Worker):
+        _most = 8
+
+        def _load(self, path: Path, options: dict[str, Any], repacked: bool) -> None:
+            assert repacked
+
+        def _decode(self, rows: Any, place: dict[int, int]) -> dict[int, int]:
+            if signal is not None:
+                os.kill(os.getpid(), signal)
+            return {}
+
+    assert Tried()._survives(Path("a.gguf"), {}) == survives
 
 
 # ---- committed results -------------------------------------------------------------------------
