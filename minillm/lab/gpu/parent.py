@@ -90,8 +90,9 @@ class Worker:
         )  # fmt: skip
         self.lines: queue.Queue[bytes | None] = queue.Queue(maxsize=50)
         self.last, self._told, self._ended = b"", told, threading.Event()
-        for run in (self._read, self._drain):
-            threading.Thread(target=run, daemon=True).start()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._drained = threading.Thread(target=self._drain, daemon=True)
+        self._drained.start()
 
     def _read(self) -> None:
         stream: Any = self.process.stdout
@@ -139,11 +140,11 @@ class Worker:
         """How it ended, with the last line that it printed."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=5)
+        self._drained.join(timeout=1)  # not longer: a child of the worker may hold the pipe open
         words = [each.strip() for each in self.last.decode(errors="replace").split("\n")]
         said = next((each for each in reversed(words) if each), "")
-        return f"the worker ended with code {self.process.returncode}" + f": {said[:300]}" * bool(
-            said
-        )
+        code = f"the worker ended with code {self.process.returncode}"
+        return f"{code}: {said[:300]}" if said else code
 
 
 @dataclass
