@@ -2,7 +2,8 @@
  *
  * Given to the compiler with -include: afterwards a source takes this processor for one with tiles.
  * Only what it uses is there: eight tiles of at most 16 rows of 64 bytes, and the products of pairs of
- * bf16 and of signed bytes. What real tiles refuse, a tile without a shape, fills sums with NaN here.
+ * bf16, and of signed by signed or unsigned bytes. What real tiles refuse, a tile without a shape or
+ * with another one, fills sums with NaN or 2^30 here.
  */
 #pragma once
 #include <immintrin.h>
@@ -59,14 +60,19 @@ static void multiply_in_c(int c, int a, int b) {
     }
 }
 
-static void multiply_bytes_in_c(int c, int a, int b) {
+static void multiply_bytes_in_c(int c, int a, int b, int is_signed) {
+    int fits = shaped_tiles.palette == 1 &&
+               shaped_tiles.bytes_per_row[a] == 4 * shaped_tiles.rows[b];
     for (int m = 0; m < shaped_tiles.rows[c]; m++)
         for (int n = 0; n < 16; n++) {
             int32_t sum = (int32_t)tile_words[c][m][n];
             for (int k = 0; k < shaped_tiles.rows[b]; k++)
-                for (int e = 0; e < 32; e += 8)
-                    sum += (int8_t)(tile_words[a][m][k] >> e) * (int8_t)(tile_words[b][k][n] >> e);
-            tile_words[c][m][n] = (uint32_t)(shaped_tiles.palette == 1 ? sum : 1 << 30);
+                for (int e = 0; e < 32; e += 8) {
+                    uint32_t code = tile_words[b][k][n] >> e;
+                    sum += (int8_t)(tile_words[a][m][k] >> e) *
+                           (is_signed ? (int8_t)code : (uint8_t)code);
+                }
+            tile_words[c][m][n] = (uint32_t)(fits ? sum : 1 << 30);
         }
 }
 
@@ -75,13 +81,15 @@ static void multiply_bytes_in_c(int c, int a, int b) {
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #undef _tile_dpbssd
+#undef _tile_dpbsud
 #define _tile_loadconfig shape_in_c
 #define _tile_release release_in_c
 #define _tile_zero(tile) memset(tile_words[tile], 0, sizeof tile_words[tile])
 #define _tile_loadd load_in_c
 #define _tile_stored store_in_c
 #define _tile_dpbf16ps multiply_in_c
-#define _tile_dpbssd multiply_bytes_in_c
+#define _tile_dpbssd(c, a, b) multiply_bytes_in_c(c, a, b, 1)
+#define _tile_dpbsud(c, a, b) multiply_bytes_in_c(c, a, b, 0)
 #define syscall(...) 0 /* Linux lends them */
 #undef __AMX_BF16__
 #define __AMX_BF16__ 1

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from minillm.ops import c_library, cpu
+from minillm.ops import c_library, cpu, instruction_sets
 from tests.ops import c_variants
 from tests.quantization import test_quantized_products as products
 
-AVX2 = ("-march=x86-64-v3", "-mprefer-vector-width=256")
+AVX2 = c_variants.PATHS["AVX2"]
+TILES = c_variants.PRODUCT_PATHS["tiles in C"]
 SOURCES = ("quantized.c", "float8.c", "linear.c", "threads.c")
 TWICE = "int8, a scale per row, rounded twice"
 MISTAKEN = ("quantized.c", "integers.h")
@@ -46,7 +47,7 @@ MUTANTS = {  # pattern, mistake, case of test_quantized_products, flags
         r"-s \* zeros_at", "-zeros_at", "int4, zero points", ()
     ),
     "scales of the first row of x": (
-        r"t\[r \* parts\]", "t[0]", "int8, a scale per row", ()
+        r"t\[r \* parts\]\);\n        }", "t[0]);\n        }", "int8, a scale per row", ()
     ),
     "scale of x of another group": (
         r"parts \+ \(k >> 5\)", "parts + (at->k >> 5)", "int8, a scale per row", ()
@@ -82,6 +83,46 @@ MUTANTS = {  # pattern, mistake, case of test_quantized_products, flags
         "int8, groups of 32",
         AVX2,
     ),
+    "tiles: halves of a byte swapped": (
+        r"bytes \+ 64 \* i, &low", "bytes + 64 * i, &high", "int4, minima", TILES
+    ),
+    "tiles: inputs of the high half": (
+        r"bytes \+ 64 \* \(i \+ 4\)", "bytes + 64 * (7 - i)", "int4, groups of 32", TILES
+    ),
+    "tiles: codes of a table as they are": (
+        r"if \(numbers\) low", "if (0) low", "NF4", TILES
+    ),
+    "tiles: codes of the step before": (
+        r"codes \+ \(i \+ 1\) \* size", "codes + i * size", "int4, groups of 32", TILES
+    ),
+    "tiles: the second tile of A": (
+        r"_tile_loadd\(4, q \+ i \* ROUNDED", "_tile_loadd(4, q", "int8, groups of 32", TILES
+    ),
+    "tiles: sums of the step after": (
+        r"acc\[\(i - 1\) & 1\]", "acc[i & 1]", "int8, groups of 32", TILES
+    ),
+    "tiles: one scale of x": (
+        r"found \* t\[r \* parts\]", "found * t[0]", "int4, groups of 32", TILES
+    ),
+    "tiles: one scale of x in long groups": (
+        r"t\[r \* parts\]\);\n                if", "t[0]);\n                if",
+        "int8, a scale per row", TILES
+    ),
+    "tiles: scale of the first group": (
+        r"scale \+= PANEL", "scale += 0", "int4, groups of 32", TILES
+    ),
+    "tiles: a group's total is the first one": (
+        r", of_groups\+\+", "", "int4, minima", TILES
+    ),
+    "tiles: offset for each part": (
+        r"last && before < LONGEST", "last", "int4, a zero point per row", TILES
+    ),
+    "tiles: a part is added twice": (
+        r", some\[r\] = \(vec\)\{0\}", "", "int8, zero points", TILES
+    ),
+    "tiles: steps of 16 inputs": (
+        r"w->group % ROUNDED \|\| ", "", "int8, groups of 80", TILES
+    ),
 }  # fmt: skip
 
 
@@ -89,24 +130,29 @@ MUTANTS = {  # pattern, mistake, case of test_quantized_products, flags
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(name, tmp_path, monkeypatch):
     pattern, mistake, case, flags = MUTANTS[name]
+    if flags:
+        c_variants.skip_without_instructions("tiles in C" if flags is TILES else "AVX2")
+    elif (instruction_sets.chosen() or instruction_sets.OTHER).name == "amx":
+        flags = c_variants.NO_TILES  # these mistakes are in the code for vectors
     shutil.copytree(c_library.SOURCES, tmp_path / "c")
     counts = [put(mistake, pattern, tmp_path / "c" / name) for name in MISTAKEN]
     assert sum(counts) == 1, f"{pattern} is there {sum(counts)} times"
     command = [str(c_library.find_compiler()), *c_library.FLAGS, *c_library.for_this_cpu(), "-O1"]
     sources = [tmp_path / "c" / each for each in SOURCES]
     c_library.build([*command, *flags, "-DELEMENT_BF16"], sources, tmp_path / "mutant.so")
-    check(case)
+    rows = 9 + 8 * (flags is TILES)
+    check(case, rows)
     with_mistake(monkeypatch, c_library.load(tmp_path / "mutant.so"))
     with pytest.raises(AssertionError):
-        check(case)
+        check(case, rows)
 
 
-def check(case: str) -> None:
+def check(case: str, rows: int) -> None:
     """Products of a case."""
     if case == TWICE:
         products.test_inputs_that_are_rounded_twice_have_16_bits(case.rpartition(",")[0])
     else:
-        products.test_products_equal_float64(case, 9)
+        products.test_products_equal_float64(case, rows)
 
 
 def put(mistake: str, pattern: str, file: Path) -> int:

@@ -45,6 +45,7 @@
 #define BLOCK_ROWS 4
 #endif
 #define EACH (PANEL / LANES) /* vectors of outputs of a panel */
+#define LEAST_TILED 8        /* rows from which on AMX tiles are faster than vectors (measured) */
 
 enum { BYTES, HALVES, TABLE }; /* codes of 8 bits, of 4 bits, and of 4 bits with a table */
 
@@ -55,6 +56,7 @@ typedef struct {
     element *y;
     rounded_rows x;
     int64_t n, in, out, gated, apart, chunk; /* rows of y are `apart` */
+    int amx;
 } product;
 
 /* Rows of x to be rounded. */
@@ -89,19 +91,25 @@ static inline float round_part(const float *x, int8_t *q) {
 /* Rounded rows for each row of x: the second has what remains after the first. */
 static int64_t planes_of(const matrix *w) { return w->twice && !w->float8 ? 2 : 1; }
 
-/* The sums of a rounded row, and the totals of its groups. */
+/* What codes are stored with: 128 or 8, and their zero points. */
+static int32_t constant_of(const matrix *w) {
+    if (w->bits == 4 && !w->numbers) return w->offset_kind == EXACT ? 8 : 0;
+    return SIGNED ? 0 : 128;
+}
+
+/* The sums of a rounded row times this constant, and the totals of its groups. */
 static void add_up(const rounding *c, int64_t row) {
     int64_t in = c->in, group = c->w->group, step = step_of(group);
+    int32_t constant = constant_of(c->w);
     rounded_rows to = rounded_from(c->to, row, in, group);
-    for (int64_t k = 0; k < in; k += step) {
-        int32_t sum = 0;
-        for (int64_t i = 0; i < step; i++) sum += to.q[k + i];
-        to.sums[k / step] = sum;
-    }
     for (int64_t k = 0; k < in; k += group) {
         double total = 0; /* products are exact */
-        for (int64_t i = k; i < k + group; i += step)
-            total += (double)to.t[i / ROUNDED] * to.sums[i / step];
+        for (int64_t i = k; i < k + group; i += step) {
+            int32_t sum = 0;
+            for (int64_t j = i; j < i + step; j++) sum += to.q[j];
+            to.sums[i / step] = constant * sum;
+            total += (double)to.t[i / ROUNDED] * sum;
+        }
         to.totals[k / group] = (float)total;
     }
 }
@@ -249,8 +257,6 @@ static inline __attribute__((always_inline)) void add_group(const product *p, co
     int64_t in = p->in, step = 1 << shift, steps = in >> shift, parts = in >> 5;
     int64_t scale = (at->panel * at->groups + at->group) * PANEL;
     const float *totals = p->x.totals + at->row * at->groups + at->group;
-    /* What codes are stored with: 128 or 8, and their zero points. */
-    const int constant = mode == HALVES ? (w->offset_kind == EXACT ? 8 : 0) : SIGNED ? 0 : 128;
     for (int o = 0; o < PANEL; o += vecs * LANES) {
         vec found[BLOCK_ROWS][EACH] = {{{0}}};
         for (int64_t k = at->k; k < at->k + at->length; k += step) {
@@ -262,7 +268,7 @@ static inline __attribute__((always_inline)) void add_group(const product *p, co
             ints acc[BLOCK_ROWS][EACH];
             for (int r = 0; r < rows; r++)
                 for (int c = 0; c < vecs; c++)
-                    acc[r][c] = (ints){0} - constant * total[r * steps];
+                    acc[r][c] = (ints){0} - total[r * steps];
             if (mode == BYTES) add_bytes(rows, vecs, codes, q, step, in, at->ahead, acc);
             else if (mode == HALVES) add_halves(rows, vecs, codes, q, in, at->ahead, acc);
             else add_numbers(rows, vecs, w->numbers, codes, q, in, at->ahead, acc);
@@ -307,6 +313,109 @@ static inline __attribute__((always_inline)) void add_rows(const product *p, con
     }
 }
 
+#if defined(AMX)
+/* 4-bit codes of 32 inputs and 16 outputs of a panel, as a tile has them: [8, 16, 4]. */
+static inline __attribute__((always_inline)) void unpack_tile(const uint8_t *numbers,
+                                                              const char *codes, char *bytes) {
+    ints table = {0};
+    for (size_t i = 0; numbers && i < sizeof table; i += 16)
+        memcpy((char *)&table + i, numbers, 16);
+    for (int i = 0; i < 4; i++) {
+        ints both = load_ints(codes + i * 4 * PANEL);
+        ints low = low_halves(both), high = high_halves(both);
+        if (numbers) low = looked_up(table, low), high = looked_up(table, high);
+        memcpy(bytes + 64 * i, &low, 64);
+        memcpy(bytes + 64 * (i + 4), &high, 64);
+    }
+}
+
+/* sums [rows, 32] of up to 16 rows by 16 outputs of a panel, from `o` on, as add_group adds them.
+ * While the tiles multiply ROUNDED inputs, the sums of those before are scaled. */
+static inline __attribute__((always_inline)) void sum_tiles(const product *p, const int mode,
+                                                            const int single, const int rows,
+                                                            int64_t panel, int64_t row, int64_t o,
+                                                            float *sums) {
+    const matrix *w = p->w;
+    int64_t in = p->in, parts = in / ROUNDED, group = w->group, groups = in / group;
+    int64_t scale = panel * groups * PANEL + o, inside = 0;
+    const int64_t size = mode == BYTES ? ROUNDED * PANEL : ROUNDED / 2 * PANEL; /* bytes of a step */
+    const char *codes = (const char *)w->panels + panel * parts * size + 4 * o;
+    const int8_t *q = p->x.q + row * in;
+    const int32_t *totals = p->x.sums + row * parts;
+    const float *t = p->x.t + row * parts, *of_groups = p->x.totals + row * groups;
+    const uint8_t *numbers = mode == TABLE ? w->numbers : 0;
+    int32_t acc[2][16 * 16] __attribute__((aligned(64)));
+    char bytes[2][16 * ROUNDED] __attribute__((aligned(64)));
+    vec sum[16] = {{0}}, some[16] = {{0}}, factors[2];
+    if (mode != BYTES) unpack_tile(numbers, codes, bytes[0]);
+    for (int64_t i = 0; i <= parts; i++) {
+        if (i < parts) {
+            _tile_zero(0);
+            _tile_loadd(4, q + i * ROUNDED, in);
+            if (mode == BYTES) _tile_loadd(6, codes + i * size, 4 * PANEL);
+            else _tile_loadd(6, bytes[i & 1], 64);
+            _tile_dpbsud(0, 4, 6);
+            ALL_STORED;
+            for (int64_t line = 0; line < size; line += 4 * PANEL)
+                __builtin_prefetch(codes + i * size + AHEAD + line);
+            if (i + 1 < parts && mode != BYTES)
+                unpack_tile(numbers, codes + (i + 1) * size, bytes[(i + 1) & 1]);
+        }
+        if (i > 0) {
+            int64_t before = inside;
+            inside += ROUNDED;
+            int last = single || inside == group || inside % LONGEST == 0;
+            if (last) factors_at(w, scale, factors);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                ints whole = load_ints(acc[(i - 1) & 1] + 16 * r) - totals[r * parts];
+                vec found = __builtin_convertvector(whole, vec);
+                if (single) found = found * t[r * parts];
+                else found = some[r] = fused_add(some[r], found, (vec){0} + t[r * parts]);
+                if (last) sum[r] = fused_add(sum[r], found, factors[0]), some[r] = (vec){0};
+                if (last && before < LONGEST && w->offset_kind != EXACT)
+                    sum[r] = fused_add(sum[r], factors[1], (vec){0} + of_groups[r * groups]);
+            }
+            if (single || inside == group) inside = 0, scale += PANEL, of_groups++;
+            t++, totals++;
+        }
+        if (i < parts) {
+            ALL_STORED;
+            _tile_stored(0, acc[i & 1], 64);
+            ALL_STORED;
+        }
+    }
+    for (int r = 0; r < rows; r++) store_vec(sums + r * PANEL + o, sum[r]);
+}
+
+/* The same for all outputs of a panel and any number of rows. */
+static inline __attribute__((always_inline)) void sum_all_tiles(const product *p, const int mode,
+                                                                int64_t panel, int64_t row,
+                                                                int64_t rows, float *sums) {
+    for (int64_t o = 0; o < PANEL; o += 16) {
+        if (rows >= 16 && p->w->group == ROUNDED) sum_tiles(p, mode, 1, 16, panel, row, o, sums);
+        else if (rows >= 16) sum_tiles(p, mode, 0, 16, panel, row, o, sums);
+        else sum_tiles(p, mode, 0, (int)rows, panel, row, o, sums);
+    }
+}
+
+/* Sums as in `sum_panel`, with tiles if they are faster. Returns whether they are. */
+static int sum_with_tiles(const product *p, int64_t panel, int64_t row, int64_t rows, float *sums) {
+    const matrix *w = p->w;
+    if (!p->amx || w->group % ROUNDED || rows < LEAST_TILED) return 0;
+    for (; rows > 0; rows -= 16, row += 16, sums += 16 * PANEL) {
+        shape_tiles_of(ROUNDED, rows < 16 ? rows : 16, 1);
+        if (w->numbers) sum_all_tiles(p, TABLE, panel, row, rows, sums);
+        else if (w->bits == 4) sum_all_tiles(p, HALVES, panel, row, rows, sums);
+        else sum_all_tiles(p, BYTES, panel, row, rows, sums);
+    }
+    _tile_release();
+    return 1;
+}
+#else
+#define sum_with_tiles(p, panel, row, rows, sums) 0
+#endif
+
 /* Rows `row` to `row + rows` - 1 of x by a panel -> sums [rows, 32], in memory for ROWS. */
 static void sum_panel(const product *p, int64_t panel, int64_t row, int64_t rows, float *sums) {
     const matrix *w = p->w;
@@ -316,14 +425,15 @@ static void sum_panel(const product *p, int64_t panel, int64_t row, int64_t rows
         float8_panel(w, p->rows + row * p->in, p->in, panel, rows, sums);
         return;
     }
-    memset(sums, 0, (size_t)(count * PANEL) * sizeof(float));
-    for (int64_t g = 0; g < groups; g++)
+    int64_t left = sum_with_tiles(p, panel, row * planes, count, sums) ? 0 : count;
+    memset(sums, 0, (size_t)(left * PANEL) * sizeof(float));
+    for (int64_t g = 0; left && g < groups; g++)
         for (int64_t part = 0; part < group; part += LONGEST) {
             int64_t length = group - part < LONGEST ? group - part : LONGEST;
             place at = {panel, row * planes, g * group + part, length, g, groups, step, !part, 1};
-            if (w->numbers) add_rows(p, TABLE, at, count, sums);
-            else if (w->bits == 4) add_rows(p, HALVES, at, count, sums);
-            else add_rows(p, BYTES, at, count, sums);
+            if (w->numbers) add_rows(p, TABLE, at, left, sums);
+            else if (w->bits == 4) add_rows(p, HALVES, at, left, sums);
+            else add_rows(p, BYTES, at, left, sums);
         }
     for (int64_t i = 0; planes > 1 && i < rows * PANEL; i++) {
         const float *two = sums + i / PANEL * 2 * PANEL + i % PANEL;
@@ -378,7 +488,8 @@ void matrix_piece(const piece_of_matrix *piece, int64_t begin, int64_t end) {
         return;
     }
     product p = {&piece->w, plain.x,   plain.bias,  plain.y,        piece->rounded, plain.n,
-                 plain.in,  plain.out, plain.gated, plain.y_stride, plain.n};
+                 plain.in,  plain.out, plain.gated, plain.y_stride, plain.n,
+                 panel_unit() == 4};
     multiply_some(&p, begin, end, 0); /* one chunk: tasks are panels */
 }
 
@@ -415,7 +526,8 @@ static int64_t quantized_job(const matrix *w, const piece_of_product *plain) {
     char *memory = scratch((size_t)rounded_bytes(n * planes_of(w), in));
     if (!memory) return 1;
     rounded_rows rows = rounded_at(memory, n * planes_of(w), in, w->group);
-    product p = {w, plain->x, plain->bias, plain->y, rows, n, in, out, gated, plain->y_stride, n};
+    product p = {w, plain->x, plain->bias, plain->y, rows, n, in, out, gated,
+                 plain->y_stride, n, panel_unit() == 4};
     round_for(w, plain->x, n, in, p.x);
     if (n > FEW) p.chunk = (1 << 19) / in / ROWS * ROWS;
     if (p.chunk < ROWS) p.chunk = n < ROWS ? n : ROWS;

@@ -123,20 +123,23 @@ static inline int has_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) =
 /* The compiler does not know which memory tile instructions read: finish all stores first. */
 #define ALL_STORED __asm__ volatile("" ::: "memory")
 
-/* Tiles 0 to 3 are sums; 4 and 5 have `first` and `second` rows of A; 6 and 7 are halves of B. */
-static inline void shape_tiles(int64_t first, int64_t second) {
+/* Tiles 0 to 3 are sums; 4 and 5 have `first` and `second` rows of A, of up to 64 bytes; 6 and 7 are
+ * halves of B. */
+static inline void shape_tiles_of(int64_t bytes, int64_t first, int64_t second) {
     struct {
         uint8_t palette, start_row, unused[14];
         uint16_t bytes_per_row[16];
         uint8_t rows[16];
     } tiles = {.palette = 1};
     uint8_t one = (uint8_t)first, two = (uint8_t)second;
-    uint8_t counts[8] = {one, one, two, two, one, two, 16, 16};
+    uint8_t inner = (uint8_t)(bytes / 4), counts[8] = {one, one, two, two, one, two, inner, inner};
     memcpy(tiles.rows, counts, 8);
-    for (int i = 0; i < 8; i++) tiles.bytes_per_row[i] = 64;
+    for (int i = 0; i < 8; i++) tiles.bytes_per_row[i] = i / 2 == 2 ? (uint16_t)bytes : 64;
     __asm__ volatile("" ::"r"(&tiles) : "memory"); /* or GCC removes these stores */
     _tile_loadconfig(&tiles);
 }
+
+static inline void shape_tiles(int64_t first, int64_t second) { shape_tiles_of(64, first, second); }
 #endif
 
 /* Whether there are tiles. Each thread calls `take_tiles` before products and `give_tiles_back`
