@@ -17,14 +17,10 @@ class Automaton:
         self.steps = 0
 
     def step(self, state: int, byte: int) -> int | None:
-        expect(
-            isinstance(state, int) and 0 <= state < self.num_states,
-            f"step was asked for the state {state!r}, which the automaton does not have.",
-        )
-        expect(
-            isinstance(byte, int) and 0 <= byte < 256,
-            f"step was given {byte!r}; a byte is a number from 0 to 255.",
-        )
+        if not isinstance(state, int) or not 0 <= state < self.num_states:
+            expect(False, f"step was asked for the state {state!r}, which is none.")
+        if not isinstance(byte, int) or not 0 <= byte < 256:
+            expect(False, f"step was given {byte!r}; a byte is a number from 0 to 255.")
         self.steps += 1
         return self._edges.get((state, byte))
 
@@ -181,6 +177,12 @@ def test_steps(impl: Any) -> None:
     most = "calls of step for tokens of 1 to 6 times a, which have 6 beginnings"
     expect(letters.steps <= 6, f"{most}: {letters.steps}; 6 are enough.")
     automaton = example()
+    got = impl.mask(automaton, true_live(automaton), 0, [b"zzzz"])
+    equal(got, [False], "mask in state 0", "tokens=[b'zzzz']")
+    expect(
+        automaton.steps <= 1, f"calls of step for the token zzzz: {automaton.steps}; 1 is enough."
+    )
+    automaton.steps = 0
     tokens = [b"zzzz", b"zzzy", b"noo", b"nooo", b"noon", b"yes"]
     got = impl.mask(automaton, true_live(automaton), 0, list(tokens))
     equal(got, [False] * 5 + [True], "mask in state 0", f"tokens={tokens}")

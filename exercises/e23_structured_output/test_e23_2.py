@@ -19,15 +19,21 @@ class Automaton:
         self._edges, self._accepting, self.start, self.steps = edges, accepting, 0, 0
 
     def tokens(self, state: int) -> set[int]:
-        expect(isinstance(state, int), f"automaton.tokens was asked for the state {state!r}.")
+        self._need(state)
         return {token for at, token in self._edges if at == state}
 
     def accepts(self, state: int) -> bool:
-        expect(isinstance(state, int), f"automaton.accepts was asked for the state {state!r}.")
+        self._need(state)
         return state in self._accepting
 
+    def _need(self, state: object) -> None:
+        if not isinstance(state, int):  # what is right leaves no trace: it may be asked often
+            expect(False, f"the automaton was asked for the state {state!r}.")
+
     def step(self, state: int, token: int) -> int | None:
-        expect(token != END, "automaton.step was given the end, which it does not know.")
+        self._need(state)
+        if token == END:
+            expect(False, "automaton.step was given the end, which it does not know.")
         self.steps += 1
         return self._edges.get((state, token))
 

@@ -75,7 +75,8 @@ def two_laws(
 
 def distance(one: Mapping[str, Number], other: Mapping[str, Number]) -> Number:
     """The total variation distance: the largest error in the probability of any set of texts."""
-    return sum(abs(one[text] - other[text]) for text in one) / 2
+    differences: list[Any] = [abs(one[text] - other[text]) for text in one]
+    return sum(differences) / 2
 
 
 def scores_of(llm: LLM, ids: Sequence[int]) -> Tensor:
@@ -87,7 +88,7 @@ def scores_of(llm: LLM, ids: Sequence[int]) -> Tensor:
 
 def law_of(llm: LLM, prompt: str) -> NextLaw:
     """What a model may write after a prompt, at temperature 1; each law is computed once."""
-    start = llm.tokenizer.encode(prompt)
+    start = llm.engine.encode(prompt)
 
     @cache
     def law(known: tuple[int, ...]) -> list[float]:
@@ -124,8 +125,9 @@ def fault(text: str, fields: Mapping[str, type]) -> str:
         return "no JSON"
     if not isinstance(found, dict) or list(found) != list(fields):
         return "other fields"
-    right = all(type(found[name]) is kind for name, kind in fields.items())
-    return "" if right else "other types"
+    return (
+        "" if [type(value) for value in found.values()] == list(fields.values()) else "other types"
+    )
 
 
 def measure_real(name: str) -> dict[str, Any]:

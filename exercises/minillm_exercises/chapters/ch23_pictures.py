@@ -19,24 +19,25 @@ def draw_walk(dfa: Dfa, seen: str, words: Vocabulary) -> None:
     from matplotlib.patches import Rectangle
 
     start = dfa.after(1, seen.encode())
-    longest = max(map(len, words.tokens))
-    fig, ax = figure("byte of the token, and the state behind it", "token",
-                     size=(1.15 * longest + 3.2, 0.42 * len(words) + 1.0))  # fmt: skip
+    walks = []  # the live states behind the bytes of each token, then the dead one, if it comes
+    for token in words.tokens:
+        states = [dfa.after(start, token[: n + 1]) for n in range(len(token))]
+        walks.append(states[: states.index(0) + 1] if 0 in states else states)
+    longest = max(map(len, walks))
+    fig, ax = figure(
+        "byte of the token, and the state behind it",
+        "token",
+        size=(1.3 * longest + 3.2, 0.4 * len(words) + 1.0),
+    )
     allowed = dfa.mask(start, words)
-    for row, token in enumerate(words.tokens):
-        state = start
-        for place, byte in enumerate(token):
-            state = int(dfa.next[state, byte])
-            ax.add_patch(
-                Rectangle((place + 0.55, row - 0.36), 0.9, 0.72, **(ALIVE if state else DEAD))
-            )
-            text = f"{chr(byte)}  →  {state}" if state else f"{chr(byte)}  dead"
-            ax.text(place + 1, row, text, ha="center", va="center", fontsize=9, family="monospace",
-                    color="black" if state else "#777777")  # fmt: skip
-            if not state:
-                break
-        told = "may come" if allowed[row] else "may not"
-        ax.text(longest + 0.7, row, told, va="center", fontsize=9)
+    for row, (token, walk) in enumerate(zip(words.tokens, walks, strict=True)):
+        for place, state in enumerate(walk):
+            look, colour = (ALIVE, "black") if state else (DEAD, "#777777")
+            ax.add_patch(Rectangle((place + 0.55, row - 0.36), 0.9, 0.72, **look))
+            text = f"{chr(token[place])}  {f'→  {state}' if state else 'dead'}"
+            ax.text(place + 1, row, text, ha="center", va="center", fontsize=9,
+                    family="monospace", color=colour)  # fmt: skip
+        ax.text(longest + 0.7, row, "may come" if allowed[row] else "may not", va="center")
     ax.set(xlim=(0.4, longest + 1.7), ylim=(len(words) - 0.4, -0.6))
     ax.set_xticks(range(1, longest + 1))
     ax.set_yticks(range(len(words)), [each.decode() for each in words.tokens], family="monospace")
@@ -137,7 +138,7 @@ def draw_costs(
             **series(number) | {"linestyle": "", "markersize": 8},
         )
     floor = [1e6 * value for value in least.values()]
-    bound(ax, list(least), floor, "bytes of looking at every token", at=0.5)
+    ax.plot(list(least), floor, "k--", linewidth=1.2, label="bound: bytes of all tokens")
     ax.set(xscale="log", yscale="log")
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     told = "; ".join(
