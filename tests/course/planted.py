@@ -567,3 +567,23 @@ def _(right, values, q):
 def _(right, replies, objectives, wall):
     """Attainment is a share of the answered requests; those that were refused are left out."""
     return right([reply for reply in replies if reply.error is None], objectives, wall)
+
+
+# ---- Structured output --------------------------------------------------------------------------
+
+
+@bug("23", "structured.dfa:Dfa.mask")
+def _(right, dfa, state, vocabulary):
+    """A token may come if its first byte may."""
+    return (vocabulary.length > 0) & (dfa.next[state][vocabulary.first] > 0)
+
+
+@bug("23_late", "structured.grammars:Constraint._fill")
+def _(right, constraint, position, drafts, out):
+    """The mask behind each draft is that of the position before."""
+    right(constraint, position, drafts, out)
+    out[1:] = out[:-1].copy()
+
+
+# Text that must come next is never drafted.
+bug("23_forced", "structured.grammars:Constraint._forced")(lambda right, constraint, *rest: b"")
