@@ -50,6 +50,11 @@ def check_kv_cache_dtype(name: object, known: tuple[str, ...] = KV_CACHE_DTYPES)
             "int8 takes the same memory with a tenth of its error (KL divergence 0.0009 against "
             "0.0087 on SmolLM2-135M), so use int8"
         )
+    elif "int4" in str(name):
+        why = (
+            "with values in 4 bits the KL divergence on SmolLM2-135M is 0.012, and with keys in 4 "
+            "bits 0.13, where int8 has 0.0009, so use int8"
+        )
     raise UnsupportedFeatureError(
         f"kv_cache_dtype={shown(name)} is not supported; {why}.{did_you_mean(str(name), known)}"
     )

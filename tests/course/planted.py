@@ -461,6 +461,37 @@ def _(right, method, matrix, x, bias):
     return right(method, matrix, ((x / step).round() * step).to(x.dtype), bias)
 
 
+@bug("15", "cache.spec:CacheSpec.block_bytes")
+def _(right, spec, block_size, value_bytes):
+    """A pool of codes is counted with 2 bytes for each number: it has half of its blocks."""
+    return right(replace(spec, int8=False), block_size, 2)
+
+
+@bug("15_nearest", "minillm_kernels.int8_cache:quantize")
+def _(right, x):
+    """The scale is the nearest 16-bit number, not one that is large enough."""
+    scale = (x.float().abs().amax(-1) / 127).half()
+    divides = (scale > 0).unsqueeze(-1)
+    return torch.where(divides, (x.float() / scale.float().unsqueeze(-1)).round(), 0.0), scale
+
+
+@bug("15_scale", "ops:paged_attention")
+def _(right, q, pages, *arguments):
+    """A position is read with the key scale of the position before."""
+    if pages.key_scale is not None:
+        pages = pages._replace(key_scale=pages.key_scale.roll(1, -1))
+    return right(q, pages, *arguments)
+
+
+@bug("15_fresh", "layers.kv_cache:KVCache.attend")
+def _(right, kv, layer, query, batch, *arguments):
+    """The queries of a chunk read rounded queries of their neighbour: a result depends on the
+    chunk."""
+    if kv.spec.int8 and len(query) > 1:
+        query = query + 1e-3 * query.roll(1, 0)
+    return right(kv, layer, query, batch, *arguments)
+
+
 # ---- Sampling and drafts ------------------------------------------------------------------------
 
 # Every draft is accepted, right or wrong.

@@ -1,10 +1,12 @@
 """`kv_cache_dtype="int8"`: what is refused, and what plan, pool and trace say. That no setting of
 an engine changes a bit is in `tests/matrix`."""
 
+import random
+
 import pytest
 import torch
 
-from minillm import EngineArgs
+from minillm import LLM, EngineArgs, SamplingParams
 from minillm.cache.spec import cache_spec
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.layers.kv_cache import KVCache
@@ -20,7 +22,7 @@ REFUSED = {
     ),
     "unknown": ({"kv_cache_dtype": "int9"}, "must be one of auto, int8. Did you mean 'int8'"),
     "no name": ({"kv_cache_dtype": 8}, "kv_cache_dtype=8 is not supported"),
-    "int4": ({"kv_cache_dtype": "int8_int4"}, "must be one of auto, int8"),
+    "int4": ({"kv_cache_dtype": "int8_int4"}, "values in 4 bits the KL .* 0.012, .*use int8"),
     "blocks": ({"kv_cache_dtype": "int8", "block_size": 6}, "6; .* must be a multiple of 4"),
 }
 
@@ -76,3 +78,42 @@ def test_engine_and_trace_say_the_kind_and_the_bytes(tmp_path) -> None:
         allocated = llm.engine.allocated()
         assert allocated["kv_cache"] == plan.kv_cache_bytes == 64 * plan.block_bytes
         assert allocated["swap_space"] == int(0.001 * 2**30) // plan.block_bytes * plan.block_bytes
+
+
+def tasks() -> list[tuple[str, str]]:
+    """Prompts with their answers: a value that is asked for after other lines (needle), and text
+    that comes again (copy)."""
+    draw, found = random.Random(15), []
+    words = ["width", "height", "count", "name", "value", "index", "start", "stop"]
+    for word in words[:4]:
+        others = "".join(f"{each} = None\n" for each in words if each != word)
+        upper = word.upper()
+        found.append((f"{word} = {upper}_LIMIT\n{others}assert {word} == {upper}_", "LIMIT"))
+        names = ["".join(draw.choices("abcdefgh", k=4)) for _ in range(4)]
+        lines = [f"{name} = {draw.randint(100, 999)}\n" for name in names]
+        found.append(("".join(lines) * 4 + "".join(lines[:2]), lines[2].strip()))
+    functions = ("def area(self):\n    return self.width * self.height\n\n",
+                 "def total(self):\n    return self.count + self.index\n\n")  # fmt: skip
+    for number, each in enumerate(functions):
+        head, tail = each.split("return")
+        found.append(
+            ("".join(functions) * 2 + functions[0] * number + head + "return", tail.strip())
+        )
+    return found
+
+
+def solved(model: str, kind: str) -> list[bool]:
+    """Which of the tasks a model solves with a cache of this kind."""
+    prompts, answers = zip(*tasks(), strict=True)
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    with LLM(model, dtype="float32", kv_cache_dtype=kind, max_model_len=512, block_size=32,
+             num_gpu_blocks_override=176) as llm:  # fmt: skip
+        outputs = llm.generate(list(prompts), params, use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    return [text.lstrip().startswith(answer) for text, answer in zip(texts, answers, strict=True)]
+
+
+def test_needle_and_copy_tasks_have_the_same_score() -> None:
+    plain = solved("tiny", "auto")
+    assert any(plain)
+    assert solved("tiny", "int8") == plain

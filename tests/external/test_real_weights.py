@@ -24,7 +24,7 @@ from minillm.models.packing import pack_weights
 from minillm.models.quantize import quantize_weights
 from minillm.ops import cpu
 from minillm.quantization.methods import unpack
-from minillm_exercises.chapters import ch14, ch23
+from minillm_exercises.chapters import ch14, ch15, ch23
 from minillm_exercises.chapters.quality import Subject
 
 FILE = "smollm2"
@@ -144,3 +144,18 @@ def test_the_record_of_chapter_23_is_true():
             ch23.judged(each["answers"][way], each["people"]) for each in (record, found)
         )
         assert all(abs(judged[what] - measured[what]) <= 2 for what in judged), way
+
+
+def test_the_record_of_chapter_15_is_true():
+    """What a channel of its keys and values reaches, and three of the formats."""
+    record, subject = ch15.real(), Subject(FILE)
+    seen = ch15.cached(subject)
+    for place, name in enumerate(("keys", "values")):
+        spread = [ch15.spread(pair[place]) for pair in seen]
+        assert spread == pytest.approx(record["spread"][name], rel=0.02)
+    kinds = {kind.name: kind for kind in ch15.kinds(64, 3)}
+    for name in ("int8, token and head", "int4 keys alone", "int4 values alone"):
+        assert ch15.judge(subject, kinds[name]).kl == pytest.approx(record["kl"][name], rel=0.05)
+    own = ch15.judge_engine(subject)
+    assert own.kl <= 0.002
+    assert own.same >= 0.97

@@ -22,6 +22,7 @@ from minillm.models.checkpoint import open_model
 from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.models.loader import load_model
 from minillm.models.presets import preset
+from tests.engine.test_int8_pages import solved
 from tests.text.build import TEXTS
 
 PAGE = (Path(__file__).resolve().parents[2] / "LICENSE").read_text("utf-8")  # 2,215 tokens
@@ -165,6 +166,12 @@ def test_other_ways_to_the_same_answers(llm: LLM, options: dict[str, Any]) -> No
     ranks = {"distributed_executor_backend": "threads"} if len(options) == 1 else {}
     with LLM("smollm2", dtype="float32", max_model_len=256, **options, **ranks) as other:
         assert answers(other) == answers(llm)
+
+
+def test_needle_and_copy_tasks_have_the_same_score_with_a_cache_of_8_bits() -> None:
+    plain = solved("smollm2", "auto")
+    assert sum(plain) >= 6
+    assert solved("smollm2", "int8") == plain
 
 
 def test_two_ranks_cannot_share_nine_heads() -> None:

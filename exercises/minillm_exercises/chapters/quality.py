@@ -1,4 +1,4 @@
-"""Chapters 13 and 14: how far a model with changed weights is from the model itself.
+"""Chapters 13 to 15: how far a model with changed weights is from the model itself.
 
 `Subject` holds a model in float32, a text that `tiny` was not trained on, and what the unchanged
 model says about it. `judge` changes all matrices of the layers and compares. The two texts are
@@ -7,7 +7,7 @@ changes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -84,6 +84,10 @@ class Subject:
         finally:
             for hook in hooks:
                 hook.remove()
+        return self.quality(laws)
+
+    def quality(self, laws: Sequence[Tensor]) -> Quality:
+        """That of other logarithmic laws [T, V] for the windows."""
         kl, same, nats = 0.0, 0, 0.0
         for own, law, ids in zip(self._own, laws, self.windows, strict=True):
             kl += float((own.exp() * (own - law)).sum())

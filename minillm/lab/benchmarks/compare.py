@@ -53,6 +53,7 @@ class Work:
     isa: str | None = None  # the instruction set to which all engines are limited
     quantization: str | None = None  # of 16-bit weights while they are loaded
     weights: WeightSizes | None = None  # of quantised weights
+    kv_cache_dtype: str = "auto"
 
 
 Start = Callable[[str, Work, Path], Any]
@@ -78,6 +79,7 @@ def options(work: Work) -> dict[str, Any]:
         "dtype": work.dtype,
         "quantization": work.quantization,
         "weights": work.weights and work.weights.name,
+        "kv_cache_dtype": work.kv_cache_dtype,
         "device": work.device,
         "threads": work.threads,
         "max_model_len": min(longest + 16, work.config.longest_context),
@@ -167,8 +169,10 @@ def outcome(work: Work, runs: Sequence[tuple[int, dict[str, Any]]]) -> dict[str,
 
 def cost_of(work: Work, case: Case) -> StepCost:
     """Bytes and operations of the decode step in the middle of a run, or of the prefill: those of
-    minillm's weights, also for other engines."""
-    counted = partial(step_cost, work.config, dtype=work.dtype, weights=work.weights)
+    minillm's weights and cache, also for other engines."""
+    kv_dtype = None if work.kv_cache_dtype == "auto" else work.kv_cache_dtype
+    counted = partial(step_cost, work.config, dtype=work.dtype, kv_dtype=kv_dtype,
+                      weights=work.weights)  # fmt: skip
     if work.what == "prefill":
         lengths = [case.context] * case.batch
         return counted(lengths, lengths)

@@ -88,12 +88,16 @@ def finish(
     return 1 if OWN in found.get("left_out", {}) else 0
 
 
-def engines_of(text: str, device: str = "cpu", quantization: str | None = None) -> tuple[str, ...]:
+def engines_of(
+    text: str, device: str = "cpu", quantization: str | None = None, kv_cache_dtype: str = "auto"
+) -> tuple[str, ...]:
     """minillm and the engines that --vs names."""
+    from minillm.api.arguments import check_kv_cache_dtype
     from minillm.lab.benchmarks.engine_process import OWN, PEERS, QUANTISED_PEERS
     from minillm.lab.commands.quantised_weights import check_quantization
 
     check_quantization(quantization)
+    check_kv_cache_dtype(kv_cache_dtype)
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in PEERS:
@@ -107,6 +111,14 @@ def engines_of(text: str, device: str = "cpu", quantization: str | None = None) 
             f"--vs {others[0]} runs 16-bit weights only; with --quantization compare with "
             f"{' or '.join(QUANTISED_PEERS)}."
         )
+    if kv_cache_dtype != "auto":
+        if device != "cpu":
+            raise ConfigError(f"--kv-cache-dtype {kv_cache_dtype} is for a CPU; leave it out.")
+        if others := [name for name in names if name != "openvino"]:
+            raise ConfigError(
+                f"--vs {others[0]} runs with a cache of 16 bits only; with --kv-cache-dtype "
+                f"{kv_cache_dtype} compare with openvino."
+            )
     if device != "cpu" and names:
         raise ConfigError(f"--vs compares on a CPU only; leave it out with --device {device}.")
     if device != "cpu" and not device.startswith("cuda"):

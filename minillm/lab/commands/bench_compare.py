@@ -55,7 +55,8 @@ def work_of(args: Namespace, terminal: Terminal) -> "Work":
     from minillm.lab.commands.plan import find_config
 
     check_count(args.beside or 0)
-    engines = engines_of(args.vs, args.device, args.quantization)
+    kv_cache_dtype = args.kv_cache_dtype or "auto"
+    engines = engines_of(args.vs, args.device, args.quantization, kv_cache_dtype)
     name, config, layers = args.model, find_config(args.model), getattr(args, "layers", None)
     cases = cases_of(args, config)
     model = model_for(name, args.dtype, terminal, layers, as_folder=len(engines) > 1)
@@ -82,6 +83,7 @@ def work_of(args: Namespace, terminal: Terminal) -> "Work":
         beside=args.beside or 0,
         quantization=args.quantization,
         weights=weights_of(model, args.quantization, args.dtype, args.device == "cpu"),
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 

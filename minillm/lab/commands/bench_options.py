@@ -56,6 +56,7 @@ OPTIONS: Mapping[str, tuple[str, Any, str]] = {
     "dtype": ("NAME", name_of("bfloat16", "float32"),
               "dtype of weights and KV cache (bfloat16 if it is fast here)"),
     "quantization": ("NAME", str, "weights in int8 or int4 (16 bits)"),
+    "kv_cache_dtype": ("NAME", str, "KV cache in int8 (as --dtype)"),
     "device": ("NAME", str, "cpu or cuda"),
     "beside": ("N", within(int, 1), "run every engine also beside N busy processes"),
     "isa": ("NAME", str, "limit all engines to avx2, avx512, avx512_bf16 or amx (no limit)"),
@@ -101,8 +102,8 @@ NONE = (None, None)
 ENGINE: Mapping[str, tuple[Any, Any]] = {"threads": NONE, "dtype": NONE}
 CONTEST: Mapping[str, tuple[Any, Any]] = {
     **ENGINE,
-    "repeats": (5, 2), "vs": ("", ""), "quantization": NONE, "device": ("cpu", "cpu"),
-    "beside": NONE, "isa": NONE,
+    "repeats": (5, 2), "vs": ("", ""), "quantization": NONE, "kv_cache_dtype": NONE,
+    "device": ("cpu", "cpu"), "beside": NONE, "isa": NONE,
 }  # fmt: skip
 STEPS: Mapping[str, tuple[Any, Any]] = {
     "batch": ((1, 16), (1, 2)),
@@ -117,7 +118,8 @@ SERVE: Mapping[str, tuple[Any, Any]] = {
     "timeout": (600.0, 600.0), "respect_eos": (False, False),
 }  # fmt: skip
 ONLY_OTHERS = ("batch", "context", "new_tokens", "lengths", "vs", "threads", "quantization",
-               "device", "beside", "isa", "layers", "draft", "acceptance")  # fmt: skip
+               "kv_cache_dtype", "device", "beside", "isa", "layers", "draft",
+               "acceptance")  # fmt: skip
 
 
 @dataclass(frozen=True)

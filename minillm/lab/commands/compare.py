@@ -4,6 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from minillm.api.arguments import check_kv_cache_dtype
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
 
@@ -46,6 +47,8 @@ def add_options(parser: ArgumentParser) -> None:
     add("--no-speed", action="store_true", help="measure quality and sizes only")
     add("--dtype", metavar="DTYPE", default="auto",
         help="of the measured speed and KL run: auto, bfloat16, float32 (auto)")  # fmt: skip
+    add("--kv-cache-dtype", metavar="NAME", default="auto",
+        help="KV cache of the measured speed and KL run: auto, int8 (auto)")  # fmt: skip
     add("--threads", metavar="N", type=int, help="threads (all processors)")
     add("--json", metavar="FILE", type=Path, help="write all numbers to FILE")
     add("--plot", metavar="FILE", help="draw quality and speed against bytes (.png, .svg, .pdf)")
@@ -71,6 +74,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         seeds=tuple(range(args.seeds)),
         speed=not args.no_speed,
         dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
         threads=args.threads or machine.cpu_count(),
     )
     with progress(terminal) as say:
@@ -93,6 +97,7 @@ def check(args: Namespace) -> None:
             raise ConfigError(f"--{option} is {value}; it must be at least 1.")
     if args.dtype not in ("auto", "bfloat16", "float32"):
         raise ConfigError(f"--dtype is {args.dtype!r}; it must be auto, bfloat16 or float32.")
+    check_kv_cache_dtype(args.kv_cache_dtype)
     if args.no_speed and args.model.startswith("preset:"):
         raise ConfigError(
             f"{args.model} has random weights, so only speed can be measured; leave --no-speed out."

@@ -15,10 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minillm.cache.spec import cache_spec
 from minillm.errors import ConfigError
 from minillm.lab.comparison.windows import Windows
+from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
 from minillm.models.forward_pass import Chunk, ForwardPass
+from minillm.ops.batch import AttentionMode
 
 PER_BATCH = 4  # windows of a forward pass
 MOST_LOGITS = 1 << 24  # logits that are held at a time, in float64
@@ -43,10 +46,14 @@ class Scores:
 
 
 @torch.inference_mode()
-def hidden_states(model: Decoder, windows: Windows) -> Tensor:
+def hidden_states(model: Decoder, windows: Windows, kv_dtype: str = "auto") -> Tensor:
     """Hidden states [W, T - 1, d] from which the scored tokens are predicted."""
     run, length = ForwardPass(model), windows.num_scored
-    kv, found = run.allocate(PER_BATCH, length), []
+    config, size = model.config, length + -length % 4  # codes are interleaved by 4 positions
+    mode: AttentionMode = "plain" if model.plain_torch else "fast"
+    spec = cache_spec(config, kv_dtype)
+    kv = KVCache(spec, config.num_layers, PER_BATCH, size, model.dtype, mode=mode)
+    found = []
     for rows in windows.ids[:, :-1].split(PER_BATCH):
         chunks = [Chunk(i, 0, row) for i, row in enumerate(rows.tolist())]
         hidden, _ = run.run(chunks, kv)

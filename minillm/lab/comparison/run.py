@@ -52,6 +52,7 @@ class Work:
     seeds: tuple[int, ...] = (0,)
     speed: bool = True
     dtype: str = "auto"  # of the measured speed and of "KL run"
+    kv_cache_dtype: str = "auto"  # of the same
     threads: int = 1
 
 
@@ -130,11 +131,12 @@ def open_base(work: Work, say: Callable[[str], Any]) -> Base:
         base.notes.append(
             "Bits per byte, KL and top-1 are those of the stored weights in float32 arithmetic. KL "
             "run is the part due to arithmetic: from these weights in float32 to the products that "
-            "the engine runs, in its type and with rounded inputs."
+            "the engine runs, in its type and with rounded inputs"
+            + ("." if work.kv_cache_dtype == "auto" else ", and with its KV cache in 8 bits.")
         )
     if work.speed:
         say("starting the engine")
-        base.speed = Speed(base.source, work.dtype, work.threads)
+        base.speed = Speed(base.source, work.dtype, work.threads, work.kv_cache_dtype)
     return base
 
 
@@ -194,7 +196,9 @@ def base_result(work: Work, base: Base, say: Callable[[str], Any]) -> dict[str, 
         if base.speed is not None and base.quantized:
             base.speed.base = run  # in place of the file as the engine loads it
         measured = quality_json(known.scores, known, None)
-        found["quality"] = [measured | run_divergence(known.windows, run, model, known.hidden)]
+        found["quality"] = [
+            measured | run_divergence(work, known.windows, run, model, known.hidden)
+        ]
     if base.speed is not None:
         found["speed"] = base.speed.measure(None, say)
     return found
@@ -222,7 +226,7 @@ def candidate_result(
             hidden = hidden_states(opened.model, known.windows)
             scores = score(opened.model, hidden, known.windows, (known.model, known.hidden))
             measured = quality_json(scores, known, seed)
-            measured |= run_divergence(known.windows, run, opened.model, hidden)
+            measured |= run_divergence(work, known.windows, run, opened.model, hidden)
             found.setdefault("quality", []).append(measured)
     if base.speed is not None:
         found["speed"] = base.speed.measure(run, say)
@@ -239,11 +243,12 @@ def as_run(work: Work, base: Base, model: Decoder) -> tuple[Decoder, str]:
 
 
 def run_divergence(
-    windows: Windows, run: Decoder, model: Decoder, hidden: Tensor
+    work: Work, windows: Windows, run: Decoder, model: Decoder, hidden: Tensor
 ) -> dict[str, Any]:
     """The divergence from a model in float32, whose hidden states are given, to the same weights as
-    the engine runs them: the part that is due to arithmetic."""
-    scores = score(run, hidden_states(run, windows), windows, (model, hidden))
+    the engine runs them, with its KV cache: the part that is due to arithmetic."""
+    ran = hidden_states(run, windows, work.kv_cache_dtype)
+    scores = score(run, ran, windows, (model, hidden))
     return {"kl_run": asdict(quality(scores, scores, windows)["kl"])}
 
 

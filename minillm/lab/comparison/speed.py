@@ -29,9 +29,10 @@ class Speed:
 
     Args:
         dtype: "auto" (as the engine chooses), "bfloat16" or "float32".
+        kv_cache_dtype: "auto" or "int8".
     """
 
-    def __init__(self, source: ModelSource, dtype: str, threads: int):
+    def __init__(self, source: ModelSource, dtype: str, threads: int, kv_cache_dtype: str = "auto"):
         torch.set_num_threads(threads)
         self.threads = threads
         self.dtype = choose_dtype(dtype, source.config, torch.device("cpu"))
@@ -41,6 +42,7 @@ class Speed:
                 source.name,
                 load_format="auto" if source.folder else "dummy",
                 dtype=self.dtype,
+                kv_cache_dtype=kv_cache_dtype,
                 device="cpu",
                 block_size=CPU_BLOCK_SIZE,
                 max_model_len=CONTEXT,

@@ -63,6 +63,9 @@ decode --vs openvino,vlm | Did you mean 'vllm'?
 decode --vs vllm --device cuda | leave it out with --device cuda.
 decode --vs vllm --quantization int8 | --vs vllm runs 16-bit weights only
 decode --quantization int2 | --quantization is 'int2'; it must be int8 or int4.
+decode --vs llamacpp --kv-cache-dtype int8 | --vs llamacpp runs with a cache of 16 bits only
+decode --device cuda --kv-cache-dtype int8 | --kv-cache-dtype int8 is for a CPU; leave it out.
+decode --kv-cache-dtype fp8 | is not supported; int8 takes the same memory with a tenth
 decode --device tpu | --device is 'tpu'; it must be cpu or cuda.
 decode --batch 1,-2 | argument --batch: '1,-2' is not a list of integers at least 1.
 decode --batch two | argument --batch: 'two' is not a list of integers at least 1.

@@ -59,6 +59,17 @@ def test_bounds_are_those_of_the_quantised_bytes() -> None:
     )
 
 
+def test_a_cache_of_8_bits_is_told_and_counted() -> None:
+    """66 bytes for each 128 of a head; the pool has the same bytes, so that it holds more."""
+    plain, eight = work(), work(kv_cache_dtype="int8")
+    told = options(plain), options(eight)
+    assert [each["kv_cache_dtype"] for each in told] == ["auto", "int8"]
+    assert told[0]["kv_cache_bytes"] == told[1]["kv_cache_bytes"]
+    costs = cost_of(plain, CASE), cost_of(eight, CASE)
+    assert costs[1].kv_read_bytes / costs[0].kv_read_bytes == pytest.approx(66 / 128)
+    assert costs[1].weight_bytes == costs[0].weight_bytes
+
+
 def test_peers_with_quantised_weights() -> None:
     assert engines_of("llamacpp,openvino", "cpu", "int4") == ("minillm", "llamacpp", "openvino")
 

@@ -206,6 +206,18 @@ def test_seeds_are_shown_with_their_spread() -> None:
     ]  # fmt: skip
 
 
+def test_kl_run_has_the_cache_of_the_engine(text) -> None:
+    """In float32 the part due to arithmetic is nothing, and with codes of 8 bits it is theirs."""
+    kinds = "auto", "int8"
+    works = [run.Work("tiny", (), text, 2, 64, speed=False, dtype="float32", kv_cache_dtype=kind)
+             for kind in kinds]  # fmt: skip
+    found = [run.compare(work) for work in works]
+    plain, eight = (each["results"][0]["quality"][0]["kl_run"]["value"] for each in found)
+    assert abs(plain) < 1e-6
+    assert 1e-5 < eight < 0.005
+    assert ["KV cache in 8 bits" in str(each["notes"]) for each in found] == [False, True]
+
+
 def test_command_writes_json_and_a_plot(text, tmp_path, capsys) -> None:
     out, plot = tmp_path / "out.json", tmp_path / "out.svg"
     files = ["--text", str(text), "--json", str(out), "--plot", str(plot)]
@@ -251,6 +263,7 @@ def test_speed_of_a_shape(capsys, tmp_path, monkeypatch) -> None:
         (["tiny", "int8", "--json", "nowhere/x.json"], "whose folder does not exist"),
         (["tiny", "int8", "--dtype", "float64"], "--dtype is 'float64'"),
         (["preset:smollm2-135m", "int8", "--no-speed"], "has random weights, so only speed"),
+        (["tiny", "int4", "--kv-cache-dtype", "fp8"], "int8 takes the same memory"),
         (["preset:smollm2-135m", "gptq"], "gptq needs a calibration text"),
         (["tiny", "tiny-draft", "--windows", "2", "--no-speed"], "has another shape than tiny"),
     ],

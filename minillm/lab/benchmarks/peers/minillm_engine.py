@@ -23,6 +23,7 @@ class Worker:
             options["model"],
             dtype=options["dtype"],
             quantization=options.get("quantization"),
+            kv_cache_dtype=options.get("kv_cache_dtype", "auto"),
             device=options["device"],
             load_format="dummy" if options["model"].startswith("preset:") else "auto",
             max_model_len=options["max_model_len"],
@@ -36,7 +37,7 @@ class Worker:
             "version": __version__,
             "torch": torch.__version__,
             "weights": options.get("weights") or engine.dtype,
-            "kv_cache": engine.dtype,
+            "kv_cache": self._llm.trace.settings.kv_dtype or engine.dtype,
             "block_size": engine.scheduler.blocks.block_size,
             "path": "a GPU" if on_gpu else describe(getattr(torch, engine.dtype)),
         }

@@ -2,7 +2,7 @@
 
 The model is exported once, with 16-bit weights or with those of --quantization. The inference
 precision and the KV cache's dtype (8 bits by default) are set to the requested dtype, or to float32
-where the plugin has no bf16.
+where the plugin has no bf16; with --kv-cache-dtype int8 the cache keeps its own 8 bits.
 """
 
 import os
@@ -44,6 +44,7 @@ class Worker:
             precision == "bf16" and "BF16" not in able
         ):  # emulated bf16 takes many times as long as float32
             precision = "f32"
+        kv_cache = "u8" if options.get("kv_cache_dtype") == "int8" else precision
         start = time.perf_counter()
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = -(-options["kv_cache_bytes"] // 2**30)
@@ -52,7 +53,7 @@ class Worker:
         scheduler.enable_prefix_caching = False
         properties = {
             "INFERENCE_PRECISION_HINT": precision,
-            "KV_CACHE_PRECISION": precision,  # on AVX2 it refuses bf16 here
+            "KV_CACHE_PRECISION": kv_cache,  # on AVX2 it refuses bf16 here
             "INFERENCE_NUM_THREADS": options["threads"],
             "ENABLE_HYPER_THREADING": True,
         }
@@ -60,7 +61,7 @@ class Worker:
         return {
             "version": genai.__version__,
             "weights": f"{weights} on disk, computed in {precision}",
-            "kv_cache": precision,
+            "kv_cache": kv_cache,
             "seconds": time.perf_counter() - start,
             "export_seconds": export_seconds,
         }
