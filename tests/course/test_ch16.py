@@ -114,11 +114,6 @@ def test_agreed_counts_positions_with_the_same_token():
 # Laws: claims G4, G5 -------------------------------------------------------------------------
 
 
-def test_a_batch_of_one_has_the_law_of_the_model():
-    assert ch16.batch_law(P, Q, LEFT, 1) == P
-    assert ch16.distance(P, P) == 0
-
-
 @pytest.mark.parametrize("batch", [2, 4, 8])
 def test_the_law_of_a_batch_that_stops_together(batch):
     """Drawn row by row as the listing does it."""
@@ -143,31 +138,7 @@ def test_the_draft_noise_in_the_residual_is_wrong_by_what_an_integral_says():
     assert found[2] == pytest.approx(q[2] + c, abs=0.003)
 
 
-def test_claim_g5():
-    lost = [float(1000 * ch16.lost_to_epsilon(size, 4)) for size in (50_257, 128_256)]
-    assert lost == pytest.approx([4 * 50_257e-5, 4 * 128_256e-5], rel=0.01)
-    assert ch16.lost_to_epsilon(1000, 4, 0.0) == 0
-
-
 # What it costs: claims G8, G9, G11, G12 ------------------------------------------------------
-
-
-def test_the_published_gains():
-    gains = [float(ch16.speed_up(Fraction(a, 100), 4, TENTH)) for a in (50, 60, 70, 80, 90, 95)]
-    assert [round(gain, 2) for gain in gains] == [1.38, 1.65, 1.98, 2.40, 2.93, 3.23]
-    dearer = [ch16.speed_up(Fraction(4, 5), 4, c * TENTH) for c in (3, 5)]
-    assert [f"{float(each):.2f}" for each in dearer] == ["1.53", "1.12"]
-    assert [float(ch16.acceptance_for(n, 4, TENTH)) for n in (1, 2, 3)] == [0.287, 0.705, 0.913]
-
-
-def test_five_rows_read_what_one_reads():
-    one, five = (ch16.row_cost(LLAMA, rows) for rows in (1, 5))
-    assert five.weight_bytes < 1.001 * one.weight_bytes
-    assert five.flops == pytest.approx(5 * one.flops, rel=0.01)
-    rows = ch16.knee(LLAMA, H100)
-    times = [ch16.row_bound(LLAMA, H100, each) for each in (1, rows - 1, 2 * rows)]
-    assert times[1] == pytest.approx(times[0], rel=0.02)
-    assert times[2] > 1.5 * times[0]
 
 
 def test_the_largest_batch_that_gains():
