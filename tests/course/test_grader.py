@@ -18,7 +18,7 @@ from minillm_exercises.grader import VACUOUS, Grader, grade, list_checks
 from minillm_exercises.limits import Limits
 from minillm_exercises.manifest import Exercise
 from minillm_exercises.mutants import Mutant
-from minillm_exercises.results import CheckResult, Verdict, same_behaviour
+from minillm_exercises.results import Verdict
 from minillm_exercises.server import load_checks, supervise
 from tests.course.conftest import TOY, ToyRoot
 from tests.course.submissions import Graded, solution, statuses, with_first
@@ -75,33 +75,6 @@ def test_the_starter_is_still_to_do(toys: Toys, exercise_id: str) -> None:
     assert "raise NotImplementedError" in verdict.checks[0].where
 
 
-def test_half_done_is_still_to_do(toys: Toys, graded: Graded) -> None:
-    start = toys["e90.1"].starter.read_text("utf-8")
-    todo = 'raise NotImplementedError("TODO e90.1: sum every window")'
-    verdict = graded(start.replace(todo, "return [sum(numbers)]"))
-    assert verdict.status == "fail"  # one window only
-    verdict = graded(
-        start.replace(todo, "return [sum(numbers[i:i+size]) for i in range(len(numbers)-size+1)]")
-    )
-    assert verdict.status == "todo"
-    assert verdict.message == "Still to do: TODO e90.1: the largest so far"
-    assert statuses(verdict) == ["pass", "pass", "not run"]
-    assert verdict.earned == 3
-
-
-def test_who_differs_later_is_not_named(graders: dict[str, Grader]) -> None:
-    grader = graders["e90.1"]
-    known = mutant(grader.exercise, "last_window_lost")
-    assert "return self.largest" in known.source
-    worse = known.source.replace("return self.largest", "return 2 * self.largest")
-    for source, named in ((known.source, "last_window_lost"), (worse, "")):
-        verdict = grader.diagnose(grader.run(source))
-        failed = next(check for check in verdict.checks if check.status == "fail")
-        assert grader._agrees(known, [failed])
-        assert (verdict.mutant, verdict.partial) == (named, not named)
-        assert verdict.misconception == known.teaches
-
-
 def test_a_name_costs_one_run_of_each_mutant_and_one_more(toys: Toys, monkeypatch) -> None:
     mutants = toys["e90.1"].mutants
     grader = Grader(toys["e90.1"])
@@ -110,23 +83,6 @@ def test_a_name_costs_one_run_of_each_mutant_and_one_more(toys: Toys, monkeypatc
     monkeypatch.setattr(grader, "run", lambda *a, **k: runs.append(a) or run(*a, **k))
     assert grader.diagnose(verdict).mutant == mutants[0].name
     assert len(runs) == len(mutants) + 1
-
-
-def test_behaviour_is_the_same_within_rounding() -> None:
-    def same(one: object, other: object, status: str = "fail") -> bool:
-        first, second = (
-            CheckResult("test_x", "x", 1, status, trace=(value,)) for value in (one, other)
-        )
-        return same_behaviour(first, second)
-
-    assert same(10**17 + 16, 1e17)
-    assert same([1.0, 2], [1.0 + 1e-9, 2])
-    assert not same(10**17 + 16, 10**17)
-    assert not same(1.0, 1.0001)
-    assert not same(1.0, True)
-    assert not same(1.0, "1.0")
-    assert same([3, 2], [2, 3], "pass")
-    assert not same([3, 2], [2, 3])
 
 
 def test_a_bare_no_names_nobody_who_differs_elsewhere(toy_root: ToyRoot, tmp_path: Path) -> None:
@@ -373,12 +329,6 @@ def test_the_process_has_no_input_no_secrets_and_a_folder_of_its_own(
     assert (stdin, files, token) == ("''", "[]", "False")
     assert int(descriptors) <= 7  # 0, 1, 2, the pipe, two logs, and this listing
     assert "minillm-grade-" in folder
-
-
-def test_patching_the_checks_helpers_changes_nothing(toys: Toys, unguarded: Graded) -> None:
-    patch = "import minillm_exercises.checking as c\nc.equal = c.check = lambda *a: None\n"
-    verdict = unguarded(patch + solution(toys["e90.1"]).replace("sum(n", "7 + sum(n"))
-    assert verdict.checks[0].status == "fail"
 
 
 def test_a_new_process_per_submission_where_there_is_no_fork(toys: Toys, tmp_path: Path) -> None:

@@ -105,21 +105,6 @@ def test_two_made_up_answers_are_two_texts():
     assert len(sim.blocks.index) == 1 + 2 + 2  # the prompt's, and two full ones of each answer
 
 
-def test_a_clock_that_stands_still_counts_every_token_once():
-    """A prompt in three chunks, and a preemption: still as many times as tokens."""
-    sim = Simulation(
-        6, 4, seconds=every_step(0.0), max_num_seqs=2, max_num_batched_tokens=4
-    )  # fmt: skip
-    sim.add(10, 8)
-    sim.add(8, 8)
-    sim.run()
-    assert sim.scheduler.counters.num_preemptions_recompute > 0
-    assert {name: len(times) for name, times in sim.trace.token_times().items()} == {
-        "r0": 8,
-        "r1": 8,
-    }
-
-
 def test_preemption_by_swap_takes_time_on_the_link():
     config, device = preset("smollm2-135m"), DATASHEET["h100-sxm"]
     runs = {}
@@ -297,11 +282,6 @@ def test_right_drafts_decide_as_in_the_engine(folder):
         assert one.ended == [each._replace(time=None) for each in other.ended]
 
 
-def test_a_name_of_ones_own_is_not_given_to_another():
-    sim = Simulation(8, 4)
-    assert [sim.add(1, 1, name="r1"), sim.add(1, 1), sim.add(1, 1)] == ["r1", "r2", "r3"]
-
-
 def test_a_policy_of_ones_own():
     """The last to come is served first."""
     newest_first = Policy(lambda request, arrival, cached: (-arrival,))
@@ -341,15 +321,6 @@ def test_simulations_and_drawings_need_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_first_token_at_time_zero_is_the_first():
-    """Zero is a time of the virtual clock, and not the absence of one."""
-    sim = Simulation(8, 4, seconds=lambda record: float(record.step > 1))
-    sim.add(3, 4)
-    (one,) = sim.run().requests()
-    assert (one.queue_time, one.ttft, one.tpot, one.e2e) == (0.0, 0.0, 1.0, 3.0)
-    assert sim.trace.token_times() == {"r0": [0.0, 1.0, 2.0, 3.0]}
 
 
 NAN, INF = float("nan"), float("inf")

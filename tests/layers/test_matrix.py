@@ -123,14 +123,6 @@ def test_columns_that_add_up_to_the_product(tmp_path):
     torch.testing.assert_close(total, x @ tensors["b.o_proj.weight"].T)
 
 
-def test_rows_of_an_embedding(tmp_path):
-    path, tensors = saved(tmp_path, e__weight=(10, 4))
-    layer = Embedding("e", 10, 4)
-    layer.parts = (replace(layer.parts[0], rows=range(3, 8)),)
-    loaded(path, layer)
-    assert torch.equal(layer(torch.tensor([0, 4])), tensors["e.weight"][[3, 7]])
-
-
 def test_experts_are_cut_one_by_one(tmp_path):
     """Half of the units of every expert, and of the down matrix the columns that belong to them."""
     names = {f"m__experts__{e}__{n}__weight": (8, 6) for e in range(3) for n in ("g", "u")}
@@ -285,18 +277,6 @@ def test_a_method_carries_every_matrix_of_a_model(name, tmp_path):
     for got, expected in zip(outputs(model), outputs(plain), strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert (model.dtype, model.device) == (F32, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_its_bytes_are_codes_and_scales(name):
-    model, plain = Decoder(MODELS[name], device="meta", method_of=int8), Decoder(MODELS[name])
-    saved = sum(
-        3 * each.values().numel() - 4 * each.values()[..., 0].numel()
-        for each in plain.modules()
-        if isinstance(each, Matrix)
-    )
-    assert model.num_bytes == plain.num_bytes - saved
-    assert plain.num_bytes == sum(p.nbytes for p in (*plain.parameters(), *biases_of(plain)))
 
 
 def biases_of(model: Decoder) -> list[Tensor]:

@@ -2,7 +2,7 @@
 and the compiler offer: tiles (real, or written in C), pairs of bf16, wide vectors, and plain C."""
 
 import random
-from ctypes import CDLL, c_float, c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -193,12 +193,6 @@ def test_tasks_of_many_rows_are_cut(attend):
     attend.check(make_batch(attend.dtype, [700, 40], kv_heads=1, group=8, d=32, block_size=64))
 
 
-def test_a_window_of_one_gives_the_value_itself(attend):
-    batch = make_batch(attend.dtype, [200], kv_heads=1, group=2, block_size=256, window=1)
-    values = batch.v_cache[batch.block_tables[0, 0], 0, :200]
-    torch.testing.assert_close(attend(batch)[:, 1], values, atol=0, rtol=4e-7)
-
-
 @cases("window", [None, 50])
 def test_a_row_has_the_same_bits_however_its_prompt_is_cut(attend, window):
     lengths = [300, 140]
@@ -276,12 +270,3 @@ def test_through_the_wrapper(dtype):
         pytest.skip(cpu.describe(dtype))
     got = cpu.paged_attention(batch.q, *batch.places(), batch.scale)
     torch.testing.assert_close(got.double(), batch.expected(), **TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("element", ELEMENTS)
-def test_the_library_has_the_function(element):
-    built = c_library.library(element)
-    if isinstance(built, c_library.NoLibrary):
-        pytest.skip(str(built))
-    assert isinstance(built, CDLL)
-    assert built.prefill_attention

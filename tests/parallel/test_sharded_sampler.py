@@ -90,11 +90,6 @@ def test_laws_that_need_no_gathered_logits(vocab_size, size, backend):
     compare(size, some_logits(vocab_size), HERE)
 
 
-@pytest.mark.parametrize("kind", HERE)
-def test_each_law_alone(kind, backend):
-    compare(3, some_logits(1003, seed=1), (kind,))
-
-
 @pytest.mark.parametrize("forks", [(), tuple(i % 4 for i in range(ROWS))], ids=["", "forks"])
 @pytest.mark.parametrize("kinds", [tuple(PARAMS), ("top-k", "top-p")], ids=["mixed", "gathered"])
 def test_rows_with_any_law_stand_side_by_side(kinds, forks, backend):
@@ -140,13 +135,6 @@ def test_a_row_without_a_law_fails_alone(bad, place, backend):
         assert torch.equal(own[good], best[good])
         assert not own[1].isfinite()
         assert 0 <= int(tokens[1]) < 500
-
-
-def test_infinities_beside_finite_logits(backend):
-    """Masked tokens: a rank may have nothing that can be chosen."""
-    logits = some_logits(500, seed=6)
-    logits[:, :260] = float("-inf")
-    compare(4, logits, HERE)
 
 
 @pytest.mark.parametrize("kinds", [("greedy",), HERE])

@@ -17,13 +17,11 @@ from minillm.cli.terminal import Terminal
 from minillm.errors import NodeError
 from minillm.lab.benchmarks.serving.arrivals import Arrivals
 from minillm.lab.benchmarks.serving.bench import Plan
-from minillm.lab.benchmarks.serving.figure import caption_lines, draw, figure_of
+from minillm.lab.benchmarks.serving.figure import draw
 from minillm.lab.benchmarks.serving.measurement import Wanted, collected
 from minillm.lab.benchmarks.serving.reply import COLUMNS
 from minillm.lab.benchmarks.serving.server_process import (
     free_port,
-    last_line,
-    serve_command,
     serving,
 )
 from minillm.lab.benchmarks.serving.slo import parse_slo
@@ -66,31 +64,6 @@ def test_the_sweep_is_json_with_all_rows(swept: dict[str, Any]) -> None:
     assert found["knee"]["load"] == found["cost"]["load"] < 20
 
 
-def test_the_figure_shows_every_series(swept: dict[str, Any]) -> None:
-    import matplotlib.pyplot as plt
-
-    figure = figure_of(swept)
-    try:
-        axes = figure.axes
-        titles = [ax.get_title("left") for ax in axes]
-        assert titles[:2] == ["TTFT [ms]", "TPOT [ms]"]
-        for ax in axes[:5]:
-            lines = [line for line in ax.lines if len(line.get_xdata()) == 4]
-            looks = [(str(line.get_marker()), str(line.get_linestyle())) for line in lines]
-            assert len(set(looks)) == len(looks) >= 2  # legible without colour
-            knees = [line for line in ax.lines if line.get_label() == "knee"]
-            assert list(knees[0].get_xdata()) == [swept["knee"]["load"]] * 2
-        named = {line.get_label(): line for line in axes[4].lines}
-        rejected = [100 * one["rejected"]["median"] for one in swept["points"]]
-        assert list(named["rejected (429, 503)"].get_ydata()) == pytest.approx(rejected)
-        first = {line.get_label(): line for line in axes[0].lines}
-        ttft = [1e3 * one["ttft_p99"]["median"] for one in swept["points"]]
-        assert list(first["p99"].get_ydata()) == pytest.approx(ttft)
-        assert len(axes[0].collections) == 2  # a band for each line
-    finally:
-        plt.close(figure)
-
-
 @pytest.mark.parametrize(
     ("name", "start"),
     [("a.png", b"\x89PNG"), pytest.param("a.svg", b"<?xml", marks=pytest.mark.slow)],
@@ -100,12 +73,6 @@ def test_the_figure_is_written(
 ) -> None:
     draw(swept, str(tmp_path / name))
     assert (tmp_path / name).read_bytes().startswith(start)
-
-
-def test_the_caption_says_what_was_measured(swept: dict[str, Any]) -> None:
-    text = " ".join(caption_lines(swept))
-    for part in ("2 processors", "Poisson", "fixed:input=10", "seed 0", "2 repeats", "prefix"):
-        assert part in text
 
 
 def test_the_report(swept: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,10 +252,3 @@ def test_a_server_that_does_not_start_is_one_sentence() -> None:
         serving([sys.executable, "-c", script], free_port()),
     ):
         pass
-
-
-def test_the_command_line_of_the_server(tmp_path: Path) -> None:
-    made = serve_command("tiny", 81, ["-tp", "2"])
-    assert made[1:] == ["-m", "minillm", "serve", "tiny", "--port", "81", "-tp", "2"]
-    (tmp_path / "log").write_text("")
-    assert last_line(tmp_path / "log") == "it wrote nothing."
