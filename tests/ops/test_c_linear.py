@@ -71,9 +71,10 @@ def c(request) -> Panels:
     return Panels(functions(path, element), ELEMENTS[element])
 
 
-@cases("biased", [False, True])
-@cases("out", [1, 31, 32, 33, 100, 192])
-@cases("size", [32, 96, 576])
+SHAPES = [(size, out) for size in (32, 96, 576) for out in (1, 31, 32, 33, 100, 192)]
+
+
+@cases("size out biased", [(*each, place % 2 == 0) for place, each in enumerate(SHAPES)])
 def test_products(c, size, out, biased):
     for n in COUNTS:
         c.check(n, size, out, biased)

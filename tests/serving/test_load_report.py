@@ -151,31 +151,22 @@ def test_a_single_run_lists_its_latencies(url: str, capsys: pytest.CaptureFixtur
 
 MISTAKES = """
 --request-rate 0 | argument --request-rate: '0' is not a list of numbers above 0
---request-rate nan | --request-rate: 'nan' is
 --burstiness 2 --concurrency 4 | --burstiness is for an open loop
 --ramp 1:0 | two rates above 0
---ramp 1:2 --request-rate 3 | both set the arrivals
 --concurrency 1,2 --request-rate 3 | give one number
 --replay /none | cannot be read
 --workload fixd | Did you mean 'fixed'
---endpoint chats | Did you mean 'chat'
 --prompts ids --endpoint chat | leave out --prompts
 --slo ttft | positive time
 --search | --search needs objectives
---dollars-per-hour 2 | --dollars-per-hour needs objectives
---search --slo ttft=1 --concurrency 2 | leave out --concurrency
 --search --slo ttft=1 --request-rate 1,2 | a single --request-rate
---search --slo ttft=1 --request-rate inf | one finite rate
 --target 1.5 | argument --target: '1.5' is not a number above 0, at most 1
 --warmup 8 --quick | less than the 8 requests
 --duration 5 --requests 3 | --duration excludes --requests
---duration 5 --request-rate inf | needs finite rates
 --duration 5 --concurrency 1 | --duration is for an open loop
 --duration 1e6 --request-rate 4 | at most 1,000,000 requests
 --plot a.txt | must end in .png
---json /none/a.json | its folder does not exist
 --server-options x | leave it out with a URL
---batch 3 | there is no option --batch
 """
 
 
