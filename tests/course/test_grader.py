@@ -75,6 +75,20 @@ def test_the_starter_is_still_to_do(toys: Toys, exercise_id: str) -> None:
     assert "raise NotImplementedError" in verdict.checks[0].where
 
 
+def test_half_done_is_still_to_do(toys: Toys, graded: Graded) -> None:
+    start = toys["e90.1"].starter.read_text("utf-8")
+    todo = 'raise NotImplementedError("TODO e90.1: sum every window")'
+    verdict = graded(start.replace(todo, "return [sum(numbers)]"))
+    assert verdict.status == "fail"  # one window only
+    verdict = graded(
+        start.replace(todo, "return [sum(numbers[i:i+size]) for i in range(len(numbers)-size+1)]")
+    )
+    assert verdict.status == "todo"
+    assert verdict.message == "Still to do: TODO e90.1: the largest so far"
+    assert statuses(verdict) == ["pass", "pass", "not run"]
+    assert verdict.earned == 3
+
+
 def test_a_name_costs_one_run_of_each_mutant_and_one_more(toys: Toys, monkeypatch) -> None:
     mutants = toys["e90.1"].mutants
     grader = Grader(toys["e90.1"])
@@ -329,6 +343,12 @@ def test_the_process_has_no_input_no_secrets_and_a_folder_of_its_own(
     assert (stdin, files, token) == ("''", "[]", "False")
     assert int(descriptors) <= 7  # 0, 1, 2, the pipe, two logs, and this listing
     assert "minillm-grade-" in folder
+
+
+def test_patching_the_checks_helpers_changes_nothing(toys: Toys, unguarded: Graded) -> None:
+    patch = "import minillm_exercises.checking as c\nc.equal = c.check = lambda *a: None\n"
+    verdict = unguarded(patch + solution(toys["e90.1"]).replace("sum(n", "7 + sum(n"))
+    assert verdict.checks[0].status == "fail"
 
 
 def test_a_new_process_per_submission_where_there_is_no_fork(toys: Toys, tmp_path: Path) -> None:

@@ -95,6 +95,17 @@ def test_the_newer_version_is_offered_once_and_then_kept_up_to_date(course, desk
     assert source_of(desk / "00_first.new.ipynb") == "print('count: 6')"
 
 
+def test_an_edited_newer_version_is_theirs_too(course, desk):
+    lab.prepare(course, desk)
+    edit(desk / "00_first.ipynb", "mine")
+    upstream(course)
+    lab.prepare(course, desk)
+    edit(desk / "00_first.new.ipynb", "mine too")
+    upstream(course, "print('count: 6')")
+    lab.prepare(course, desk)
+    assert source_of(desk / "00_first.new.ipynb") == "mine too"
+
+
 def test_opening_and_saving_is_no_edit(course, desk):
     """Jupyter writes the Python version into the metadata of what it saves."""
     lab.prepare(course, desk)
@@ -103,6 +114,15 @@ def test_opening_and_saving_is_no_edit(course, desk):
     write_notebook(desk / "00_first.ipynb", notebook)
     upstream(course)
     assert lab.prepare(course, desk)[1] == ["00_first: updated"]
+
+
+@pytest.mark.parametrize("damage", ["{", "[]"])
+def test_without_the_record_every_copy_is_taken_for_edited(course, desk, damage):
+    lab.prepare(course, desk)
+    (desk / ".copied.json").write_text(damage)
+    upstream(course)
+    lab.prepare(course, desk)
+    assert source_of(desk / "00_first.ipynb") == "print('count: 3')"
 
 
 def test_a_copy_that_is_no_notebook_is_left_alone(course, desk):

@@ -54,6 +54,11 @@ def test_answers_are_compared(answer, expected, right):
     assert turns.same(answer, expected) is right
 
 
+def test_nan_is_not_right():
+    assert not turns.same(np.array([np.nan]), np.array([1.0]))
+    assert not turns.same(float("nan"), 1.0)
+
+
 @pytest.mark.parametrize("answer", [..., None, [1, ...], (None, 2), {"a": ...}])
 def test_an_open_task_says_what_to_do(answer, capsys):
     turn(answer, 1, "A hint.")

@@ -169,6 +169,16 @@ def test_chosen_experts(name, count, dtype):
         assert (got[row] - exact[row]).norm() < TOLERANCE[dtype] * exact[row].norm()
 
 
+def test_more_tokens_than_are_processed_together():
+    torch.manual_seed(0)
+    x, ids = torch.randn(1030, 32), torch.randint(0, 4, (1030, 2))
+    gate_up, down = torch.randn(4, 64, 32) * 0.2, torch.randn(4, 32, 32) * 0.2
+    weights = torch.rand(1030, 2)
+    got = panel_experts(x, packed(gate_up), packed(down), weights, ids)
+    expected = reference.moe_experts(x, gate_up, down, weights, ids)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
 def of_nan(size: int, dtype: torch.dtype) -> Tensor:
     """Memory whose bytes are NaN as float32 and as bf16."""
     assert dtype == torch.uint8

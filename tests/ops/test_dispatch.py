@@ -37,6 +37,12 @@ def test_kernels_need_ampere(monkeypatch, capability, name):
         )
 
 
+def test_another_maker_s_gpu_has_plain_torch(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert gpu(monkeypatch, (9, 4)).name == "reference"
+    assert dispatch.backend_of.__wrapped__(torch.device("mps")).name == "reference"
+
+
 def test_info_says_which_path_a_cpu_takes(capsys):
     cpu = torch.device("cpu")
     assert dispatch.backend_of(cpu).name == "cpu"

@@ -137,6 +137,13 @@ def test_a_row_without_a_law_fails_alone(bad, place, backend):
         assert 0 <= int(tokens[1]) < 500
 
 
+def test_infinities_beside_finite_logits(backend):
+    """Masked tokens: a rank may have nothing that can be chosen."""
+    logits = some_logits(500, seed=6)
+    logits[:, :260] = float("-inf")
+    compare(4, logits, HERE)
+
+
 @pytest.mark.parametrize("kinds", [("greedy",), HERE])
 def test_sixteen_bytes_per_row_are_gathered(kinds):
     """Once if all rows are greedy, else twice; and not the logits, 4,012 bytes each."""

@@ -18,14 +18,6 @@ from tests.models.parity import FlatRunner
 from tests.models.tiny import Checkpoint, prompt
 
 F32 = torch.float32
-SETTINGS = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}
-    },
-    "ignore": ["lm_head"],
-}
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 
 
