@@ -1,8 +1,7 @@
 """Chapter 06's own functions, and the claims about batching that can be computed again."""
 
-import statistics
 from fractions import Fraction
-from itertools import pairwise, product
+from itertools import product
 from random import Random
 
 import pytest
@@ -71,19 +70,6 @@ def test_a_law_has_its_mean_and_a_seed_its_draw():
     cut = ch06.exponential(2000, 50, 100)
     assert max(cut) == 100
     assert 40 < sum(cut) / len(cut) < 46  # 50 * (1 - exp(-2)) = 43.2
-
-
-def test_poisson_comes_at_its_rate_and_in_order():
-    steps = ch06.poisson(5000, 0.5)
-    assert steps == sorted(steps)
-    assert abs(steps[-1] / 10_000 - 1) < 0.05
-
-
-@pytest.mark.parametrize("law", list(ch06.LAWS)[1:])
-def test_how_long_a_request_is_says_nothing_about_when_it_comes(law):
-    steps = ch06.poisson(2000, 0.05)
-    gaps = [after - before for before, after in pairwise([0, *steps])]
-    assert abs(statistics.correlation(gaps, ch06.draw(law, 2000))) < 0.1
 
 
 def test_static_seats_are_offered_when_the_batch_is_over():

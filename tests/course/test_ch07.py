@@ -135,41 +135,9 @@ def test_reasons_are_told_apart():
 # ---- serve --------------------------------------------------------------------------------------
 
 
-def test_a_queue_by_hand():
-    """Two requests of 2 + 2 slots in 3 blocks of 2: one of them has to wait."""
-    works = [Work(0, 2, 4), Work(1, 2, 4)]
-    moments = serve(Blocks(6, 2), works, why)
-    assert [(m.running, m.waiting, m.preempted, m.used, m.later, m.free) for m in moments] == [
-        (2, 0, 0, 4, 0, 2),
-        (2, 0, 0, 5, 1, 0),  # the first takes the last block, the second waits
-        (2, 0, 0, 6, 0, 0),
-        (1, 0, 0, 3, 1, 2),
-        (1, 0, 0, 4, 0, 2),
-    ]
-
-
-def test_what_slots_are_for_adds_up():
-    for kind in KINDS:
-        for moment in serve(make(kind, 1024), some(7), why):
-            assert moment.used + moment.later + moment.never + moment.free == 1024
-            assert min(moment.used, moment.later, moment.never, moment.free) >= 0
-
-
 def test_a_request_that_can_never_fit_is_an_error():
     with pytest.raises(ExerciseError, match="No request runs"):
         serve(FirstFit(100), [Work(0, 50, 101)], why)
-
-
-def test_lengths_follow_their_law():
-    for law in ch07.LAWS:
-        drawn = ch07.lengths(law, 2000)
-        assert drawn == ch07.lengths(law, 2000)
-        assert min(drawn) >= 1
-        assert max(drawn) <= ch07.CAP
-    assert 450 < sorted(ch07.lengths("mixed", 20_000))[10_000] < 540  # e^6.2 = 493
-    assert all(work.prompt >= 1 for work in ch07.requests("mostly short", 5000))
-    with pytest.raises(ExerciseError, match="law is 'long'; it must be one of uniform, mixed"):
-        ch07.lengths("long", 3)
 
 
 # ---- the engine ---------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 
 from minillm import LLM
-from minillm.lab.simulation import Simulation, every_step, linear
+from minillm.lab.simulation import Simulation, linear
 from minillm.models.presets import preset
 from minillm.plan.cost import kv_bytes_per_token, step_cost
 from minillm.plan.hardware import DATASHEET
@@ -40,14 +40,6 @@ def test_gaps_and_outcome_by_hand():
     assert (found.ttft, found.gap, found.done) == pytest.approx((101, 101, 103))
 
 
-def test_an_outcome_counts_from_the_arrival_and_not_from_the_start():
-    sim = Simulation(100, seconds=every_step())
-    sim.add(4, 9, name="chat")
-    sim.add(4, 2, name="long", arrival=2.5)  # waits for the step that begins at 3
-    found = ch08.outcome(sim.run())
-    assert (found.ttft, found.done) == (1500, 6500)
-
-
 def test_live_adds_the_prompt_among_the_chats():
     with LLM("tiny", dtype="float32", device="cpu", max_model_len=128, max_num_seqs=4,
              enable_prefix_caching=False) as llm:  # fmt: skip
@@ -57,22 +49,7 @@ def test_live_adds_the_prompt_among_the_chats():
     assert sizes[:5] == [30, 3, 3, 63, 4]
 
 
-def test_logits_do_not_depend_on_the_size_of_the_pieces():
-    with LLM("tiny", dtype="float32", device="cpu", max_model_len=64) as llm:
-        ids = llm.tokenizer.encode(ch08.PROMPTS[1])
-        whole, pieces = (ch08.last_logits(llm, ids, size) for size in (len(ids), 5))
-        other = ch08.last_logits(llm, [ids[1], *ids[1:]], 5)
-    assert whole.shape == (1, llm.engine.source.config.vocab_size)
-    assert (whole - pieces).abs().max() < 1e-3
-    assert (whole - other).abs().max() > 1e-3
-
-
 # ---- prices ---------------------------------------------------------------------------------
-
-
-def test_carrying_is_all_bytes_twice():
-    assert ch08.moved(LLAMA, 1000, 25e9) == 2 * 1000 * 131_072 / 25e9
-    assert ch08.moved(OLD, 10, 25e9) == 4 * ch08.moved(LLAMA, 10, 25e9)
 
 
 def test_the_crossing_is_the_first_length_at_which_moving_is_cheaper():
@@ -105,12 +82,6 @@ def test_a_flood_preempts_only_without_a_promise_and_counts_all_steps():
     assert bold.steps < safe.steps
     assert bold.batch > safe.batch
     assert bold.gap > safe.gap
-
-
-def test_a_flood_with_swap_computes_nothing_twice():
-    found = ch08.flood("watermark", "all", linear(0, 0.001), 12, 100, mode="swap")
-    assert found.preemptions > 0
-    assert found.again == 0
 
 
 def test_a_full_pool_by_hand():

@@ -10,13 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import LLM
-from minillm.execution.graphs import bucket_sizes, has_graphs
+from minillm.execution.graphs import has_graphs
 from minillm.ops import c_library, cpu
 from minillm.plan.hardware import DATASHEET
 from minillm_exercises.chapters import ch12
 from minillm_exercises.chapters.ch12 import DecodeStep, Rung, calls_of
-from minillm_exercises.chapters.ch12_device import Job, Turn, bubbles, drive
-from minillm_exercises.chapters.ch12_recordings import batches, give_graphs, into, padding
+from minillm_exercises.chapters.ch12_device import Job, bubbles, drive
+from minillm_exercises.chapters.ch12_recordings import give_graphs, into, padding
 
 NO_C = cpu.functions(torch.float32) is None  # on this machine
 
@@ -232,27 +232,7 @@ def test_padding_is_the_distance_to_the_next_size():
     assert padding(seen, range(1, 9)) == 0
 
 
-def test_the_afternoon_is_the_same_everywhere_and_has_all_kinds_of_batches():
-    seen = batches()
-    assert seen == batches()
-    assert batches(seed=1) != seen
-    assert max(seen) <= 100
-    assert len(seen) > 40
-    assert padding(seen, bucket_sizes(max(seen))) < padding(seen, [max(seen)]) / 5
-    assert max(batches(requests=60, seats=7)) == 7
-    (alone,) = batches(requests=1).items()
-    assert alone in {
-        (1, new - 1) for new in (8, 20, 40, 80, 160)
-    }  # the first comes with the prompt
-
-
 # ---- a simulated device ----------------------------------------------------------------------
-
-
-def test_bubbles_are_gaps_and_not_the_beginning():
-    spans = [(3, 5), (5, 8), (9, 10), (12, 13)]
-    assert bubbles([Turn((0, 0), span, 1, 0) for span in spans]) == 2
-    assert bubbles([]) == 0
 
 
 JOBS = [Job(writes, 16) for writes in (6, 16, 9, 16, 4, 16)]

@@ -1,7 +1,5 @@
 """Chapter 13's own functions: formats against published dequantisers, quality, bytes, products."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -50,12 +48,6 @@ def test_an_unchanged_model_is_no_distance_away(tiny):
     assert found.kl == 0
     assert found.same == 1
     assert 1.0 < found.bits < 1.5
-
-
-def test_a_change_is_seen_and_undone(tiny):
-    worse = tiny.judge(lambda name, weight: weight + 0.02 * weight.abs().mean() * weight.sign())
-    assert worse.kl > 0
-    assert tiny.judge(lambda name, weight: weight).kl == 0
 
 
 def test_kl_is_the_mean_over_positions(tiny):
@@ -108,15 +100,3 @@ def test_a_layer_computes_with_the_rounded_weight(how):
     assert error < {"bf16": 0.01, "int8": 0.02, "int4": 0.15}[how]
     bits = 8 * made.num_bytes / WEIGHT.numel()
     assert bits == pytest.approx({"bf16": 16, "int8": 8.06, "int4": 4.19}[how], abs=0.02)
-
-
-def test_products_are_timed(monkeypatch):
-    monkeypatch.setenv("MINILLM_QUICK", "1")
-    monkeypatch.setattr(ch13, "SIDE", 256)
-    monkeypatch.setattr(ch13, "ROTATED", 2**18)
-    made = ch13.products(["bf16", "int4"])
-    assert len(made["int4"].layers) >= 2
-    assert all(0 < each.seconds(2) < math.inf for each in made.values())
-    assert ch13.bounds(made, 1e9)["bf16"] == 256 * 256 * 2 / 1e9
-    assert ch13.bounds(made, 1e9, {"bf16": 1.0})["bf16"] == 256 * 256 * 2 / 1e9
-    assert ch13.bounds(made, 1e9, {"bf16": 1e-6})["bf16"] == pytest.approx(1e-6)

@@ -102,15 +102,6 @@ def test_agreement_is_the_formula_and_the_share_of_equal_draws():
     assert same.mean() == pytest.approx(found[1].item(), abs=0.01)
 
 
-def test_agreed_counts_positions_with_the_same_token():
-    logits = torch.randn(40, 12, generator=torch.Generator().manual_seed(0)).double()
-    assert ch16.agreed(logits, logits, 3, 0) == 1
-    assert ch16.agreed(logits, logits, 3, 50) < 0.6
-    p = logits.softmax(-1)
-    share = ch16.agreed(logits, logits, 200, 1000)
-    assert share == pytest.approx((p * p).sum(-1).mean().item(), abs=0.02)
-
-
 # Laws: claims G4, G5 -------------------------------------------------------------------------
 
 
@@ -176,21 +167,3 @@ def test_the_mean_length_counts_all_rounds():
     assert ch16.mean_length(llm, [[5, 6, 7]], 1, 10) == 3
     watched.asked = ch16.Dice(4096)
     assert ch16.mean_length(llm, [[5, 6, 7]], 2, 10) < Fraction(11, 10)
-
-
-def test_runs_are_measured_in_turn(monkeypatch):
-    monkeypatch.setattr(ch16, "measure", lambda run, **_: SimpleNamespace(times=(run(),)))
-    called = []
-
-    def runs(name, seconds):
-        left = iter(seconds)
-
-        def run():
-            called.append(name)
-            return next(left)
-
-        return run
-
-    found = ch16.in_turn({"a": runs("a", [9, 1, 2, 3]), "b": runs("b", [9, 4, 4, 7])}, rounds=3)
-    assert found == {"a": 2, "b": 4}  # medians, without the first round
-    assert called == ["a", "b"] * 4

@@ -61,13 +61,6 @@ def test_rows_of_an_expert_take_its_copies_in_turn():
     assert ch18.in_order(4, 2) == [[0, 1], [2, 3]]
 
 
-def test_balance_is_mean_over_largest(monkeypatch):
-    steps = iter([np.array([[0, 1]]), np.array([[0, 2], [1, 3]])])
-    monkeypatch.setattr(ch18, "choices", lambda *arguments: next(steps))
-    found = ch18.balance(np.ones(4) / 4, 2, 1, [[0, 1], [2, 3]], steps=2)
-    assert found == (0.5 + 1.0) / 2
-
-
 # Copies and placements -----------------------------------------------------------------------
 
 

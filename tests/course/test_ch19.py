@@ -94,20 +94,3 @@ def test_the_law_of_local_noise(size):
     assert found.tolist() == pytest.approx([float(p) for p in law], abs=0.006)
     assert (law == P) == (size == 1)
     assert ch19.distance(law, P) == sum(max(a - b, 0) for a, b in zip(law, P, strict=True))
-
-
-# Sums ----------------------------------------------------------------------------------------
-
-
-def test_values_change_where_the_order_depends_on_the_place():
-    def in_order(parts):
-        return sum(parts[1:], parts[0])
-
-    def by_place(parts):
-        """Odd places of the whole tensor begin at the last rank."""
-        odd = torch.arange(parts[0].numel()).view(parts.shape[1:]) // parts.shape[2] % 2 == 1
-        return torch.where(odd, in_order(parts.flip(0)), in_order(parts))
-
-    assert ch19.changed(in_order, 4, 6) == 0
-    assert ch19.changed(by_place, 2, 6) == 0
-    assert 5 < ch19.changed(by_place, 3, 6) < 50

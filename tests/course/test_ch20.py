@@ -63,19 +63,6 @@ def test_all_in_one_plan_is_there_inside_and_gone_after():
     assert scheduler_file.most_decoding is right
 
 
-def test_small_chunks_are_better_for_all_on_four_stages():
-    """As far as a chunk costs what its tokens cost."""
-    found = []
-    for budget in (16, 128):
-        boxes = ch20.drive(
-            ch20.planner(4, [2] * 8, budget), 4, lambda n: max(1, Fraction(n, 16)), 200,
-            {24: (8, 256)},
-        )  # fmt: skip
-        found.append((ch20.first_token(boxes, 4, 8), ch20.longest_gap(boxes, 4, 0, 24)))
-    assert found[0][0] < found[1][0]
-    assert found[0][1] == 4 < found[1][1]
-
-
 # Models ----------------------------------------------------------------------------------------
 
 
