@@ -129,7 +129,6 @@ def unused(x):
 def add(a, b):
     raise NotImplementedError("TODO e90.1")
 """
-TODO = "def todo(x):\n    raise NotImplementedError('TODO e90.1: this, too')"
 
 
 def test_what_the_starter_gives_comes_along(book: Notebook) -> None:

@@ -15,14 +15,6 @@ from minillm_exercises.errors import ExerciseError
 H100, LLAMA = DATASHEET["h100-sxm"], preset("llama-3.1-8b")
 
 
-def read(state, score, value):
-    """The chapter's online softmax of one row."""
-    m, z, o = state
-    new = max(m, score)
-    shrink, weight = math.exp(m - new), math.exp(score - new)
-    return (new, z * shrink + weight, o * shrink + weight * value), shrink
-
-
 def test_slow_memory_counts_what_comes_and_what_goes():
     slow = ch10.Slow(*ch10.inputs(5, 4))
     assert slow.moved == 0

@@ -17,7 +17,6 @@ from minillm_exercises.errors import ExerciseError
 from minillm_exercises.grader import VACUOUS, Grader, grade, list_checks
 from minillm_exercises.limits import Limits
 from minillm_exercises.manifest import Exercise
-from minillm_exercises.mutants import Mutant
 from minillm_exercises.results import Verdict
 from minillm_exercises.server import load_checks, supervise
 from tests.course.conftest import TOY, ToyRoot
@@ -26,10 +25,6 @@ from tests.course.submissions import Graded, solution, statuses, with_first
 LIMITS = Limits(cpu=1.0, wall=600.0)
 Toys = dict[str, Exercise]
 NAMES = ["test_one_window", "test_windows", "test_meter"]
-
-
-def mutant(exercise: Exercise, name: str) -> Mutant:
-    return next(each for each in exercise.mutants if each.name == name)
 
 
 def written(folder: Path, source: str) -> Path:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from minillm.config import ModelConfig, MoEConfig
 from minillm.errors import CheckpointError
 from minillm.layers.linear import Embedding, Linear
-from minillm.layers.linear_methods import CheckpointTensor, LinearMethod, Matrix, WeightSlice
+from minillm.layers.linear_methods import Matrix, WeightSlice
 from minillm.layers.moe import ExpertNames, Experts
 from minillm.models import checkpoint
 from minillm.models.checkpoint import ModelSource, shard_headers
@@ -186,42 +185,6 @@ def test_a_model_s_bytes_are_those_of_the_cost_model(name):
     # A router's bias is float32 in every checkpoint, and counted with two bytes.
     biases = sum(2 * each.numel() for each in biases_of(model))
     assert model.num_bytes - biases == weight_bytes(config, "bfloat16")
-
-
-class Int8Rows(LinearMethod):
-    """An int8 code per number and a float32 scale per row, as LLM.int8 stores them."""
-
-    def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device | str) -> None:
-        matrix.dtype = dtype
-        codes = torch.empty(matrix.shape, dtype=torch.int8, device=device)
-        matrix.register_buffer("codes", codes)
-        matrix.register_buffer("scales", torch.empty(matrix.shape[:-1], device=device))
-
-    def checkpoint_tensors(
-        self, matrix: Matrix, part: WeightSlice, start: int
-    ) -> Iterator[CheckpointTensor]:
-        rows = slice(start, start + len(part.rows))
-        codes, scales = matrix.codes.flatten(0, -2)[rows], matrix.scales.flatten()[rows]
-        yield CheckpointTensor(f"{part.name}.weight", codes, part.slice, self.load)
-        yield CheckpointTensor(f"{part.name}.SCB", scales, part.slice_of_rows, self.load)
-
-    def load(self, place: CheckpointTensor, found: Tensor) -> None:
-        assert found.dtype == place.target.dtype, place.name
-        place.target.copy_(found)
-
-    def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        out = x @ matrix.codes.T.to(x.dtype) * matrix.scales
-        return out if bias is None else out + bias
-
-    def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
-        return matrix.codes[ids].to(matrix.dtype) * matrix.scales[ids, None]
-
-    def values(self, matrix: Matrix) -> Tensor:
-        return matrix.codes.to(matrix.dtype) * matrix.scales[..., None]
-
-
-def int8(matrix: Matrix) -> LinearMethod:
-    return Int8Rows()
 
 
 def biases_of(model: Decoder) -> list[Tensor]:
