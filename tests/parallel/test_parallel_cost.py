@@ -506,3 +506,19 @@ def test_it_needs_no_torch():
     names = "minillm.lab.parallel_cost, minillm.lab.commands.plan"
     code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_launches_count_unless_recorded():
+    eager, graph = (
+        decode_time(LLAMA70B, Devices(H100, NVLINK, Layout(4), is_recorded=each)).seconds
+        for each in (False, True)
+    )
+    assert eager - graph == pytest.approx(401 * 5e-6)
+
+
+def test_a_batch_through_stages_takes_all_groups():
+    found = decode_time(LLAMA70B, recorded(H100, NVLINK, 1, 4), batch=64)
+    rows = step_cost(LLAMA70B, [1] * 16, [1024] * 16)
+    bound = step_time(rows, H100, 0).seconds
+    assert found.seconds == pytest.approx(bound, rel=0.1)  # 4 groups x a quarter of the model
+    assert found.tokens_per_second == pytest.approx(64 / bound, rel=0.1)
