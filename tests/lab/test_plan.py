@@ -124,6 +124,8 @@ MISTAKES = [
     ([L70, "-tp", "0", "--gpu", "h100"], "both must be at least 1"),
     ([L70, "-pp", "81", "--gpu", "h100"], "it must be at most 80"),
     ([L70, "-tp", "4", "--gpu", "h100", "--link", "nvlnk"], "Did you mean 'nvlink'?"),
+    ([L70, "-tp", "4", "--gpu", "h1000"], "is not in the datasheet"),
+    ([L70, "-tp", "4", "--memory", "80GB"], "add one, such as --hardware h100"),
     ([L70, "-tp", "4"], "add one, such as --hardware h100"),
     ([L70, "--link", "pcie", "--gpu", "h100"], "--link and -ep need -tp or -pp"),
     ([L70, "-tp", "4", "-ep", "--gpu", "h100"], "has no experts; leave"),
@@ -196,3 +198,22 @@ def test_weights_of_a_hub_are_not_fetched_for_a_plan(tmp_path):
     with pytest.raises(ConfigError, match="not fetched yet; load it once"):
         check_fetched(source)
     check_fetched(replace(source, folder=GOLDEN / "nf4"))
+
+
+def test_a_link_may_be_named(cli):
+    _, entries = parallel(cli, L70, "-tp", 4, "--gpu", "h100", "--link", "InfiniBand")
+    assert {link for _, _, link in entries} == {None, "infiniband"}
+    _, out, _ = cli("plan", L70, "-tp", 4, "--gpu", "h100", "--link", "pcie")
+    assert "pcie" in out
+    assert "nvlink" not in out
+
+
+def test_devices_share_quantised_weights(cli):
+    asked = ("preset:llama-3.1-70b", "--hardware", "h100", "-tp", 2)
+    out = cli("plan", *asked, "--quantization", "int4")[1]
+    assert "21.4 GiB on each GPU, in int4" in out
+    found = plan_of(cli, *asked, "--quantization", "int4")["parallel"]
+    plain = plan_of(cli, *asked)["parallel"]
+    ratios = [four["memory"]["weight_bytes"] / all["memory"]["weight_bytes"]
+              for four, all in zip(found, plain, strict=True)]  # fmt: skip
+    assert all(0.31 < ratio < 0.34 for ratio in ratios)

@@ -172,3 +172,8 @@ def test_breakdown_equals_the_tensors_by_name():
 )
 def test_active_parameters(name, billions):
     assert round(parameter_count(preset(name)).active / 1e9, 1) == billions
+
+
+def test_unknown_name_proposes_the_nearest():
+    with pytest.raises(ConfigError, match=r"'lama-3\.1-8b'.*Did you mean 'llama-3\.1-8b'"):
+        preset("lama-3.1-8b")

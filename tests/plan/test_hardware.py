@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from minillm.errors import MinillmError
+from minillm.errors import ConfigError, MinillmError
 from minillm.lab import ceilings
 from minillm.lab.ceilings import measure
 from minillm.models.presets import preset
@@ -204,3 +204,10 @@ def test_without_the_private_operations_sums_remain(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", object(), raising=False)
     assert ceilings._packed_product(torch.ones(1, 4), torch.ones(4, 4)) == []
     assert ceilings._cpu_read_bandwidth(2**16, torch.float32, 0.001) > 0
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("field", ["memory_bytes", "bandwidth", "peak_flops_fp32", "overhead"])
+def test_ceilings_are_positive_and_finite(field, value):
+    with pytest.raises(ConfigError, match=f"{field} of this is"):
+        replace(MACHINE, **{field: value})

@@ -83,3 +83,25 @@ def test_a_missing_or_empty_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigError, match="no requests"):
         read_replay(str(tmp_path / "empty"))
+
+
+def test_burstiness_one_is_a_poisson_process() -> None:
+    """Gaps are exponential: the share above t is exp(-t * rate)."""
+    found = gaps(Arrivals(10.0), seed=3)
+    for t in (0.02, 0.1, 0.3):
+        share = math.exp(-10 * t)
+        error = 5 * math.sqrt(share * (1 - share) / COUNT)
+        assert (found > t).mean() == pytest.approx(share, abs=error)
+
+
+def test_constant_gaps_and_all_at_once() -> None:
+    rng = np.random.default_rng(0)
+    assert Arrivals(4.0, math.inf).times(4, rng).tolist() == [0.0, 0.25, 0.5, 0.75]
+    assert Arrivals(math.inf).times(3, rng).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_description_names_the_process() -> None:
+    assert Arrivals(2.0).describe() == "Poisson arrivals"
+    assert "burstiness 0.5" in Arrivals(2.0, 0.5).describe()
+    assert Arrivals(2.0, math.inf).describe() == "constant gaps"
+    assert "from 1 to 3" in Arrivals(1.0, 1.0, 3.0).describe()

@@ -22,6 +22,8 @@ from minillm.lab.benchmarks.serving.measurement import Wanted, collected
 from minillm.lab.benchmarks.serving.reply import COLUMNS
 from minillm.lab.benchmarks.serving.server_process import (
     free_port,
+    last_line,
+    serve_command,
     serving,
 )
 from minillm.lab.benchmarks.serving.slo import parse_slo
@@ -162,6 +164,8 @@ MISTAKES = """
 --search --slo ttft=1 --request-rate 1,2 | a single --request-rate
 --target 1.5 | argument --target: '1.5' is not a number above 0, at most 1
 --warmup 8 --quick | less than the 8 requests
+--ramp 1:2 --request-rate 3 | both set the arrivals
+--duration 5 --request-rate inf | needs finite rates
 --duration 5 --requests 3 | --duration excludes --requests
 --duration 5 --concurrency 1 | --duration is for an open loop
 --duration 1e6 --request-rate 4 | at most 1,000,000 requests
@@ -243,3 +247,10 @@ def test_a_server_that_does_not_start_is_one_sentence() -> None:
         serving([sys.executable, "-c", script], free_port()),
     ):
         pass
+
+
+def test_the_command_line_of_the_server(tmp_path: Path) -> None:
+    made = serve_command("tiny", 81, ["-tp", "2"])
+    assert made[1:] == ["-m", "minillm", "serve", "tiny", "--port", "81", "-tp", "2"]
+    (tmp_path / "log").write_text("")
+    assert last_line(tmp_path / "log") == "it wrote nothing."

@@ -72,7 +72,9 @@ decode tiny --context 2040 | --context is 2040; with 32 new tokens it exceeds
 decode preset:smollm3 | There is no preset 'smollm3'
 startup tinny | Did you mean 'tiny'?
 startup --beside 2 | there is no option --beside.
+prefill tiny --context 128,2048 | exceeds the 2048 positions of this model.
 scale tiny --context 64,4096 | --context is 4096; with 8 new tokens it must be from 12 to 2048
+scale tiny --plot /nowhere/a.png | --plot /nowhere/a.png: this is a folder
 scale tiny --plot a.bmp | --plot is 'a.bmp'; its name must end in .png
 scale preset:mixtral-8x7b | explains dense decoders of the families
 speculation preset:smollm2-135m | random weights

@@ -204,3 +204,44 @@ def test_two_widgets_each_hold_the_page(drawing: dict[str, Any]) -> None:
         assert attributes["sandbox"] == "allow-scripts"
         assert made.value.count("<") == 2
     assert "height: 400px" in one.value
+
+
+def test_a_large_pool_shows_only_what_was_used() -> None:
+    drawing = data(3, 400)
+    used = sum(map(bool, drawing["blocks"]))
+    ax = ax_of(figure(drawing, panels=["blocks"]), "blocks")
+    assert ax.images[0].get_array().shape[0] == used < 200
+    assert ax.get_ylabel() == "blocks in use"
+    large = data(200, 40, pause=9)  # a large map is thinned
+    assert block_image(large).shape[1] <= 1200 < len(large["steps"]["step"])
+
+
+def test_many_rows_are_limited_and_that_is_said() -> None:
+    fig = figure(data(30, 24), rows=10, width=5, height=4, title="a title")
+    ax = ax_of(fig, "gantt")
+    assert "the first 10 of" in ax.get_title(loc="right")
+    assert (ax.get_title(loc="left"), *fig.get_size_inches()) == ("a title", 5, 4)
+    assert ax.get_ylim()[0] == pytest.approx(9.6)
+
+
+def test_steps_are_numbered_as_in_the_trace(drawing: dict[str, Any]) -> None:
+    later = drawing | {
+        "steps": drawing["steps"] | {"step": [s + 99 for s in drawing["steps"]["step"]]}
+    }
+    ax = figure(later).axes[-1]
+    places = zip(ax.get_xticks(), ax.get_xticklabels(), strict=True)
+    ticks = {label.get_text(): column for column, label in places}
+    assert len(ticks) > 2
+    assert ticks == {f"{column + 100:.0f}": column for column in ticks.values()}
+    assert all(int(number) % 5 == 0 for number in ticks)
+
+
+def test_a_few_blocks_are_named_in_the_middle_of_their_rows():
+    """Read as "block 1", a row must not lie between 1 and 2."""
+    simulation = Simulation(9, 4)
+    simulation.add(6, 6)
+    fig = simulation.run().figure(panels=("blocks",))
+    ax = ax_of(fig, "blocks")
+    labels = {label.get_text(): label.get_position()[1] for label in ax.get_yticklabels()}
+    assert labels == {f"{block}": row + 0.5 for row, block in enumerate(range(3))}
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["free again"]
