@@ -17,7 +17,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import minillm
 from minillm import LLM, EngineArgs, SamplingParams, errors
 from minillm.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
-from minillm.llm import list_prompts
 from minillm.plan import machine
 from minillm.sampling.sampler import SamplingRow, sample
 from minillm.scheduling.policies import POLICIES
@@ -143,12 +142,6 @@ def test_score_counts_the_bytes_of_half_a_character(llm):
     assert score.bits_per_byte == pytest.approx(-score.log_likelihood / math.log(2) / 8)
 
 
-def test_a_hopeless_model_has_infinite_perplexity(folder):
-    llm = LLM(folder, dtype="float32")
-    llm.engine.runner.model.norm.weight.mul_(1e4)
-    assert llm.score("import os")[0].perplexity == math.inf
-
-
 def test_every_draw_is_the_samplers_at_its_position_on_transformers_logits(llm, reference):
     # Few tokens to choose from, so that they repeat and the penalty on the output tells.
     params = SamplingParams(
@@ -209,19 +202,6 @@ def test_outputs_come_in_the_order_of_mixed_prompts(llm):
     assert len({out.request_id for out in outs}) == 4
 
 
-def test_stream_is_cumulative_and_ends_as_generate(llm):
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    *parts, last = llm.stream(PROMPT, params)
-    assert [len(p.outputs[0].token_ids) for p in parts] == list(range(1, 20))
-    texts = [p.outputs[0].text for p in [*parts, last]]
-    assert all(longer.startswith(text) for text, longer in itertools.pairwise(texts))
-    assert not any(p.finished for p in parts)
-    assert last.finished
-    assert last.outputs == llm.generate(PROMPT, params)[0].outputs
-    assert last.metrics.ttft > 0
-    assert last.metrics.tpot > 0
-
-
 def test_an_engine_keeps_to_its_processors(folder, monkeypatch):
     threads = torch.get_num_threads()
     monkeypatch.setattr(machine, "cpu_count", lambda: 2)
@@ -236,17 +216,6 @@ def test_an_engine_keeps_to_its_processors(folder, monkeypatch):
         torch.set_num_threads(threads)
 
 
-def test_two_engines_stream_in_turns_without_touching_each_other(folder):
-    first, second = LLM(folder, dtype="float32"), LLM(folder, dtype="float32")
-    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    expected = [first.generate(p, params)[0].outputs[0].token_ids for p in (PROMPT, [5, 6])]
-    pairs = zip(first.stream(PROMPT, params), second.stream([5, 6], params), strict=True)
-    for pair in pairs:
-        last = pair
-        assert not torch.is_inference_mode_enabled()
-    assert [output.outputs[0].token_ids for output in last] == expected
-
-
 def test_chat_renders_the_template(llm):
     messages = [{"role": "user", "content": "hi"}]
     out = llm.chat(messages, GREEDY)[0]
@@ -255,20 +224,6 @@ def test_chat_renders_the_template(llm):
     own = {"chat_template": "{{ messages[0].content }}{{ x }}", "chat_template_kwargs": {"x": 1}}
     assert llm.chat(messages, GREEDY, tools=None, **own)[0].prompt == "hi1"
     assert llm.chat_prompt(messages, continue_final_message=True)["prompt"] == "user:hi"
-
-
-def test_one_engine_serves_others_while_a_stream_is_open(llm):
-    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    other = [5, 6, 7]
-    expected = [llm.generate(p, params)[0].outputs[0].token_ids for p in (PROMPT, other)]
-    first = llm.stream(PROMPT, params)
-    next(first)
-    second = llm.stream(other, params)
-    next(second)
-    llm.score("in between")
-    for stream, tokens in ((second, expected[1]), (first, expected[0])):
-        *_, last = stream
-        assert last.outputs[0].token_ids == tokens
 
 
 def test_numpy_integers_are_token_ids(llm):
@@ -335,13 +290,6 @@ def test_an_end_of_sequence_id_without_a_logit_is_dropped(folder, tmp_path, capl
     assert len(tokens_of(llm, min_tokens=3, ignore_eos=False).token_ids) >= 3
 
 
-def test_min_tokens_holds_stops_back(llm):
-    stop = tokens_of(llm).token_ids[2]
-    out = tokens_of(llm, stop_token_ids=[stop], min_tokens=10)
-    assert stop not in out.token_ids[:10]
-    assert len(out.token_ids) >= 10
-
-
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_string_across_tokens(llm, include):
     # Only printable ASCII, so that text and tokens are in step.
@@ -355,14 +303,6 @@ def test_stop_string_across_tokens(llm, include):
     assert out.text == whole[: end + len(stop) * include]
     assert (out.finish_reason, out.stop_reason) == ("stop", stop)
     assert len(out.token_ids) == end + len(stop)
-
-
-def test_stop_strings_wait_for_min_tokens(llm):
-    letters = {"allowed_token_ids": llm.tokenizer.encode("ab"), "temperature": 3.0, "seed": 1}
-    whole = tokens_of(llm, **letters).text
-    out = tokens_of(llm, stop=["a"], min_tokens=8, **letters)
-    assert "a" in whole[:7]
-    assert out.text == whole[: whole.index("a", 7)]
 
 
 def test_the_end_of_sequence_token_ends_unless_ignored(folder, reference):
@@ -448,13 +388,6 @@ def test_nan_in_the_model_fails_the_request_and_not_the_engine(folder):
     assert tokens_of(llm).token_ids == good.token_ids
 
 
-def test_no_token_left_fails_the_request_alone(llm):
-    params = [SamplingParams(allowed_token_ids=[EOS], min_tokens=2, max_tokens=4), GREEDY]
-    bad, good = llm.generate([PROMPT, PROMPT], params)
-    assert bad.outputs[0].finish_reason == "error"
-    assert good.outputs[0].finish_reason in ("length", "stop")
-
-
 def test_close_gives_back_and_says_so(folder):
     with LLM(folder, dtype="float32") as llm:
         llm.generate(PROMPT, GREEDY)
@@ -518,11 +451,6 @@ def test_a_text_of_the_maximum_length_is_scored_and_a_longer_one_is_not(folder):
             short.score(text + "!")
         with pytest.raises(InvalidRequestError, match="64 and must leave room for one new token"):
             short.generate(text, GREEDY)
-
-
-def test_one_bad_prompt_among_many_is_named_before_any_runs(llm):
-    with pytest.raises(InvalidRequestError, match=r"prompt 1: .*empty"):
-        llm.generate(["fine", "", "fine"], GREEDY)
 
 
 BAD_ARGUMENTS = [
@@ -645,10 +573,6 @@ def test_a_context_that_memory_shortens_is_that_of_the_plan(folder):
     assert plan.combinations[-1].context == 64
 
 
-def test_a_plan_that_fits_has_no_hints(folder):
-    assert LLM(folder, kv_cache_memory_bytes=10**6).plan().hints == ()
-
-
 def test_a_wrong_key_of_a_prompt_is_named_beside_the_right_ones(llm):
     with pytest.raises(InvalidRequestError, match=r"optionally 'cache_salt'.*'salt'"):
         llm.generate({"prompt": "a", "salt": "b"}, GREEDY)
@@ -723,12 +647,6 @@ def test_params_must_match_prompts(llm):
         llm.generate(["a"], {"temperature": 0})
     with pytest.raises(InvalidRequestError, match="ids from 0 to 263"):
         llm.generate("a", SamplingParams(stop_token_ids=[9999]))
-
-
-def test_a_list_of_integers_is_one_prompt():
-    assert list_prompts([1, 2]) == [[1, 2]]
-    assert list_prompts([[1], [2]]) == [[1], [2]]
-    assert list_prompts([]) == []
 
 
 def test_engine_args_are_checked_without_loading():

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm.errors import ConfigError
-from minillm.lab.benchmarks import class_tables
+from minillm.cli.terminal import digits
 from minillm.lab.comparison import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +23,8 @@ FILES = {
     ("0.6B", "prefill"): ["qwen3-0.6b-prefill-128", "qwen3-0.6b-prefill-2048"],
 }
 TEXT = (RESULTS / "README.md").read_text("utf-8")
-LINES = TEXT.partition(class_tables.SECTION)[0].splitlines()
+SECTION = "## Speed by processor class"
+LINES = TEXT.partition(SECTION)[0].splitlines()
 CASES = [match for line in LINES if (match := CASE.match(line))]
 
 
@@ -101,88 +101,21 @@ def test_the_readme_is_short():
 # ---- tables by processor class ------------------------------------------------------------------
 
 
-def test_the_tables_by_class_are_those_of_the_recorded_runs():
-    new = class_tables.section(RESULTS / "bench")
-    assert class_tables.recorded(RESULTS / "bench")
-    assert class_tables.replace_section(TEXT, new) == TEXT
-
-
-def comparison(speeds: dict[str, float], kind: str, forced: str | None) -> dict:
-    """A recorded comparison of one case, with half of the idle speed beside one busy process."""
-    idle = [
-        {"engine": name, "batch": 16, "context": 1024, "tokens_per_second": {"median": speed}}
-        for name, speed in speeds.items()
-    ]
-    beside = [
-        {**one, "tokens_per_second": {"median": speeds[one["engine"]] / 2}, "over_idle": 0.5}
-        for one in idle
-    ]
-    return {
-        "benchmark": "decode", "model": "preset:m", "dtype": "bfloat16", "machine": "CPU",
-        "threads": 2, "results": idle,
-        "beside": {"processes": 1, "fair_share": 2 / 3, "results": beside},
-        "processor": {"class": forced or kind, "own_class": kind, "forced_isa": forced},
-    }  # fmt: skip
-
-
-def test_each_class_has_a_table(tmp_path):
-    speeds = {"minillm": 3000.0, "vllm": 1000.0, "openvino": 2000.0}
-    plain = comparison(speeds, "amx", None)
-    forced = comparison({"minillm": 5.66, "vllm": 11.3}, "amx", "avx2")
-    for name, found in (("a-amx", plain), ("b-avx2", forced), ("old", {"benchmark": "decode"}),
-                        ("scale", {"benchmark": "scale"})):  # fmt: skip
-        (tmp_path / f"{name}.json").write_text(json.dumps(found))
-    file = tmp_path / "README.md"
-    file.write_text(f"# Title\n\n{class_tables.SECTION}\n\nold text\n\n## Next\n\nmore\n")
-    assert class_tables.main([str(tmp_path), "--into", str(file)]) == 0
-    assert (
-        file.read_text()
-        == f"""# Title
-
-{class_tables.SECTION}
-
-{class_tables.NOTE}
-
-### amx: CPU, 2 threads
-
-| work | minillm | OpenVINO GenAI | vLLM-CPU | ratio to the best peer |
-|---|---|---|---|---|
-| m, bfloat16, decode, batch 16, context 1,024 | 3,000 | 2,000 | 1,000 | 1.50 |
-| m, bfloat16, decode, batch 16, context 1,024, 1 busy process beside it (fair share: \
-67% of idle speed) | 1,500 (50%) | 1,000 (50%) | 500 (50%) | 1.50 |
-
-Files: [a-amx](bench/a-amx.json)
-
-### avx2: CPU, 2 threads, limited from amx
-
-| work | minillm | vLLM-CPU | ratio to the best peer |
-|---|---|---|---|
-| m, bfloat16, decode, batch 16, context 1,024 | 5.66 | 11.3 | 0.50 |
-| m, bfloat16, decode, batch 16, context 1,024, 1 busy process beside it (fair share: \
-67% of idle speed) | 2.83 (50%) | 5.65 (50%) | 0.50 |
-
-Files: [b-avx2](bench/b-avx2.json)
-
-## Next
-
-more
-"""
-    )
-
-
-def test_a_file_without_the_section_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="has no section '## Speed by processor class'"):
-        class_tables.replace_section("# Title\n", "new")
-
-
-def test_a_missing_folder_or_file_is_named_and_the_tables_stay(tmp_path, capsys):
-    text = tmp_path / "README.md"
-    text.write_text(f"{class_tables.SECTION}\nkept\n")
-    for wrong in (["nowhere", "--into", str(text)], [str(tmp_path), "--into", "nowhere.md"]):
-        with pytest.raises(SystemExit):
-            class_tables.main(wrong)
-        assert "nowhere" in capsys.readouterr().err.splitlines()[-1]
-    assert "kept" in text.read_text()
+def test_the_tables_by_class_have_the_recorded_speeds():
+    """Each row of a class has the medians of one recorded comparison, and its files are linked."""
+    tables = TEXT.partition(SECTION)[2].partition("\n## ")[0]
+    found = {path: json.loads(path.read_text("utf-8")) for path in (RESULTS / "bench").iterdir()}
+    kinds = ("decode", "prefill", "offline")
+    found = {p: one for p, one in found.items() if one["benchmark"] in kinds and "processor" in one}
+    assert len(found) > 5
+    for path, one in found.items():
+        assert f"(bench/{path.name})" in tables
+        cases: dict[tuple, dict[str, str]] = {}
+        for result in one["results"]:
+            case = cases.setdefault((result.get("batch"), result.get("context")), {})
+            case[result["engine"]] = digits(result["tokens_per_second"]["median"])
+        for speeds in cases.values():
+            assert any(set(speeds.values()) <= set(row.split(" | ")) for row in tables.splitlines())
 
 
 # ---- quantised weights --------------------------------------------------------------------------

@@ -90,19 +90,6 @@ def chosen_model(args: Namespace) -> str | None:
     return args.model or args.model_option
 
 
-def positive_integers(option: str, text: str) -> tuple[int, ...]:
-    """Parse ``1,16`` into positive integers."""
-    try:
-        values = tuple(int(item) for item in text.split(","))
-    except ValueError:
-        values = ()
-    if not values or min(values) < 1:
-        raise ConfigError(
-            f"{option} is {text[:40]!r}; it must be a list of positive integers, such as 1,16."
-        )
-    return values
-
-
 def json_object(text: str) -> Any:
     """Parse an option whose value is JSON, as on vLLM's command line."""
     try:

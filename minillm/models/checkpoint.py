@@ -316,11 +316,6 @@ def shard_headers(path: Path) -> dict[str, Header]:
         }
 
 
-def shard_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in a file, by name."""
-    return {name: header.shape for name, header in shard_headers(path).items()}
-
-
 def read_tensors(path: Path, slices: Mapping[str, TensorSlice]) -> Iterator[tuple[str, Tensor]]:
     """Read the given slices of a file's tensors, one at a time.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from minillm.scheduling.plan import NewSequence, StepPlan
+from minillm.scheduling.plan import NewSequence
 
 
 class DraftRow(NamedTuple):
@@ -53,16 +53,4 @@ class Proposer(Protocol):
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Sequence[int] | Draft]:
         """For each row up to `num_drafts` token ids, as a sequence or a `Draft`; may be empty."""
-        ...
-
-
-class CachedProposer(Proposer, Protocol):
-    """A proposer that keeps state between steps."""
-
-    def follow(self, plan: StepPlan) -> None:
-        """Called before the forward pass of `plan`, to apply its block copies and swaps."""
-        ...
-
-    def forget(self, seq_id: int) -> None:
-        """Remove a sequence. Its id may be used again for a new one."""
         ...

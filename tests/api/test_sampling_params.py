@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from minillm.api.sampling_params import (
     SamplingParams,
-    refuse_unknown_arguments,
     validate_against_model,
 )
 from minillm.errors import (
@@ -185,17 +184,6 @@ def test_unknown_and_unbuilt_arguments():
         SamplingParams(temprature=1)
     with pytest.raises(UnknownArgumentError, match=r"structured_outputs has no key.*'regex'"):
         SamplingParams(structured_outputs={"regx": "a"})
-
-
-def test_the_decorator_serves_other_dataclasses():
-    @refuse_unknown_arguments
-    @dataclasses.dataclass
-    class Options:
-        model: str = "tiny"
-
-    assert Options("a") == Options(model="a")
-    with pytest.raises(UnknownArgumentError, match=r"Options has no argument 'modl'.*'model'"):
-        Options(modl="a")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

@@ -80,16 +80,6 @@ def test_n_holders_of_a_partly_filled_block_make_n_minus_1_copies(n: int, cache:
     assert [copy.target for copy in copies[:-1]] == [table.blocks[1] for table in tables[:-1]]
 
 
-def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
-    blocks = manager()
-    first = computed(blocks, TEXT[:8])
-    second = blocks.fork(first)
-    assert blocks.num_needed(second, 8, 9) == 1  # a new block, no copy
-    assert blocks.grow(second, 8, 9) is None
-    assert (first.blocks, second.blocks) == ([0, 1], [0, 1, 2])
-    assert blocks.num_copies == 0
-
-
 def test_a_fork_goes_on_indexing_where_its_parent_was() -> None:
     blocks = manager()
     first = computed(blocks, TEXT[:6])
@@ -138,13 +128,6 @@ def test_a_partly_fitting_block_is_copied_and_stays_cached_as_it_was() -> None:
     assert blocks.pool.is_free(1)  # only cached again, and with its own contents:
     assert blocks.match([1, 2, 3, 4, 5, 6, 7, 8], 8, "").blocks == [0, 1]
     assert blocks.match([1, 2, 3, 4, 5, 6, 9, 9], 8, "").blocks == table.blocks
-
-
-def test_without_its_partial_block_a_match_is_whole_blocks() -> None:
-    blocks = manager(8, "radix")
-    computed(blocks, TEXT[:8])
-    whole = blocks.whole(blocks.match(TEXT[:7], 6, ""))
-    assert (whole.blocks, whole.num_tokens, whole.partial) == ([0], 4, None)
 
 
 @pytest.mark.parametrize("cache", PREFIX_CACHES)
@@ -314,18 +297,6 @@ def test_of_a_shared_block_each_holder_keeps_a_copy_in_host_memory() -> None:
 
 
 # ---- letting go -------------------------------------------------------------------------------
-
-
-def test_release_gives_everything_back_and_forgets_the_place() -> None:
-    blocks = manager(4, "hash", host=4)
-    here, there = computed(blocks, TEXT[:8]), computed(blocks, TEXT[8:16])
-    blocks.swap_out(there)
-    for table in (here, there):
-        blocks.release(table)
-        blocks.release(table)  # an empty table has nothing to give: no error, no effect
-        assert table == BlockTable()
-    assert (blocks.pool.num_free, blocks.host.num_free) == (4, 4)
-    blocks.check_invariants([])
 
 
 def test_a_block_at_two_places_is_caught() -> None:

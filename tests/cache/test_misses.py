@@ -41,18 +41,6 @@ def report(blocks: BlockManager, tokens: list[int], salt: str = "") -> PrefixRep
     return told
 
 
-def test_a_text_never_seen_is_new_but_for_its_partial_block(blocks: BlockManager) -> None:
-    assert report(blocks, TEXT[:10]) == PrefixReport(new=8, partial_block=2)
-    assert report(blocks, TEXT[:3]) == PrefixReport(partial_block=3)
-    assert report(blocks, TEXT[:4]) == PrefixReport(new=4)
-
-
-def test_a_cached_start_and_a_new_end(blocks: BlockManager) -> None:
-    cache(blocks, TEXT[:8])
-    expected = PrefixReport(cached=8, new=4, partial_block=1)
-    assert report(blocks, [*TEXT[:8], 90, 91, 92, 93, 94]) == expected
-
-
 def test_the_last_token_of_a_known_prompt_is_computed_again(blocks: BlockManager) -> None:
     """Whole blocks cost four tokens for it, a tree costs one."""
     cache(blocks, TEXT[:8])

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.cache.hash_chain import HashChain
-from minillm.cache.prefix import Cursor, NoPrefixCache, PrefixIndex
-from minillm.cache.radix import Node, RadixTree, overlap
+from minillm.cache.prefix import Cursor, PrefixIndex
+from minillm.cache.radix import RadixTree
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 2
@@ -55,14 +55,6 @@ def test_of_duplicates_the_older_block_stays_and_no_table_is_rewritten(index: Pr
     assert 20 not in index
     assert 21 not in index
     assert len(index) == 3
-
-
-def test_no_cache_finds_nothing() -> None:
-    none = NoPrefixCache()
-    put(none, [1, 2, 3, 4], [10, 11])
-    none.forget(10)
-    assert none.match([1, 2, 3, 4], 4, "").num_tokens == 0
-    assert (len(none), 10 in none) == (0, False)
 
 
 # ---- hash chain -------------------------------------------------------------------------------
@@ -169,16 +161,6 @@ def test_an_insert_after_the_parent_was_evicted_is_told_to_start_again(index: Pr
     assert index.insert(cursor, (3, 4), 11) is None
 
 
-def test_radix_forgetting_an_inner_block_forgets_all_that_follow() -> None:
-    index = RadixTree(SIZE)
-    put(index, [1, 2, 3, 4, 5, 6], [10, 11, 12])
-    put(index, [1, 2, 3, 4, 7, 8], [10, 11, 22])
-    put(index, [1, 2, 9, 9], [10, 31])
-    index.forget(11)
-    assert [block for block in (10, 11, 12, 22, 31) if block in index] == [10, 31]
-    assert len(index) == 2
-
-
 def test_radix_finds_the_prefix_to_the_token_and_names_the_block_to_copy() -> None:
     index = RadixTree(4)
     cursor = index.insert(index.start(""), (1, 2, 3, 4), 10)
@@ -192,28 +174,6 @@ def test_radix_finds_the_prefix_to_the_token_and_names_the_block_to_copy() -> No
     assert (match.blocks, match.num_tokens, match.partial) == ([10], 7, 11)
     match = index.match([1, 2, 3, 4, 6], 5, "")
     assert (match.blocks, match.num_tokens, match.partial) == ([10], 4, None)
-
-
-blocks_of_tokens = st.tuples(*[st.integers(0, 2)] * 4)
-
-
-@given(
-    st.lists(blocks_of_tokens, unique=True, max_size=20),
-    st.lists(st.integers(0, 2), max_size=4).map(tuple),
-)
-def test_radix_no_sibling_overlaps_more_than_the_one_chosen(
-    siblings: list[tuple[int, ...]], wanted: tuple[int, ...]
-) -> None:
-    root = Node(-1, (), None, "")
-    for block, tokens in enumerate(siblings):
-        root.add(Node(block, tokens, root, ""))
-    lengths = [shared_start(tokens, wanted) for tokens in siblings]
-    best = overlap(root, wanted)
-    assert best.num_tokens == max(lengths, default=0)
-    if best.num_tokens:
-        assert lengths[best.block] == best.num_tokens
-    else:
-        assert best.block is None
 
 
 def test_radix_a_salt_leaves_nothing_behind() -> None:

@@ -52,14 +52,6 @@ def test_a_chapter_without_outputs_is_refused():
         bundle.printable(NOTEBOOKS / "90_toy.ipynb", unrun)
 
 
-def test_the_index_links_the_pages():
-    made = bundle.page_of("# A & B\n\n[03](03_kv_cache.ipynb) [g](GLOSSARY.md) [x](https://x.org)")
-    assert '<a href="03_kv_cache.html">' in made
-    assert '<a href="GLOSSARY.html">' in made
-    assert "<title>A &amp; B</title>" in made
-    assert "https://x.org" in made
-
-
 @pytest.mark.parametrize("wheels", [True, False])
 def test_the_readme_installs_what_is_in_the_zip(wheels):
     text = bundle.readme(wheels)
@@ -67,12 +59,6 @@ def test_the_readme_installs_what_is_in_the_zip(wheels):
     assert ("make bundle ARGS=--wheels" in text) != wheels
     assert "-c constraints.txt setuptools" in text  # a new environment brings an old one
     assert "{" not in text
-
-
-def test_a_failing_command_is_told_in_its_own_words(tmp_path):
-    words = ["python", "-c", "import sys; sys.exit('no such wheel')"]
-    with pytest.raises(chapters.ChapterError, match=r"Could not build:\nno such wheel"):
-        bundle.called(words, "build", cwd=tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +89,3 @@ def test_the_zip_holds_the_course(archive):
     assert sum(name.startswith("wheels/minillm_course-") for name in names) == 1
     assert not [name for name in names if "__pycache__" in name or ".egg-info" in name]
     assert not [name for name in names if name.startswith(("work/", "tests/", ".git"))]
-
-
-def test_the_same_files_make_the_same_entries(archive):
-    assert {entry.date_time for entry in archive.infolist()} == {bundle.EPOCH}
-    assert archive.namelist() == sorted(archive.namelist())

@@ -5,9 +5,7 @@ import linecache
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -87,12 +85,6 @@ def test_what_it_uses_comes_along_in_order(book: Notebook) -> None:
     assert book.alone("add")["add"](1, 2) == book.names["add"](1, 2) == 0 + 4 + 1 + 5 + 2.5 + 4
 
 
-def test_a_builtins_name_may_be_taken(book: Notebook) -> None:
-    book.run("def sum(a):\n    return 7\nmax = 5")
-    book.run("def add(a, b):\n    return sum([a, b]) + max + len([a])")
-    assert book.alone("add")["add"](1, 1) == 13
-
-
 def test_the_cell_that_ran_last_counts(book: Notebook) -> None:
     book.run("def add(a, b):\n    return helper(a)")
     book.run("def helper(a):\n    return 1")
@@ -118,19 +110,6 @@ def test_classes_and_decorators(book: Notebook) -> None:
     assert book.alone("Counter", exercise="e90.2")["Counter"](saved["Start"]()).get() == 40
 
 
-def test_a_cache_around_the_function(book: Notebook) -> None:
-    book.run("import functools\n@functools.lru_cache\ndef add(a, b):\n    return a + b")
-    assert book.alone("add")["add"](1, 2) == 3
-
-
-def test_names_that_were_not_passed(book: Notebook) -> None:
-    """An exercise that asks for two functions gets both from the notebook."""
-    book.run("def sub(a, b):\n    return a - b\ndef add(a, b):\n    return a + b")
-    exercise = replace(book.at.exercise(), names=("add", "sub", "Counter.add"))
-    path = save_function(exercise, [book.names["add"]], book.at.session.workspace)
-    assert "def sub" in path.read_text()
-
-
 GIVEN = """import math
 
 
@@ -150,7 +129,6 @@ def unused(x):
 def add(a, b):
     raise NotImplementedError("TODO e90.1")
 """
-TODO = "def todo(x):\n    raise NotImplementedError('TODO e90.1: this, too')"
 
 
 def test_what_the_starter_gives_comes_along(book: Notebook) -> None:
@@ -166,12 +144,6 @@ def test_what_the_starter_gives_comes_along(book: Notebook) -> None:
     saved = book.alone("add")
     assert saved["add"](1, 5) == 3 * 10 + 5
     assert book.save("add").count("def shift") == 1
-
-
-def test_what_the_starter_asks_for_does_not(book: Notebook) -> None:
-    book.at.exercise().starter.write_text(GIVEN.replace("def unused(x):\n    return x", TODO))
-    book.run("def add(a, b):\n    return todo(a) + b")
-    assert "def todo" not in book.save("add")
 
 
 def test_a_ring_without_a_cell_for_rotate(book: Notebook) -> None:
@@ -208,31 +180,6 @@ def test_a_name_in_quotes(book: Notebook) -> None:
         "e90.2 asks for `Counter` itself; 'Counter' is only a text. Write it without quotes: "
         'check("e90.2", Counter).'
     )
-
-
-def test_future_imports_stay_first(book: Notebook) -> None:
-    starter = book.at.exercise().starter
-    starter.write_text("import math\nfrom __future__ import annotations\n")
-    book.run("def add(a, b):\n    return a")
-    assert book.alone("add")["add"](1, 2) == 1
-
-
-def test_a_class_without_methods(book: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
-    main = ModuleType("__main__")
-    main.__dict__.update(book.names)
-    monkeypatch.setitem(sys.modules, "__main__", main)  # all that such a class knows
-    book.run("class Counter:\n    '''Only a name.'''\n    size = 3")
-    assert "size = 3" in book.save("Counter", exercise="e90.2")
-
-
-def test_older_files_are_kept(book: Notebook) -> None:
-    book.at.write("# by hand\n")
-    book.run("def add(a, b):\n    return a")
-    book.save("add")
-    book.save("add")
-    kept = [*(book.at.session.workspace.root / ".history").iterdir()]
-    assert len(kept) == 1
-    assert "# by hand" in kept[0].read_text()
 
 
 REFUSED = [

@@ -1,7 +1,6 @@
 """The pieces of chapter 02: a test of counts against a law, repetition, the picture's numbers."""
 
 import math
-import random
 
 import pytest
 import torch
@@ -46,24 +45,6 @@ def test_chi_square_refuses_an_impossible_outcome():
     assert chi_square([99, 0], [1.0, 0.0]).fits
 
 
-def test_chi_square_tells_a_law_from_a_near_one():
-    """Ten thousand draws: the own law fits, a law 20 % off in two of ten outcomes does not."""
-    law = [0.1] * 10
-    near = [0.08, 0.12, *law[2:]]
-    draws = random.Random(0).choices(range(10), law, k=10_000)
-    counts = [draws.count(outcome) for outcome in range(10)]
-    assert chi_square(counts, law).fits
-    assert not chi_square(counts, near).fits
-
-
-def test_fits_is_four_standard_deviations():
-    """50 degrees of freedom: mean 50, standard deviation 10."""
-    from minillm_exercises.chapters.ch02 import ChiSquare
-
-    assert ChiSquare(90.0, 50).fits
-    assert not ChiSquare(90.1, 50).fits
-
-
 @pytest.mark.parametrize(
     ("counts", "law", "word"),
     [
@@ -102,14 +83,6 @@ def test_candidates_are_the_engines():
     assert candidates(many, 2.0, 0.8).num_kept == wanted
     with pytest.raises(ExerciseError, match="temperature=0"):
         candidates(LOGITS, 0, 0.9)
-
-
-def test_candidates_see_the_temperature():
-    """At temperature 2 the shares are the square roots."""
-    roots = [math.sqrt(p) for p in (0.5, 0.25, 0.125, 0.125)]
-    found = candidates(LOGITS, 2.0, 1.0)
-    assert found.shares == pytest.approx([root / sum(roots) for root in roots])
-    assert found.num_kept == 4
 
 
 def test_the_logprobs_of_a_text_are_those_of_the_forward_pass() -> None:

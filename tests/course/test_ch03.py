@@ -32,38 +32,6 @@ def test_a_length_below_one_is_refused(prompt, new):
         ch03.steps(SMALL, prompt, new, cached=True)
 
 
-def test_both_ways_read_the_same_cache_and_the_same_weights_but_for_the_embedding():
-    naive, cached = (ch03.steps(SMALL, 6, 9, flag, "bfloat16") for flag in (False, True))
-    for slow, fast in zip(naive, cached, strict=True):
-        assert slow.kv_read_bytes == fast.kv_read_bytes
-        rows = slow.num_tokens - fast.num_tokens
-        assert slow.weight_bytes - fast.weight_bytes == rows * SMALL.hidden_size * 2
-
-
-def test_gains_accumulate_from_no_gain():
-    saved = ch03.gains(SMALL, 1, 128, H100)
-    assert saved.positions[0] == saved.operations[0] == saved.bytes[0] == saved.seconds[0] == 1
-    assert saved.positions[-1] == 64.5
-    assert saved.positions[1] == 1.5
-    assert saved.operations[-1] == pytest.approx(51, abs=0.1)
-    assert 1 < saved.bytes[-1] < 1.02
-
-
-def test_the_bound_gains_little_before_the_knee_and_much_far_beyond_it():
-    knee = ch03.knee(SMALL, H100)
-    saved = ch03.gains(SMALL, 1, 4 * knee, H100, "bfloat16")
-    assert saved.seconds[knee // 2] < 1.02
-    assert saved.seconds[-1] > 1.1
-
-
-def test_bounds_are_step_times_in_milliseconds(tiny):
-    naive, cached = ch03.bounds(tiny, 300, H100)
-    assert len(naive) == len(cached) == 300
-    assert naive[0] == cached[0]
-    assert naive[-1] > cached[-1]
-    assert 0.001 < cached[0] < 10
-
-
 def test_a_bound_is_a_time_that_no_program_can_beat():
     """A price per call can be overlapped, so it is no part of a bound."""
     (cost,) = ch03.steps(SMALL, 6, 1, cached=True)
@@ -87,14 +55,6 @@ def test_middles_and_what_is_built_on_them():
     assert ch03.middles([1, 9, 2, 4, 4, 80], 3) == [2, 4]
     slow, fast = [2] * 8 + [3] * 8 + [6] * 8, [2] * 8 + [2] * 8 + [3] * 7 + [900]
     assert ch03.clock_ratio(slow, fast) == 11 / 7
-
-
-def test_the_length_from_which_a_text_takes_twice_the_time():
-    flat = [1.0, 1.0, 1.0, 1.0]
-    slow = [1.0, 1.9, 2.0, 3.0]
-    saved = ch03.Gains(positions=slow, operations=slow, bytes=slow, seconds=flat)
-    assert ch03.twice_from(saved) is None
-    assert ch03.twice_from(replace(saved, positions=flat, seconds=slow)) == 3
 
 
 def test_leads_are_negative_where_another_token_wins():

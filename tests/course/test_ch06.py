@@ -1,13 +1,12 @@
 """Chapter 06's own functions, and the claims about batching that can be computed again."""
 
-import statistics
 from fractions import Fraction
-from itertools import pairwise, product
+from itertools import product
 from random import Random
 
 import pytest
 
-from minillm.lab.simulation import Simulation, linear
+from minillm.lab.simulation import linear
 from minillm.scheduling.scheduler import Scheduler
 from minillm_exercises.chapters import ch06
 from minillm_exercises.chapters.ch06 import StaticScheduler, serve
@@ -73,19 +72,6 @@ def test_a_law_has_its_mean_and_a_seed_its_draw():
     assert 40 < sum(cut) / len(cut) < 46  # 50 * (1 - exp(-2)) = 43.2
 
 
-def test_poisson_comes_at_its_rate_and_in_order():
-    steps = ch06.poisson(5000, 0.5)
-    assert steps == sorted(steps)
-    assert abs(steps[-1] / 10_000 - 1) < 0.05
-
-
-@pytest.mark.parametrize("law", list(ch06.LAWS)[1:])
-def test_how_long_a_request_is_says_nothing_about_when_it_comes(law):
-    steps = ch06.poisson(2000, 0.05)
-    gaps = [after - before for before, after in pairwise([0, *steps])]
-    assert abs(statistics.correlation(gaps, ch06.draw(law, 2000))) < 0.1
-
-
 def test_static_seats_are_offered_when_the_batch_is_over():
     trace = serve(SIX, 3, StaticScheduler, prompt=5)
     assert [record.step for record in trace if record.admitted] == [1, 13]
@@ -116,88 +102,3 @@ def test_a_disturbed_step_does_not_show_in_the_gain():
     by_rows = ch06.seconds_by_rows(runs)
     assert by_rows == {1: 1.25, 2: 1.5, 3: 1.75}
     assert ch06.clock_gain(*runs, by_rows) == (21 + 42 / 4) / (17 + 42 / 4)
-
-
-# ---- claims -------------------------------------------------------------------------------------
-
-
-def test_f10_a_free_seat_is_that_of_the_request_that_ended():
-    """In the diagram 4 sits down at column 4 while 1 runs to 8: it was 2 that ended."""
-    ends = ch06.continuous_ends([8, 4, 12, 4, 4], 3)
-    assert ends == [8, 4, 12, 8, 12]  # 4 takes over from 2 at 4; 5 sits down at 8, not at 12
-
-
-def slot_use(trace, seats):
-    """Rows that were computed, of all that the seats had room for."""
-    return Fraction(sum(len(record.rows) for record in trace), seats * len(trace))
-
-
-def test_f12_and_f17_slot_use_of_static_batches():
-    assert slot_use(serve([12, 4, 8], 3, StaticScheduler), 3) == Fraction(24, 36)
-    assert slot_use(serve([500, 100, 300], 3, StaticScheduler), 3) == Fraction(900, 1500)
-    more = serve([500, 100, 300, 50], 3, StaticScheduler)
-    assert ch06.ends(more)["3"] == 550  # it waited for the longest
-    assert ch06.ends(serve([500, 100, 300, 50], 3))["3"] == 150
-
-
-def test_f13_the_lengths_of_the_static_example_in_both_schedules():
-    assert ch06.ends(serve({"A": 12, "B": 4, "C": 8, "D": 6}, 3)) == {
-        "B": 4, "C": 8, "D": 10, "A": 12,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("law", "seats", "expected", "within"),
-    [
-        ("equal", 4, 1, 0),
-        ("equal", 16, 1, 0),
-        ("uniform", 4, 1.49, 0.02),
-        ("uniform", 64, 1.80, 0.02),
-        ("exponential", 4, 2.1, 0.05),
-        ("exponential", 16, 3.4, 0.05),
-        ("exponential", 64, 4.7, 0.1),
-        ("log-normal", 4, 2.9, 0.2),
-        ("log-normal", 16, 7.1, 0.6),
-        ("log-normal", 64, 12.3, 1.5),  # one request is half of it
-    ],
-)
-def test_f14_the_law_of_lengths_decides(law, seats, expected, within):
-    assert abs(ch06.gain(ch06.draw(law, 20_000), seats) - Fraction(expected)) <= within
-
-
-def test_f18_the_published_simulation_and_the_right_one():
-    drawn = ch06.uniform(40_000, 50, 500)
-    sets = [drawn[at : at + 20] for at in range(0, 40_000, 20)]
-    printed = [4 * max(some) / sum(some) for some in sets]
-    right = [float(ch06.gain(some, 4)) for some in sets]
-    assert round(sum(printed) / 2000, 2) == 0.35
-    assert max(printed) < 0.6
-    assert sum(right) / 2000 == pytest.approx(1.355, abs=0.01)
-    assert min(right) > 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_f19_every_request_is_reported_once_and_the_last_ones_too(kind):
-    trace = serve([2, 2, 2], 3, KINDS[kind])
-    assert [len(record.ended) for record in trace] == [0, 3]
-    many = serve(ch06.draw("uniform", 40, scale=20), 4, KINDS[kind])
-    seen = [one.seq_id for record in many for one in record.ended]
-    assert sorted(seen) == list(range(40))
-
-
-def test_f21_a_limit_of_no_tokens_and_tokens_that_are_given():
-    sim = Simulation(8)
-    sim.add(prompt=[5, 6], new=[7, 8], name="given")
-    record = sim.step()
-    assert list(sim.scheduler.sequences[record.rows[0].seq_id].token_ids) == [5, 6, 7]
-
-
-def test_f11_the_batch_is_arrivals_times_residence():
-    lengths = ch06.draw("exponential", 200, scale=11)
-    rate = Fraction(8 * 200, sum(lengths)) / 2
-    trace = serve(lengths, 16, arrivals=ch06.poisson(200, float(rate)))
-    stays = [request.e2e - request.queue_time for request in trace.requests()]
-    found = ch06.load(trace, 16)
-    assert found.taken == Fraction(int(sum(stays)), int(trace[-1].computed))
-    assert found.taken < 6
-    assert found.full < Fraction(1, 100)

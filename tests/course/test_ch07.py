@@ -3,8 +3,6 @@ memory that are arithmetic or simulation."""
 
 import json
 import random
-from collections import Counter
-from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +12,8 @@ from notebook_chapter import NOTEBOOKS
 
 from minillm import LLM, SamplingParams
 from minillm.cache.manager import BlockManager, BlockTable
-from minillm.config import ModelConfig
 from minillm.lab.simulation import Simulation
-from minillm.models.presets import preset
 from minillm.ops import cpu
-from minillm.plan.cost import kv_bytes_per_token
 from minillm_exercises.chapters import ch07
 from minillm_exercises.chapters.ch07 import Work, serve
 from minillm_exercises.errors import ExerciseError
@@ -140,41 +135,9 @@ def test_reasons_are_told_apart():
 # ---- serve --------------------------------------------------------------------------------------
 
 
-def test_a_queue_by_hand():
-    """Two requests of 2 + 2 slots in 3 blocks of 2: one of them has to wait."""
-    works = [Work(0, 2, 4), Work(1, 2, 4)]
-    moments = serve(Blocks(6, 2), works, why)
-    assert [(m.running, m.waiting, m.preempted, m.used, m.later, m.free) for m in moments] == [
-        (2, 0, 0, 4, 0, 2),
-        (2, 0, 0, 5, 1, 0),  # the first takes the last block, the second waits
-        (2, 0, 0, 6, 0, 0),
-        (1, 0, 0, 3, 1, 2),
-        (1, 0, 0, 4, 0, 2),
-    ]
-
-
-def test_what_slots_are_for_adds_up():
-    for kind in KINDS:
-        for moment in serve(make(kind, 1024), some(7), why):
-            assert moment.used + moment.later + moment.never + moment.free == 1024
-            assert min(moment.used, moment.later, moment.never, moment.free) >= 0
-
-
 def test_a_request_that_can_never_fit_is_an_error():
     with pytest.raises(ExerciseError, match="No request runs"):
         serve(FirstFit(100), [Work(0, 50, 101)], why)
-
-
-def test_lengths_follow_their_law():
-    for law in ch07.LAWS:
-        drawn = ch07.lengths(law, 2000)
-        assert drawn == ch07.lengths(law, 2000)
-        assert min(drawn) >= 1
-        assert max(drawn) <= ch07.CAP
-    assert 450 < sorted(ch07.lengths("mixed", 20_000))[10_000] < 540  # e^6.2 = 493
-    assert all(work.prompt >= 1 for work in ch07.requests("mostly short", 5000))
-    with pytest.raises(ExerciseError, match="law is 'long'; it must be one of uniform, mixed"):
-        ch07.lengths("long", 3)
 
 
 # ---- the engine ---------------------------------------------------------------------------------
@@ -239,76 +202,3 @@ def test_holders_are_those_of_the_tables():
     steps = ch07.holders(simulation)
     assert steps[0] == {0: [1, 2, 3], 1: [1, 2, 3]}
     assert steps[1] == {0: [1, 2, 3], 1: [3], 2: [1], 3: [2]}
-
-
-# ---- claims -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("law", "reserved", "least", "most"),
-    [("uniform", 48, 0.6, 0.8), ("mixed", 69, 1.0, 1.3), ("mostly short", 81, 1.7, 2.0)],
-)
-def test_e1_e7_waste_of_reservation_and_of_blocks(law, reserved, least, most):
-    drawn = ch07.lengths(law, 20_000, seed=4)
-    waste = 100 * (1 - Fraction(sum(drawn), 20_000 * 2048))
-    assert abs(waste - reserved) < 1
-    unused = [-length % 16 for length in drawn]
-    assert max(unused) == 15
-    assert 7.1 < sum(unused) / len(unused) < 7.8  # who is cut off at the cap wastes nothing
-    assert least < 100 * sum(unused) / (sum(drawn) + sum(unused)) < most
-
-
-def test_e4_first_fit_is_refused_for_want_of_a_hole_and_blocks_never():
-    found = Counter(ch07.come_and_go(FirstFit(20_000), why, 4_000, runs=4, seed=50))
-    assert found["no hole"] > 0.97 * found.total() > 1000
-    assert set(found) <= {"no hole", "full"}
-    paged = ch07.come_and_go(Blocks(20_000, 16), why, 4_000, runs=1, seed=50)
-    assert "no hole" not in paged
-    # The published example: equal reservations, so that a hole is never too small.
-    memory = FirstFit(2 * 2048, reserve=2048)
-    assert "no hole" not in ch07.come_and_go(memory, why, 200)
-
-
-def test_e9_three_requests_in_blocks_of_16():
-    manager, tables = BlockManager(1000, 16), [BlockTable() for _ in range(3)]
-    for table, length in zip(tables, (200, 500, 100), strict=True):
-        manager.grow(table, 0, length)
-    assert [len(table.blocks) for table in tables] == [13, 32, 7]
-    assert manager.pool.num_free == 948
-    assert 52 * 16 - 800 == 32
-    manager.release(tables[0])
-    assert manager.pool.num_free == 961
-
-
-def test_e10_bytes_of_a_thousand_blocks():
-    config: ModelConfig = preset("llama-2-7b")  # 32 layers, 32 heads of 128
-    block = 16 * kv_bytes_per_token(config, "float16")
-    assert block == 8 * 2**20
-    assert round(1000 * block / 1e9, 2) == 8.39
-    assert round(1000 * block / 2**30, 2) == 7.81
-
-
-@pytest.mark.parametrize(
-    ("prompt", "n", "copied"), [(20, 1, 0), (20, 2, 1), (20, 4, 3), (32, 4, 0)]
-)
-def test_e8_a_completion_that_parts_copies_one_partly_filled_block(prompt, n, copied):
-    simulation = Simulation(64, 16)
-    simulation.add(prompt, 20, n=n)
-    simulation.run()
-    assert simulation.blocks.num_copies == copied
-
-
-def test_e16_a_cached_prompt_copies_nothing():
-    simulation = Simulation(64, 16, prefix_cache="hash")
-    for arrival in (0, 50):
-        simulation.add(range(40), 5, arrival=arrival)
-    first, second = simulation.run().requests()
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
-    assert simulation.blocks.num_copies == 0
-
-
-def test_e15_a_layer_is_one_piece_here(tiny):
-    """One layer's keys lie side by side; in [block, 2, layer, ...] they are strided."""
-    key = tiny.engine.runner.kv.key
-    assert key[0].is_contiguous()
-    assert not torch.empty(4, 2, 3, 16, 2, 8)[:, 0, 1].is_contiguous()

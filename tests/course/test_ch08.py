@@ -1,16 +1,12 @@
 """Chapter 08's own functions, and the claims E18, F20, F22 and F27 recomputed."""
 
-import random
-
 import pytest
 
 from minillm import LLM
-from minillm.errors import InvalidRequestError
-from minillm.lab.simulation import Simulation, every_step, linear, roofline
+from minillm.lab.simulation import Simulation, linear
 from minillm.models.presets import preset
 from minillm.plan.cost import kv_bytes_per_token, step_cost
 from minillm.plan.hardware import DATASHEET
-from minillm.scheduling.config import SchedulerConfig
 from minillm_exercises.chapters import ch08, ch08_pictures
 from minillm_exercises.errors import ExerciseError
 
@@ -26,41 +22,6 @@ def joined(budget: int, long: int = 4000, **limits: object) -> Simulation:
     sim.step()
     sim.add(long, 4, name="long")
     return sim
-
-
-# ---- claims ---------------------------------------------------------------------------------
-
-
-def test_f22_iterations_of_30_3_4003_and_4_tokens():
-    trace = joined(8192).run()
-    assert [sum(row) for row in ch08.rows(trace)[:4]] == [30, 3, 4003, 4]
-
-
-def test_f27_both_limits_are_kept_and_a_shorter_prompt_is_not_cut():
-    rng, sim = random.Random(0), Simulation(600, max_num_seqs=6, max_num_batched_tokens=64)
-    for number in range(30):
-        sim.add(rng.randint(1, 300), rng.randint(1, 30), arrival=number)
-    steps = ch08.rows(sim.run())
-    assert max(map(sum, steps)) == 64
-    assert max(map(len, steps)) == 6
-    recipe = joined(8192, long=8000, enable_chunked_prefill=True)
-    assert max(map(max, ch08.rows(recipe.run()))) == 8000
-    assert SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=256).enable_chunked_prefill
-
-
-def test_f20_what_cannot_fit_is_refused_and_blocks_nobody():
-    sim = Simulation(num_blocks=1, block_size=16)
-    with pytest.raises(InvalidRequestError, match="15 prompt \\+ 60 new tokens need 5 blocks"):
-        sim.add(15, 60)
-    sim.add(3, 1)
-    assert len(sim.run()) == 1
-
-
-def test_e18_host_memory_of_four_gib_is_accepted_and_swapping_is_the_default_then():
-    with LLM("tiny", dtype="float32", device="cpu", block_size=16, max_model_len=64,
-             num_gpu_blocks_override=8, swap_space=0.01) as llm:  # fmt: skip
-        assert llm.engine.scheduler.config.preemption_mode == "swap"
-        assert llm.engine.scheduler.blocks.host.num_blocks > 0
 
 
 # ---- times out of traces --------------------------------------------------------------------
@@ -79,14 +40,6 @@ def test_gaps_and_outcome_by_hand():
     assert (found.ttft, found.gap, found.done) == pytest.approx((101, 101, 103))
 
 
-def test_an_outcome_counts_from_the_arrival_and_not_from_the_start():
-    sim = Simulation(100, seconds=every_step())
-    sim.add(4, 9, name="chat")
-    sim.add(4, 2, name="long", arrival=2.5)  # waits for the step that begins at 3
-    found = ch08.outcome(sim.run())
-    assert (found.ttft, found.done) == (1500, 6500)
-
-
 def test_live_adds_the_prompt_among_the_chats():
     with LLM("tiny", dtype="float32", device="cpu", max_model_len=128, max_num_seqs=4,
              enable_prefix_caching=False) as llm:  # fmt: skip
@@ -96,29 +49,7 @@ def test_live_adds_the_prompt_among_the_chats():
     assert sizes[:5] == [30, 3, 3, 63, 4]
 
 
-def test_logits_do_not_depend_on_the_size_of_the_pieces():
-    with LLM("tiny", dtype="float32", device="cpu", max_model_len=64) as llm:
-        ids = llm.tokenizer.encode(ch08.PROMPTS[1])
-        whole, pieces = (ch08.last_logits(llm, ids, size) for size in (len(ids), 5))
-        other = ch08.last_logits(llm, [ids[1], *ids[1:]], 5)
-    assert whole.shape == (1, llm.engine.source.config.vocab_size)
-    assert (whole - pieces).abs().max() < 1e-3
-    assert (whole - other).abs().max() > 1e-3
-
-
 # ---- prices ---------------------------------------------------------------------------------
-
-
-def test_carrying_is_all_bytes_twice():
-    assert ch08.moved(LLAMA, 1000, 25e9) == 2 * 1000 * 131_072 / 25e9
-    assert ch08.moved(OLD, 10, 25e9) == 4 * ch08.moved(LLAMA, 10, 25e9)
-
-
-def test_computing_again_is_nearly_free_under_the_knee_and_operations_far_above_it():
-    knee = ch08.knee(LLAMA, H100)
-    assert ch08.again(LLAMA, knee // 2, H100) < 1e-4
-    rate = 2 * 7.5e9 * 8000 / H100.peak_flops  # without embedding and logits, nor attention
-    assert rate < ch08.again(LLAMA, 8000, H100) < 1.3 * rate
 
 
 def test_the_crossing_is_the_first_length_at_which_moving_is_cheaper():
@@ -153,31 +84,6 @@ def test_a_flood_preempts_only_without_a_promise_and_counts_all_steps():
     assert bold.gap > safe.gap
 
 
-def test_a_flood_with_swap_computes_nothing_twice():
-    found = ch08.flood("watermark", "all", linear(0, 0.001), 12, 100, mode="swap")
-    assert found.preemptions > 0
-    assert found.again == 0
-
-
-def test_lengths_are_shares_of_the_most():
-    rng = random.Random(0)
-    means = {
-        name: sum(law(rng, 500) for _ in range(4000)) / 4000 for name, law in ch08.LENGTHS.items()
-    }
-    assert means["a tenth"] == pytest.approx(50, rel=0.05)
-    assert means["a half"] == pytest.approx(250, rel=0.05)
-    assert means["all"] == 500
-    assert all(1 <= law(rng, 3) <= 3 for law in ch08.LENGTHS.values() for _ in range(200))
-
-
-@pytest.mark.slow
-def test_a_full_pool_is_faster_than_any_admission():
-    for share in ch08.LENGTHS:
-        most = ch08.full_pool(share, LLAMA, H100)
-        for admission in ("reserve_max", "watermark"):
-            assert ch08.flood(admission, share, roofline(LLAMA, H100)).speed < most
-
-
 def test_a_full_pool_by_hand():
     # One request, 500 steps of one row: the weights each time, and 100 + 99 + ... slots in all.
     read = 500 * step_cost(LLAMA, [1], [1]).weight_bytes
@@ -195,9 +101,3 @@ def test_a_budget_divides_a_prompt_like_the_engine():
     assert ch08_pictures.shares(200, 3, 64) == [row[-1] for row in rows[2:] if max(row) > 1]
     with pytest.raises(ExerciseError, match="leaves no token"):
         ch08_pictures.shares(12, 8, 8)
-
-
-def test_claim_f26_the_cache_of_a_prompt_travels():
-    size = 8192 * kv_bytes_per_token(preset("llama-3.1-70b"))
-    assert size // 8192 == 327_680
-    assert f"{size / 1e9:.1f} GB, {1e3 * size / 50e9:.0f} ms" == "2.7 GB, 54 ms"

@@ -4,26 +4,21 @@ import math
 import os
 from collections import Counter
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import LLM
-from minillm.execution.graphs import bucket_sizes, has_graphs
-from minillm.models.presets import preset
+from minillm.execution.graphs import has_graphs
 from minillm.ops import c_library, cpu
-from minillm.plan.cost import step_cost, step_time, weight_bytes
 from minillm.plan.hardware import DATASHEET
 from minillm_exercises.chapters import ch12
 from minillm_exercises.chapters.ch12 import DecodeStep, Rung, calls_of
-from minillm_exercises.chapters.ch12_device import Job, SimulatedDevice, Turn, bubbles, drive
-from minillm_exercises.chapters.ch12_recordings import batches, give_graphs, into, padding
+from minillm_exercises.chapters.ch12_device import Job, bubbles, drive
+from minillm_exercises.chapters.ch12_recordings import give_graphs, into, padding
 
-CARD, QWEN = DATASHEET["rtx-5070-ti"], preset("qwen2.5-3b")
 NO_C = cpu.functions(torch.float32) is None  # on this machine
-FLOOR = 1000 * Fraction(weight_bytes(QWEN)) / Fraction(CARD.bandwidth)  # ms
 
 
 @pytest.fixture(scope="module")
@@ -136,17 +131,6 @@ def test_the_last_rung_is_one_call(monkeypatch):
     assert calls_of(DecodeStep.of(fused.chosen()))["C run_layers"] == 0
 
 
-def test_packed_weights_change_the_products_and_nothing_else():
-    plain, packed, *_ = (calls_of(DecodeStep.of(way.chosen())) for way in ch12.rungs("tiny"))
-    assert plain - packed == {"torch linear": 29}
-    assert packed - plain == {"torch _linear_pointwise": 29}
-
-
-def test_the_price_of_a_call():
-    assert Rung("", 5.0, 1.0, 8).price == 0.5
-    assert Rung("", 1.0, 2.0, 8).price == 0.0
-
-
 def test_rungs_are_measured_in_turn(tiny, monkeypatch):
     ways = [ch12.Way(name, tiny, None) for name in "ab"]
     order, times = [], iter([5.0, 3.0, 7.0, 4.0, 6.0, 2.0, 8.0, 1.0])
@@ -248,32 +232,7 @@ def test_padding_is_the_distance_to_the_next_size():
     assert padding(seen, range(1, 9)) == 0
 
 
-def test_the_afternoon_is_the_same_everywhere_and_has_all_kinds_of_batches():
-    seen = batches()
-    assert seen == batches()
-    assert batches(seed=1) != seen
-    assert max(seen) <= 100
-    assert len(seen) > 40
-    assert padding(seen, bucket_sizes(max(seen))) < padding(seen, [max(seen)]) / 5
-    assert max(batches(requests=60, seats=7)) == 7
-    (alone,) = batches(requests=1).items()
-    assert alone in {
-        (1, new - 1) for new in (8, 20, 40, 80, 160)
-    }  # the first comes with the prompt
-
-
 # ---- a simulated device ----------------------------------------------------------------------
-
-
-def test_a_device_computes_in_the_order_of_launches():
-    device = SimulatedDevice(20)
-    assert [device.launch(now) for now in (5, 10, 90)] == [(5, 25), (25, 45), (90, 110)]
-
-
-def test_bubbles_are_gaps_and_not_the_beginning():
-    spans = [(3, 5), (5, 8), (9, 10), (12, 13)]
-    assert bubbles([Turn((0, 0), span, 1, 0) for span in spans]) == 2
-    assert bubbles([]) == 0
 
 
 JOBS = [Job(writes, 16) for writes in (6, 16, 9, 16, 4, 16)]
@@ -295,12 +254,6 @@ def test_planning_ahead_costs_a_row_for_each_end_and_nothing_for_a_length():
     assert sum(turn.discarded for turn in turns) == 3
     assert sum(turn.rows for turn in turns) == sum(job.writes for job in JOBS) + 3
     assert not any(turn.discarded for turn in drive([Job(7, 7), Job(3, 3)], 5, 20, ahead=True))
-
-
-def test_a_plan_that_takes_longer_than_its_step_is_waited_for():
-    turns = drive(JOBS, 30, 20, ahead=True)
-    assert bubbles(turns) == 15
-    assert turns[-1].computed[1] == 16 * 30 + 20
 
 
 def test_whoever_waits_for_a_seat_comes_a_step_later_when_planned_ahead():
@@ -337,56 +290,3 @@ def test_ceilings_are_measured_again_while_a_model_reads_faster(rates, sizes, wa
     panels = {"a": [Rung("", seconds, 0.0, 1)]}
     assert ch12.bandwidth(panels, {"a": sizes}, before, again=again) == 1e9 * wanted
     assert len(asked) == calls
-
-
-# ---- claims ----------------------------------------------------------------------------------
-
-
-def said(*values: Fraction | float, digits: int = 1) -> list[str]:
-    return [f"{float(value):.{digits}f}" for value in values]
-
-
-def test_a27_a_fifth_of_the_bandwidth_is_used():
-    assert said(weight_bytes(QWEN) / Fraction(10**9), digits=2) == ["6.17"]
-    steps = [1000 / Fraction(speed) for speed in ("27.1", "24.9")]
-    assert said(*steps, FLOOR) == ["36.9", "40.2", "6.9"]
-    assert said(*(100 * FLOOR / step for step in steps), digits=0) == ["19", "17"]
-    assert said(*(step - FLOOR for step in steps), digits=0) == ["30", "33"]
-
-
-def test_a30_most_of_the_step_is_no_reading():
-    step = Fraction(1000, 21)
-    rest = step - FLOOR
-    assert said(step, FLOOR, rest, rest / QWEN.num_layers) == ["47.6", "6.9", "40.7", "1.1"]
-    assert said(100 * rest / step, digits=0) == ["86"]
-    assert said(1000 / FLOOR, Fraction(504, 6), digits=0) == ["145", "84"]
-
-
-def test_a41_twice_the_bytes_are_not_twice_the_time():
-    rest = 1000 / Fraction("27.1") - FLOOR
-    assert said((rest + 2 * FLOOR) / (rest + FLOOR), digits=2) == ["1.19"]
-
-
-@pytest.mark.parametrize(
-    ("model", "launches", "ruler"),
-    [("qwen2.5-3b", 34, "overhead"), ("qwen2.5-3b", 9, "memory"), ("llama-3.1-8b", 34, "overhead"),
-     ("llama-3.1-70b", 34, "memory"), ("smollm2-135m", 9, "overhead")],
-)  # fmt: skip
-def test_n10_where_launches_are_hidden_a_graph_gains_nothing(model, launches, ruler):
-    config = preset(model)
-    cost = step_cost(config, [1], [1024], dtype="bfloat16")
-    time = step_time(cost, DATASHEET["h100-sxm"], launches * config.num_layers)
-    assert time.bound == ruler
-
-
-def test_n11_graphs_are_the_default_and_eager_is_asked_for(monkeypatch):
-    from minillm import ops
-    from minillm.api.arguments import EngineArgs
-    from minillm.execution.setup import records
-    from minillm.ops.dispatch import Backend
-
-    monkeypatch.setattr(ops, "backend_of", lambda device: Backend("triton", ""))
-    gpu = torch.device("cuda")
-    assert EngineArgs("tiny").enforce_eager is False
-    assert records(EngineArgs("tiny"), gpu)
-    assert not records(EngineArgs("tiny", enforce_eager=True), gpu)

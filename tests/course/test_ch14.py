@@ -3,21 +3,12 @@
 import pytest
 import torch
 
-from minillm.quantization.gptq import GPTQOptions, gptq
-from minillm.quantization.rounding import Grid
-from minillm_exercises.chapters import ch14, ch14_pictures
+from minillm_exercises.chapters import ch14
 from minillm_exercises.chapters.quality import Subject
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(40, 16, generator=GENERATOR)
 WEIGHT = torch.randn(8, 16, generator=GENERATOR)
-
-
-@pytest.fixture
-def captions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    seen: list[str] = []
-    monkeypatch.setattr(ch14_pictures, "show", lambda fig, caption: seen.append(caption))
-    return seen
 
 
 @pytest.mark.slow
@@ -92,50 +83,8 @@ def test_ways_to_round_inputs():
     assert torch.allclose(ch14.rotation(64) @ ch14.rotation(64).T, torch.eye(64), atol=1e-5)
 
 
-@pytest.mark.parametrize("act_order", [False, True])
-def test_claim_j6(act_order):
-    """Codes of GPTQ are made and multiplied on a CPU; wrong codes are seen."""
-    weight, x = torch.randn(64, 128, generator=GENERATOR), torch.randn(300, 128)
-    seen = ch14.statistics({"a": x})["a"]
-    codes = gptq(weight, seen.hessian, Grid(4), 32, GPTQOptions(act_order=act_order))
-    assert {each.device.type for each in codes.parts().values()} == {"cpu"}
-    assert 0 < ch14.product_error(codes, x) < 0.02
-    exact = weight @ x.T
-    assert 0.01 < (codes.dense() @ x.T - exact).norm() / exact.norm() < 0.15
-
-
-def test_claim_j9():
-    """A tensor has no fields; what a tokenizer of transformers returns has both."""
-    encoding = pytest.importorskip("transformers").BatchEncoding
-    ids = torch.ones(1, 4, dtype=torch.long)
-    assert ch14.num_fields(ids) == ch14.num_fields([ids]) == 0
-    assert ch14.num_fields({"input_ids": ids}) == 1
-    assert ch14.num_fields(encoding({"input_ids": ids, "attention_mask": ids})) == 2
-
-
 def test_correlation_and_large_channels():
     assert torch.allclose(ch14.correlation(X).diagonal(), torch.ones(16))
     same = torch.stack((X[:, 0], -2 * X[:, 0]), 1)
     assert ch14.correlation(same)[0, 1].item() == pytest.approx(-1)
     assert ch14.large_channels(torch.tensor([[1.0, -3.0], [-1.0, 3.0]])) == 1.5
-
-
-def test_pictures(captions):
-    inputs = torch.tensor([[3.0, 2.0], [2.0, 3.0], [-2.0, -1.0]])
-    ch14_pictures.draw_plane(torch.tensor([1.4, 0.4]), inputs)
-    assert "The nearest point is (1, 0); the point (1, 1) is farther away" in captions[-1]
-    part = torch.tensor([[1.0, -0.5], [-0.5, 1.0]])
-    ch14_pictures.draw_correlation({"a": part, "b": part}, 2)
-    assert "a correlation of 0.50 in a and 0.50 in b" in captions[-1]
-    errors = {"own": {128: 0.1, 512: 0.2}, "other": {128: 0.3, 512: 0.25}}
-    ch14_pictures.draw_tokens({128: 0.06, 512: 0.02}, 0.04, errors, 0.2)
-    assert "With 128 tokens its KL is 1.50 times" in captions[-1]
-    assert "with 512 it is 0.50 times" in captions[-1]
-    ch14_pictures.draw_channels({"tiny": torch.tensor([1.0, 3.0, 2.0])}, "x")
-    assert "2 times the mean in tiny" in captions[-1]
-    methods = {"AWQ": {"tiny": 0.04, "planted": 0.05}, "GPTQ": {"tiny": 0.02, "planted": 0.03}}
-    ch14_pictures.draw_methods(methods, "4 bits")
-    assert "the smallest is that of GPTQ on tiny, and of GPTQ on planted" in captions[-1]
-    assert captions[-1].endswith("it rises most with GPTQ, 1.5 times.")
-    ch14_pictures.draw_rounded({"tensor": {"a": 0.01, "b": 0.4}, "token": {"a": 0.01, "b": 0.02}})
-    assert "'tensor': 0.01 becomes 0.4" in captions[-1]

@@ -3,18 +3,11 @@
 from fractions import Fraction
 
 import pytest
-import torch
 
 from minillm import LLM
-from minillm.lab.parallel_layout import Layout
 from minillm.models.presets import preset
-from minillm.plan.hardware import DATASHEET
 from minillm.scheduling import scheduler as scheduler_file
 from minillm_exercises.chapters import ch20
-
-LLAMA, V3 = preset("llama-3.1-70b"), preset("deepseek-v3")
-H100, H200 = DATASHEET["h100-sxm"], DATASHEET["h200"]
-
 
 # Timetables ------------------------------------------------------------------------------------
 
@@ -39,24 +32,6 @@ def test_the_two_formulas(stages):
         assert ch20.steady([1] * plans, stages) == min(Fraction(1), Fraction(plans, stages))
         chunks = ch20.busy(ch20.rounds_of([1] * plans, stages, 1), stages)
         assert chunks == Fraction(plans, plans + stages - 1)
-
-
-def test_the_plan_of_the_chapter_s_first_task():
-    """max(stages, plans) is the period; a plan is on stage s so many times after stage 0."""
-    for stages, plans in ((2, 1), (2, 2), (4, 3), (4, 6)):
-        boxes = ch20.rounds_of([1] * plans, stages, 8)
-        at = {(box.stage, box.start): box.plan for box in boxes}
-        for stage in range(stages):
-            for time in range(2 * max(stages, plans)):
-                plan = (time - stage) % max(stages, plans)
-                want = plan if time >= stage and plan < plans else -1
-                assert at.get((stage, time), -1) == want
-
-
-def test_a_slow_plan_holds_up_the_others():
-    """Nothing overtakes: a round lasts as long as the slow plan needs for all stages."""
-    for slow in (1, 2, 4, 8):
-        assert ch20.steady([slow, 1, 1, 1], 4) == Fraction(slow + 3, 4 * slow)
 
 
 # The scheduler ---------------------------------------------------------------------------------
@@ -86,19 +61,6 @@ def test_all_in_one_plan_is_there_inside_and_gone_after():
         boxes = ch20.drive(ch20.planner(4, [2] * 8), 4, lambda tokens: 1, 60)
     assert ch20.busy(boxes, 4, 20, 60) == Fraction(1, 4)
     assert scheduler_file.most_decoding is right
-
-
-def test_small_chunks_are_better_for_all_on_four_stages():
-    """As far as a chunk costs what its tokens cost."""
-    found = []
-    for budget in (16, 128):
-        boxes = ch20.drive(
-            ch20.planner(4, [2] * 8, budget), 4, lambda n: max(1, Fraction(n, 16)), 200,
-            {24: (8, 256)},
-        )  # fmt: skip
-        found.append((ch20.first_token(boxes, 4, 8), ch20.longest_gap(boxes, 4, 0, 24)))
-    assert found[0][0] < found[1][0]
-    assert found[0][1] == 4 < found[1][1]
 
 
 # Models ----------------------------------------------------------------------------------------
@@ -136,75 +98,3 @@ def test_cuts():
     assert ch20.stage_costs([14, 14], head) == [14, 14 + head]
     best = max(ch20.stage_costs(ch20.by_cost(qwen, 2), head))
     assert all(best <= max(ch20.stage_costs([n, 28 - n], head)) for n in range(1, 28))
-
-
-def test_four_stages_of_the_70b_model():
-    """Claim K4: 20 layers each by number; by cost the last stage also has the output matrix."""
-    assert list(ch20.equal_counts(LLAMA.num_layers, 4)) == [20] * 4
-    assert list(ch20.by_cost(LLAMA, 4)) == [19, 21, 21, 19]
-
-
-# Predictions: claims K5, K6 --------------------------------------------------------------------
-
-
-def test_a_pipeline_makes_no_token_faster():
-    alone, tensor, stages = (
-        ch20.decode(LLAMA, ch20.devices(H100, "pcie", layout), 1).seconds
-        for layout in (Layout(), Layout(4), Layout(1, 4))
-    )
-    assert tensor < alone <= stages < 1.02 * alone
-
-
-def test_a_pipeline_over_pcie_is_faster_for_many_users_and_for_prompts():
-    tensor, stages = (ch20.devices(H100, "pcie", each) for each in (Layout(4), Layout(1, 4)))
-    many = [ch20.decode(LLAMA, on, 256).seconds for on in (tensor, stages)]
-    assert many[1] < many[0]
-    prompt = {chunks: ch20.read_prompt(LLAMA, stages, chunks).seconds for chunks in (1, 8, 16)}
-    assert prompt[8] < prompt[16] < prompt[1] < ch20.read_prompt(LLAMA, tensor, 1).seconds
-
-
-def test_own_attention_of_deepseek_v3():
-    """The figures of the notes: 85 and 101 GB, about 5 times the cache, faster for many."""
-    shared, own = (
-        ch20.devices(H200, "nvlink", layout, 1.0)
-        for layout in (Layout(8), Layout(8, 1, True, True))
-    )
-    assert ch20.weights_per_device(V3, shared) == pytest.approx(85, abs=1)
-    assert ch20.weights_per_device(V3, own) == pytest.approx(101, abs=1)
-    assert 4.5 < ch20.room(V3, own) / ch20.room(V3, shared) < 5.3
-    one = [ch20.decode(V3, on, 1, 4096).seconds for on in (shared, own)]
-    many = [ch20.decode(V3, on, 128, 4096).seconds for on in (shared, own)]
-    assert one[0] < one[1]
-    assert many[1] < many[0]
-
-
-def test_what_two_h100s_hold():
-    """One user beside 141 GB of weights, but not the 86 GB of 256 users; stages hold neither."""
-    pair, stages, four = (
-        ch20.devices(H100, "pcie", each) for each in (Layout(2), Layout(1, 2), Layout(4))
-    )
-    assert ch20.holds(LLAMA, pair, 1024)
-    assert not ch20.holds(LLAMA, pair, 256 * 1024)
-    assert not ch20.holds(LLAMA, stages, 1024)
-    assert ch20.holds(LLAMA, four, 256 * 1024)
-
-
-# Experts ---------------------------------------------------------------------------------------
-
-
-def test_the_router_of_deepseek_v3_keeps_a_token_in_four_groups():
-    assert V3.moe is not None
-    ids = ch20.routed(200, V3.moe)
-    assert max(len(set(row)) for row in (ids // 32).tolist()) == 4
-    assert 3.9 < ch20.ranks_reached(ids, 256, 8) <= 4
-    assert ch20.ranks_reached(torch.tensor([[0, 1, 2], [0, 4, 7]]), 8, 4) == Fraction(5, 2)
-
-
-def test_rows_of_experts():
-    ids = ch20.choices(50, 16, 4)
-    assert ids.shape == (50, 4)
-    assert all(len(set(row)) == 4 for row in ids.tolist())
-    rows = ch20.rows_of_ranks(ids, 16, 4)
-    assert sum(rows) == 200
-    assert rows[0] == sum(expert < 4 for row in ids.tolist() for expert in row)
-    assert ch20.balance([1, 3]) == Fraction(2, 3)

@@ -6,21 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from minillm.lab.benchmarks.serving.measures import vllm
-from minillm.lab.benchmarks.serving.percentiles import percentile
 from minillm.lab.benchmarks.serving.reply import Reply
 from minillm.lab.links import LINKS
 from minillm.lab.parallel_cost import Devices, precision, stage_times
 from minillm.lab.parallel_layout import Layout
 from minillm.models.presets import preset
-from minillm.plan.cost import step_cost, step_time
 from minillm.plan.hardware import DATASHEET
 from minillm_exercises.chapters import ch22, ch22_ship
 from minillm_exercises.errors import ExerciseError
@@ -37,26 +31,6 @@ STEPS = (
 # ---- claims ---------------------------------------------------------------------------------
 
 
-def test_l2_the_first_token_is_inside_the_ttft():
-    times = [0.2 + 0.02 * number for number in range(100)]
-    found = vllm(ch22.answered(0, 0.0, times, 100))
-    assert found["e2el"] == pytest.approx(2.18)
-    assert found["ttft"] + found["tpot"] * 99 == pytest.approx(found["e2el"])
-
-
-def test_l3_a_stall_is_in_the_gaps_and_not_in_the_tpot():
-    times = [0.02 * number + 0.5 * (number > 50) for number in range(100)]
-    found = vllm(ch22.answered(0, 0.0, times, 100))
-    assert found["tpot"] == pytest.approx((99 * 0.02 + 0.5) / 99)
-    assert max(later - earlier for earlier, later in pairwise(times)) == pytest.approx(0.52)
-
-
-def test_l16_a_frame_without_text_is_a_first_token_for_vllm_only():
-    reply = Reply(0, 0, 0.0, 0.0, 1.0, 200, None, [0.001, 0.1, 0.2], [0.1, 0.2], output_tokens=2)
-    firsts = {tool: first for tool, (first, _) in ch22.by_tool(reply, reply.sent).items()}
-    assert firsts == {"vllm": 0.001, "aiperf": 0.1, "guidellm": 0.1}
-
-
 def test_the_tools_count_from_sending_and_our_load_generator_from_when_it_was_due(monkeypatch):
     """The reply of the chapter: due at 0, sent at 50 ms, a frame without text at 100, then text."""
     reply = Reply(0, 0, 0.0, 0.05, 1.0, 200, None, [0.1, 0.5, 0.6, 1.0], [0.5, 0.6, 1.0],
@@ -71,36 +45,7 @@ def test_the_tools_count_from_sending_and_our_load_generator_from_when_it_was_du
     ]]  # fmt: skip
 
 
-def test_l17_the_simple_p99_of_a_hundred_values_is_their_maximum():
-    values = [float(value) for value in range(1, 101)]
-    assert sorted(values)[int(0.99 * len(values))] == max(values)
-    assert percentile(values, 99) == pytest.approx(np.percentile(values, 99)) == 99.01
-
-
-def test_m1_m2_and_m4_the_prices_of_the_articles():
-    assert f"{100 / (70 / 7) ** 0.6:.1f}" == "25.1"
-    assert f"{10_000 * 500 / 100 / 3600 * 3:.2f}" == "41.67"
-    one = ch22_ship.Configuration(H100, 3.0)
-    assert ch22_ship.price(one, 100) == pytest.approx(8.33, rel=1e-3)
-    assert ch22_ship.price(one, 1000) == pytest.approx(0.833, rel=1e-3)
-    four = ch22_ship.Configuration(H100, 3.0, ranks=4)
-    assert ch22_ship.price(four, 1000) == 4 * ch22_ship.price(one, 1000)
-
-
-def test_all_claims_of_serving_and_cost_are_listed():
-    claims = tomllib.loads((Path(__file__).parents[2] / "notebooks/claims.toml").read_text("utf-8"))
-    wanted = {f"L{number}" for number in range(1, 21)} | {f"M{number}" for number in range(1, 8)}
-    assert wanted <= set(claims)
-
-
 # ---- step times -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("queries", "lengths", "logits"), STEPS)
-def test_the_law_is_the_cost_model_on_one_gpu(queries, lengths, logits):
-    law = ch22_ship.StepSeconds(preset("llama-3.1-8b"), H100)
-    cost = step_cost(preset("llama-3.1-8b"), queries, lengths, num_logits=logits)
-    assert law.of(queries, lengths, logits) == pytest.approx(step_time(cost, H100).seconds)
 
 
 @pytest.mark.parametrize("link", ["nvlink", "pcie"])
@@ -157,33 +102,6 @@ def test_the_search_finds_the_last_rate_that_holds(monkeypatch):
             [200] if rate > 34 else sorted({200, max(200, ch22_ship.ARRIVALS * rate)})
         )
     assert ch22_ship.highest_rate(LLAMA, shipped(), {"ttft": 0.05}).rate == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("hardware", "ranks", "chosen", "others"),
-    [("a100-sxm", 4, (64, 192), [(64, 128), (64, 256), (64, 512), (128, 192)]),
-     ("h100-sxm", 4, (64, 512), [(64, 256), (64, 768), (128, 512)]),
-     ("h100-sxm", 8, (128, 512), [(64, 512), (64, 1024), (128, 1024)])],
-)  # fmt: skip
-def test_the_page_has_the_best_seats_and_budget_of_those_tried(hardware, ranks, chosen, others):
-    def rate(seats, budget):
-        config = ch22_ship.Configuration(
-            DATASHEET[hardware], 1.0, seats=seats, budget=budget, prefix_cache=True,
-            ranks=ranks, link=LINKS["nvlink"],
-        )  # fmt: skip
-        return ch22_ship.highest_rate(LLAMA, config, {"ttft": 0.5, "tpot": 0.03}).rate
-
-    assert rate(*chosen) >= max(rate(*other) for other in others)
-
-
-def test_no_throughput_is_above_the_bound_of_its_arithmetic():
-    config = shipped(seats=64, budget=512, prefix_cache=True)
-    replies = ch22_ship.run(LLAMA, config, 1000, 60, seed=0)
-    wall = max(one.end for one in replies) - replies[0].intended
-    dollars = ch22_ship.price(config, sum(one.tokens for one in replies) / wall)
-    assert ch22_ship.least_price(LLAMA, config, 60) < dollars
-    assert ch22_ship.least_price(LLAMA, config) < ch22_ship.least_price(LLAMA, shipped())
 
 
 # ---- replies --------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import math
 import sys
 from collections import OrderedDict, defaultdict, namedtuple
-from fractions import Fraction
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from minillm_exercises.checking import (
     CheckFailedError,
     accept,
     close,
-    describe,
     equal,
     number,
     plain,
@@ -128,11 +126,6 @@ def test_an_object_that_agrees_is_none_of_the_plain_types(got, want):
         said(number, value, "the sum")
 
 
-def test_objects_are_never_equal_not_even_of_one_class():
-    said(equal, Fraction(1, 2), Fraction(1, 2), "a half")
-    said(equal, ["<Fraction>"], [Fraction(1, 2)], "a half")
-
-
 def test_a_tensor_that_answers_for_itself_passes_nothing():
     want = torch.tensor([1.0, 2.0])
     mine = torch.tensor([5.0, 6.0]).as_subclass(Torchlike)
@@ -177,27 +170,6 @@ def test_what_is_close():
     said(close, 10**400, 1, "it")
     ragged = [[1, 2], [3]]
     assert said(close, ragged, [[1, 2], [3, 4]], "it").endswith("got [[1, 2], [3]].")
-
-
-def test_numbers_that_differ_late_are_written_so_that_one_sees_it():
-    near = said(close, 1.25 + 2**-30, 1.25, "it", "", 0.0, 1e-12)
-    assert near == "it: expected 1.25, got 1.2500000009313226."
-    assert said(close, 1.375, 1.25, "it") == "it: expected 1.25, got 1.375."
-
-
-def test_none_is_explained_only_where_something_else_was_wanted():
-    assert said(equal, None, 3, "it") == "it: expected 3, got None (is there a return?)."
-    assert said(equal, 3, None, "it") == "it: expected None, got 3."
-    assert said(close, None, None, "it") == "it: expected None, got None."
-    assert describe(None) == "None"
-
-
-def test_a_float_that_cannot_hold_the_number_is_called_a_float():
-    big = 126519292761748684
-    assert said(equal, float(big), big, "it") == f"it: expected {big}, got a float, 1.26519e+17."
-    assert said(equal, 41.5, 41, "it") == "it: expected 41, got 41.5."
-    assert said(equal, big + 1, big, "it") == f"it: expected {big}, got {big + 1}."
-    assert said(equal, 3e17, 1e17, "it") == "it: expected 1e+17, got 3e+17."
 
 
 def test_without_torch_nothing_is_a_tensor(monkeypatch):

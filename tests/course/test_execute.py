@@ -103,12 +103,6 @@ def test_fill_binds_the_prose_without_a_kernel(tmp_path, capsys, monkeypatch):
     assert '<span data-given="N">?</span>' in text
 
 
-def test_an_unknown_chapter_is_refused(course, capsys):
-    status, said = run(course, "07", capsys=capsys)
-    assert status == 1
-    assert "no chapter '07'. The chapters are: 00_good, 01_bad" in said
-
-
 def test_normalising_drops_what_is_chance_and_reports_warnings():
     widget = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": "HBox()"}
     outputs = (
@@ -126,13 +120,6 @@ def test_normalising_drops_what_is_chance_and_reports_warnings():
     assert made["cells"][0]["metadata"] == {"tags": ["plot"]}
     assert made["metadata"].keys() == {"kernelspec", "language_info", "minillm"}
     assert made["metadata"]["language_info"] == {"name": "python"}
-
-
-def test_one_name_is_recorded_once(tmp_path):
-    line = json.dumps({"name": "step", "value": 1.0, "unit": "", "text": "1"})
-    (tmp_path / "records").write_text(f"{line}\n{line}\n")
-    with pytest.raises(chapters.ChapterError, match=r"'step'.*called twice"):
-        execute.read_records(tmp_path / "records")
 
 
 @pytest.mark.parametrize(
@@ -186,17 +173,6 @@ def test_a_kernel_runs_apart_from_the_person_who_starts_it(tmp_path, monkeypatch
     assert chapters.environment(tmp_path, 2)["OMP_NUM_THREADS"] == "7"
 
 
-def test_waiting_threads_sleep_soon_unless_the_person_decided(tmp_path, monkeypatch):
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(name, raising=False)
-    assert chapters.environment(tmp_path)["GOMP_SPINCOUNT"] == "2000"
-    monkeypatch.setenv("GOMP_SPINCOUNT", "5")
-    assert chapters.environment(tmp_path)["GOMP_SPINCOUNT"] == "5"
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert "GOMP_SPINCOUNT" not in chapters.environment(tmp_path)
-
-
 def test_a_kernel_has_copies_of_the_libraries_that_were_built(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
     usual = tmp_path / "mine" / "minillm"
@@ -210,12 +186,6 @@ def test_a_kernel_has_copies_of_the_libraries_that_were_built(tmp_path, monkeypa
         assert {file.name for file in own.iterdir()} == {"bf16-1.so", *lent}
     (own / "bf16-1.so").write_text("the kernel's", encoding="utf-8")
     assert (usual / "bf16-1.so").read_text(encoding="utf-8") == "mine"
-
-
-def test_a_file_that_is_no_notebook_is_named(tmp_path):
-    (tmp_path / "00_x.ipynb").write_text("<html>")
-    with pytest.raises(chapters.ChapterError, match=r"00_x.ipynb is no notebook"):
-        chapters.read_notebook(tmp_path / "00_x.ipynb")
 
 
 def picture(data, alt, *tags):

@@ -41,17 +41,6 @@ def test_the_board_says_where_you_stand(at: Terminal) -> None:
     assert re.search(r"… begun +e90\.2 ", shown)
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_board_fits(at: Terminal, width: int) -> None:
-    at.width = width
-    _, shown = at.type("list")
-    lines = shown.splitlines()
-    assert max(map(len, lines)) <= width
-    # whatever the width, the points of each exercise stand in the last column
-    assert sum(line.rstrip().endswith(("0/3", "0/3")) for line in lines) == 3
-    assert "\x1b" not in shown
-
-
 def test_colour_carries_nothing_alone(at: Terminal) -> None:
     at.write(MUTANT)
     for words in (("list",), ("run",), ("hint", "e90.1"), ("solution", "e90.1", "--give-up")):
@@ -128,13 +117,6 @@ def test_a_verdict_screen(at: Terminal) -> None:
     at.sees("run -v", "Graded in", code=1)
 
 
-def test_only_the_first_failure_is_expanded(at: Terminal) -> None:
-    at.write("def add(a, b):\n    return 7\n")
-    others, second = "One other check fails too. Repair the first one", "-1 plus 2 (add"
-    at.sees("run", "1 plus 2 (add(1, 2))", others, code=1, lacks=[second])
-    at.sees("run -v", second, code=1, lacks=["fails too"])
-
-
 def test_passing_proposes_what_follows(at: Terminal) -> None:
     at.write(SOLUTION)
     points = "3 of 3 points, public checks 2/2; an instructor may run more."
@@ -202,16 +184,6 @@ def test_run_as_json(at: Terminal) -> None:
     assert isinstance(json.loads(at.type("run", "--all", "--json")[1]), list)
 
 
-def test_commands_are_whole_however_narrow(at: Terminal) -> None:
-    at.width = 40
-    command = "python -m minillm_exercises {} e90.1"
-    at.write(MUTANT)
-    at.sees("run", command.format("hint") + "  (hint 1 of 3)", code=1)
-    at.sees("list", command.format("run"))
-    at.write(SOLUTION)
-    at.sees("run", command.format("solution"))
-
-
 def test_a_copy_without_solutions_offers_none(at: Terminal) -> None:
     (at.exercise().answers / "solution.py").unlink()
     at.sees("hint e90.1 -n 3", lacks=["solution e90.1"])
@@ -250,15 +222,6 @@ def test_solution_opens_after_a_pass_or_on_giving_up(at: Terminal) -> None:
     assert at.file().with_name("e90_1.solution.py").read_text() == SOLUTION
 
 
-def test_having_passed_is_not_giving_up(at: Terminal) -> None:
-    at.write(SOLUTION)
-    at.sees("run")
-    at.write(MUTANT)  # passed once is enough, whatever the file is now
-    at.sees("run", code=1)
-    at.sees("solution e90.1 --give-up", "return a + b")
-    assert not at.session.progress().of("e90.1").gave_up
-
-
 def test_reset_asks_and_keeps(at: Terminal) -> None:
     at.write(SOLUTION)
     at.type("run")
@@ -279,20 +242,15 @@ def test_reset_asks_and_keeps(at: Terminal) -> None:
 MISTAKES = [
     (("lst",), "Did you mean 'list'?"),
     (("run", "e90.9"), "Did you mean 'e90.2'?"),
-    (("run", "--fiel", "x"), "Did you mean --file?"),
     (("run", "--all", "e90.1"), "give no ID"),
     (("run", "e90.1"), "`start e90.1` gives you its file first"),
     (("run", "--file", "missing/e90_1.py"), "There is no file"),
-    (("run", "--file", "missing.py"), "does not say which exercise"),
     (("run", "--all"), "Nothing is begun yet"),
     (("hint", "e90.1", "-n", "4"), "hints 1 to 3, not 4"),
-    (("hint", "e90.1", "-n", "x"), "invalid int value"),
-    (("hint",), "ID"),
     (("start", "e91.1"), "cannot be done here: it needs no_such_package"),
     (("solution", "e90.2"), "no solution of e90.2"),
     (("reset", "e90.1"), "nothing to reset"),
     (("quiz", "90"), "has no quiz"),
-    (("release",), "--out"),
 ]
 
 
@@ -333,20 +291,6 @@ def test_a_quiz_is_asked_and_judged(at: Terminal) -> None:
     at.sees(f"quiz 03 - {' '.join(letters[1:])}", "2. right.", "2 of 3 right.", code=1)
 
 
-def test_a_damaged_memory_is_said_and_set_aside(
-    at: Terminal, capsys: pytest.CaptureFixture[str]
-) -> None:
-    at.write(SOLUTION)
-    at.session.progress_file.path.write_text("{not json")
-    code, _ = at.type("run", "e90.1")
-    assert code == 0
-    error = capsys.readouterr().err
-    assert error.startswith("progress.json was damaged and is now progress.json.damaged;")
-    assert error.count("\n") == 1
-    assert at.type("list")[0] == 0
-    assert capsys.readouterr().err == ""
-
-
 def test_an_ascii_terminal_gets_ascii(tmp_path: Path) -> None:
     done = command("list", tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.returncode == 0, done.stderr
@@ -375,11 +319,3 @@ def command(words: str, work: Path, **environment: str) -> "subprocess.Completed
         capture_output=True, text=True, timeout=300,
         env={**os.environ, "MINILLM_WORK": str(work), **environment},
     )  # fmt: skip
-
-
-def test_long_lines_of_a_solution_are_wrapped_and_not_cut(at: Terminal) -> None:
-    source = at.exercise().answers / "solution.py"
-    source.write_text(f"# {'word ' * 20}end\n{SOLUTION}")
-    at.width = 60
-    _, shown = at.type("solution", "e90.1", "--give-up", colour=True)
-    assert "end" in shown.split("def add")[0]

@@ -104,12 +104,6 @@ def test_the_line_is_shown_with_a_caret_under_the_place() -> None:
     ]
 
 
-def test_the_first_line_counts() -> None:
-    finding = inspect_source("x = 1\nopen('a')\nimport os\n", EXERCISE)
-    assert finding is not None
-    assert finding.message.startswith("Line 2")
-
-
 @pytest.mark.parametrize(
     ("source", "missing", "near"),
     [

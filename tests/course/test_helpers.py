@@ -1,6 +1,5 @@
 """The notebooks' helpers: facts are exact, timing is honest, predictions are kept."""
 
-import itertools
 import json
 import sys
 from fractions import Fraction
@@ -10,9 +9,7 @@ import pytest
 
 from minillm_exercises import bound, compare, explore, fact, figure, measure, predict, record, show
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.plots import COLOURS, DASHES, MARKERS, bars, series
-from minillm_exercises.predictions import Prediction
-from minillm_exercises.quiz import Question, load_quiz, quiz_text
+from minillm_exercises.quiz import load_quiz, quiz_text
 from minillm_exercises.timing import Timing
 
 
@@ -56,11 +53,6 @@ def spending(clock: FakeClock, *seconds: float):
 def test_a_fact_is_one_line(value, line, capsys) -> None:
     fact("it", value)
     assert capsys.readouterr().out == line + "\n"
-
-
-def test_a_fact_with_a_unit(capsys) -> None:
-    fact("positions", 8256, "tokens")
-    assert capsys.readouterr().out == "positions: 8,256 tokens\n"
 
 
 @pytest.mark.parametrize("value", [1.5, None, [1], float("nan")])
@@ -181,11 +173,6 @@ def test_a_prediction_is_kept_and_shown_again(capsys) -> None:
     assert "as you said" in capsys.readouterr().out
 
 
-def test_without_a_prediction_the_measurement_is_still_told(capsys) -> None:
-    compare("nothing", "4.2 times", "c")
-    assert capsys.readouterr().out == ("Measured: 4.2 times. That is c.\n")
-
-
 def test_what_was_not_measured_is_not_called_measured(capsys) -> None:
     compare("nothing", "4.2 times", "c", found="Computed")
     predict("03.clock", "How many times?", ["60", "15", "4"], choice="b")
@@ -227,26 +214,6 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path) -> None:
 def test_a_choice_must_be_an_option(choice) -> None:
     with pytest.raises(ExerciseError, match="none of a, b"):
         predict("k", "?", ["x", "y"], choice=choice)
-
-
-def test_two_to_four_options() -> None:
-    for options in (["x"], list("vwxyz")):
-        with pytest.raises(ExerciseError, match="two to four"):
-            predict("k", "?", options)
-
-
-def test_series_differ_without_colour() -> None:
-    assert len(set(COLOURS)) == len(set(MARKERS)) == len(set(map(str, DASHES))) == 6
-    assert len({bars(i)["hatch"] for i in range(6)}) == 6
-    assert series(7) == series(1)
-
-
-def test_neighbouring_colours_have_different_greys() -> None:
-    greys = []
-    for colour in COLOURS:
-        red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-        greys.append(0.2126 * red + 0.7152 * green + 0.0722 * blue)
-    assert all(abs(a - b) > 0.06 for a, b in itertools.pairwise(greys))
 
 
 def test_axes_need_labels_and_the_bound_is_black_dashed_and_named() -> None:
@@ -313,19 +280,6 @@ def test_a_quiz_asks_without_telling(quizzes) -> None:
     assert "Because" not in text
 
 
-def test_long_questions_are_cut_between_words_and_indented():
-    """A page cuts longer lines inside a word."""
-    words = " ".join(["twenty-odd"] * 20)
-    asked = Question(words, (words, "no"), "a", "").asked(1).splitlines()
-    guessed = Prediction("x.y", words, {"a": words, "b": "no"}).text().splitlines()
-    for lines in (asked, guessed):
-        assert max(map(len, lines)) <= 88
-        assert " ".join(" ".join(lines).split()).count("twenty-odd") == 40
-    assert asked[1].startswith("   twenty-odd")
-    assert [line[:6] for line in asked[-4:]] == ["  a)  ", " " * 6, " " * 6, "  b)  "]
-    assert Prediction("x.y", "One.\nTwo?", {"a": "1", "b": "2"}).text().startswith("One.\nTwo?\n")
-
-
 def test_a_quiz_answers_with_reasons(quizzes) -> None:
     assert quiz_text("03", "b c", root=quizzes).splitlines() == [
         "1. right. Because.",
@@ -344,11 +298,6 @@ def test_quiz_mistakes_are_sentences(quizzes) -> None:
     (quizzes / "quiz" / "03.toml").write_text("[[question]]\ntext='x'")
     with pytest.raises(ExerciseError, match="damaged"):
         load_quiz("03", quizzes)
-
-
-def test_a_question_knows_its_letters() -> None:
-    with pytest.raises(ExerciseError, match="choose one of a, b"):
-        Question("?", ("x", "y"), "a", "").answered(1, "c")
 
 
 def test_a_slider_draws_again_below_and_only_when_moved(monkeypatch) -> None:

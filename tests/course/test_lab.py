@@ -1,14 +1,12 @@
 """notebooks/lab.py: copies without answers, nothing of the learner's lost, a place to go on."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
-from notebook_chapter import NOTEBOOKS, chapters, lab
+from notebook_chapter import chapters, lab
 from toy_notebooks import code, fact, markdown, write
 
-ChapterError, chapter_paths = chapters.ChapterError, chapters.chapter_paths
 read_notebook, write_notebook = chapters.read_notebook, chapters.write_notebook
 
 
@@ -58,13 +56,6 @@ def test_copies_have_no_outputs_and_the_originals_stay(course, desk):
     assert (desk / "GLOSSARY.md").exists()
     assert len(said) == 1
     assert str(desk) in said[0]
-
-
-def test_nothing_is_said_or_written_the_second_time(course, desk):
-    lab.prepare(course, desk)
-    before = (desk / "00_first.ipynb").stat().st_mtime_ns
-    assert lab.prepare(course, desk)[1] == []
-    assert (desk / "00_first.ipynb").stat().st_mtime_ns == before
 
 
 def test_an_untouched_copy_follows_upstream(course, desk):
@@ -159,18 +150,6 @@ def test_it_starts_at_the_index_and_resumes_where_one_was(course, desk):
     assert start(course, desk, chapter="01")[0] == "01_second.ipynb"
 
 
-def test_an_unknown_chapter_is_refused_with_the_known_ones(course, desk):
-    lab.prepare(course, desk)
-    with pytest.raises(ChapterError, match=r"no chapter '07'.*00_first, 01_second"):
-        start(course, desk, chapter="07")
-
-
-def test_a_folder_that_cannot_be_written_is_named(course, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ChapterError, match="Set MINILLM_WORK to a folder"):
-        lab.prepare(course, tmp_path / "file" / "notebooks")
-
-
 def test_the_command_opens_the_page_and_its_settings_are_in_place(course, desk):
     lab.prepare(course, desk)
     words = lab.command(desk, "README.md", browser=False, port=8899)
@@ -186,16 +165,6 @@ def test_without_jupyterlab_it_says_how_to_get_it(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(lab.importlib.util, "find_spec", lambda name: None)
     assert lab.script_errors(lambda: lab.main([])) == 1
     assert "JupyterLab is not installed" in capsys.readouterr().err
-
-
-def test_preparing_alone_starts_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("MINILLM_WORK", str(tmp_path))
-    monkeypatch.setattr(lab, "wait", lambda *_: pytest.fail("started"))
-    assert lab.main(["--prepare-only"]) == 0
-    names = {path.name for path in (tmp_path / "notebooks").glob("*.ipynb")}
-    assert names == {path.name for path in chapter_paths(NOTEBOOKS)}
-    assert "Copied the chapters" in capsys.readouterr().out
-    assert json.loads((tmp_path / "notebooks" / ".copied.json").read_text()).keys() == names
 
 
 def test_links_to_the_engine_become_names_of_files() -> None:

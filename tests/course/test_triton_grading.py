@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from minillm_exercises import child, server
+from minillm_exercises import server
 from minillm_exercises.capture import save_function
 from minillm_exercises.grader import Grader, grade
 from minillm_exercises.limits import ON_GPU
 from minillm_exercises.manifest import Exercise, load_manifest
 from minillm_exercises.session import unavailable
-from minillm_exercises.wording import crash_sentence
 from minillm_exercises.workspace import Workspace
 
 pytest.importorskip("triton")
@@ -40,20 +39,6 @@ def test_what_cuda_says_ends_the_process_and_not_the_grader(toys: dict[str, Exer
     assert "TRITON_INTERPRET=1" in verdict.message
     assert [check.status for check in verdict.checks] == ["error", "not run", "not run"]
     assert grader.run(text).status == "pass"
-
-
-def test_a_circle_of_causes_ends() -> None:
-    one, other = ValueError("one"), ValueError("other")
-    one.__cause__, other.__cause__ = other, one
-    assert not child._lost_gpu(one)
-    for text in ("CUDA error: unspecified launch failure", "Triton Error [CUDA]: misaligned"):
-        other.args = (text,)
-        assert child._lost_gpu(one)
-
-
-def test_other_faults_of_a_gpu_are_told_as_they_are() -> None:
-    report = {"check": "x", "kind": "gpu", "message": "CUDA error: unspecified launch failure"}
-    assert "CUDA error: unspecified launch failure" in crash_sentence(report, 0, "", "y", ON_GPU)
 
 
 def test_compiled_kernels_get_the_limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,14 +89,6 @@ def test_a_learner_gets_dots_and_a_folded_answer():
     assert answer["source"].startswith("<details>") and answer["id"] == "c0-answer"  # noqa: PT018
 
 
-def test_what_a_learner_gets_says_that_it_is_open(capsys):
-    exec(turns.blanked(FUNCTION), {"turn": turn})
-    exec(turns.unmarked(FUNCTION), {"turn": turn})
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("Your turn")
-    assert second == "Right: [12, 2]."
-
-
 def test_a_cell_without_an_answer_is_refused():
     with pytest.raises(ExerciseError, match="no line that ends in"):
         turns.blanked("turn(1, 1, 'x')")

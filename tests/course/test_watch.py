@@ -52,18 +52,6 @@ def test_a_save_is_graded(at: Terminal) -> None:
     assert at.session.progress().of("e90.1").attempts == 2
 
 
-def test_an_editor_that_replaces_the_file(at: Terminal) -> None:
-    path = at.write(MUTANT)
-    new = path.with_suffix(".swp")
-
-    def replaced() -> None:
-        new.write_text(path.read_text().replace("abs(a) + abs(b)", "a + b"))
-        os.utime(new, ns=(path.stat().st_mtime_ns, path.stat().st_mtime_ns))
-        new.replace(path)
-
-    assert watched(at, replaced, nothing)[0]
-
-
 def test_a_save_during_grading_is_not_lost(at: Terminal) -> None:
     at.write(MUTANT)
     grade = at.session.grade
@@ -87,13 +75,6 @@ def test_a_file_that_is_gone_is_said_once_and_not_graded(at: Terminal) -> None:
     assert (passed, shown.count(said), shown.count("public checks")) == (True, 1, 2)
     assert "is gone" not in watched(at, path.unlink, *back)[1]  # an editor replaced it
     assert watched(at, *2 * (path.unlink, nothing, *back))[1].count(said) == 2
-
-
-def test_a_watched_exercise_is_begun(at: Terminal) -> None:
-    passed, shown = watched(at)
-    assert not passed
-    assert "TODO e90.1" in shown
-    assert f"Watching {at.file()}; Ctrl-C stops." in shown.replace("\n", "")
 
 
 def test_what_a_save_changes(tmp_path: Path) -> None:

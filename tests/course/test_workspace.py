@@ -34,11 +34,6 @@ def test_where_the_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert work_root() == tmp_path / "work"
 
 
-def test_set_aside_files_are_numbered(at: Terminal) -> None:
-    kept = [at.session.workspace.set_aside(at.write(text)).name for text in ("a", "b", "c")]
-    assert kept == ["e90_1.1.py", "e90_1.2.py", "e90_1.3.py"]
-
-
 def test_putting_the_same_text_keeps_no_copy(at: Terminal) -> None:
     path = at.file()
     at.session.workspace.put(path, "a")
@@ -86,12 +81,6 @@ def test_damage_is_set_aside(tmp_path: Path, text: str) -> None:
     assert file.read().notice == ""
 
 
-def test_bytes_that_are_no_text_are_damage(tmp_path: Path) -> None:
-    file = ProgressFile(tmp_path / "progress.json")
-    file.path.write_bytes(b"\xff\xfe\x00")
-    assert "damaged" in file.read().notice
-
-
 def test_what_a_later_version_wrote_is_kept(tmp_path: Path) -> None:
     file = ProgressFile(tmp_path / "progress.json")
     entry = {"hints": 1, "stars": 5, "attempts": "many", "passed": 1}
@@ -101,15 +90,6 @@ def test_what_a_later_version_wrote_is_kept(tmp_path: Path) -> None:
     data = json.loads(file.path.read_text())
     assert (data["version"], data["mood"]) == (2, "good")
     assert (data["exercises"]["e90.1"]["stars"], data["exercises"]["e90.1"]["hints"]) == (5, 2)
-
-
-def test_a_file_that_cannot_be_read_is_not_replaced(tmp_path: Path) -> None:
-    file = ProgressFile(tmp_path / "progress.json")
-    file.path.mkdir()  # also root cannot read a folder as a file
-    assert "cannot be read" in file.read().notice
-    with pytest.raises(ExerciseError, match="cannot be written"):
-        file.set("e90.1", hints=1)
-    assert file.path.is_dir()
 
 
 def _count(path: Path, exercise_id: str, times: int) -> None:
@@ -150,14 +130,6 @@ def test_an_untouched_starter_is_no_attempt(at: Terminal) -> None:
     at.type("run")
     entry = at.session.progress().of("e90.1")
     assert (entry.attempts, entry.status, entry.earned, entry.points) == (2, "pass", 3, 3)
-
-
-def test_points_of_a_deleted_file_are_gone(at: Terminal) -> None:
-    at.write(SOLUTION)
-    at.type("run")
-    at.file().unlink()
-    row = at.session.standings()[0]
-    assert (row.state, row.earned) == ("open", 0)
 
 
 def test_what_comes_next(at: Terminal) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import itertools
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,15 +183,6 @@ def test_the_progress_bar_counts_requests_and_tells_the_speed(llm, monkeypatch, 
     assert "Generating" in err
     assert "3/3" in err
     assert "tokens/s" in err
-
-
-def test_scores_have_a_bar_too(llm, monkeypatch, capsys):
-    set_clock(monkeypatch, 2.0)
-    llm.score(["some text", "another text"])
-    err = capsys.readouterr().err
-    assert "Scoring" in err
-    assert "2/2" in err
-    assert "tokens/s" not in err
 
 
 @pytest.mark.parametrize("use_tqdm", [False, True])
@@ -442,16 +432,6 @@ def test_generate_ends_when_somebody_aborts_its_requests(llm, monkeypatch):
     monkeypatch.setattr(engine, "step", interrupted)
     for output in llm.generate([FIRST, SECOND], PARAMS, use_tqdm=False):
         assert (reasons(output), len(tokens(output)[0])) == ({"abort"}, 2)
-
-
-def test_finished_requests_are_forgotten(llm):
-    requests = [weakref.ref(llm.engine.add(llm.engine.make_request(str(i), None, FIRST, GREEDY)))
-                for i in range(5)]  # fmt: skip
-    llm.engine.abort("3")
-    while llm.engine.has_work:
-        llm.engine.step()
-    gc.collect()
-    assert [request() for request in requests] == [None] * 5
 
 
 def test_inference_mode_does_not_leak_out_of_a_stream(llm):

@@ -5,7 +5,6 @@ That no setting of an engine changes a bit is in `tests/matrix`.
 
 import itertools
 import threading
-from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -13,12 +12,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams, ops
-from minillm.cli.options import add_engine_options, engine_arguments
-from minillm.errors import ConfigError
+from minillm import LLM, SamplingParams
 from minillm.execution import runner
 from minillm.layers.linear_methods import PlainLinearMethod
-from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts
 from minillm.models import deterministic
 from minillm.models.decoder import Decoder
@@ -285,13 +281,6 @@ def test_a_product_that_depends_on_the_row_excludes_tiles(row, expected, monkeyp
     assert f"uses tiles of {' or '.join(map(str, expected))} rows" in caplog.text
 
 
-def test_sizes_with_other_bits_are_not_used_together(monkeypatch):
-    llm = open_engine("llama", "float32", deterministic=False)
-    plant(monkeypatch, lambda out, x, w: last_bit(out) if len(out) == 32 else out)
-    assert 32 not in find_tiles(decoder_of(llm))
-    assert 16 in find_tiles(decoder_of(llm))
-
-
 def in_two_halves(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Another order of the same sum, in float32 as kernels do it."""
     if len(x) <= 16:
@@ -330,15 +319,6 @@ def test_what_the_probe_runs_has_all_the_model_s_products():
         assert torch.einsum("...oi,n...i->n...o", weight.double(), x.double()).abs().max() < 1e-12
 
 
-def test_the_activation_does_not_depend_on_the_row():
-    """Whatever the number of threads: with 3, `silu_mul` cuts 128 rows of 1000 within a row."""
-    for mode, activation in ((True, ops.invariant_silu_mul), (False, ops.silu_mul)):
-        llm = open_engine("deepseek_v2", "float32", deterministic=mode)
-        dense = [module for module in decoder_of(llm).modules() if isinstance(module, MLP)]
-        assert len(dense) == 2  # one of them shared beside experts
-        assert all(each.activation is activation for each in dense)
-
-
 def test_every_expert_of_the_engine_s_model_is_tiled():
     for mode in (True, False):
         llm = open_engine("qwen3_moe", "float32", deterministic=mode)
@@ -351,12 +331,6 @@ def test_every_expert_of_the_engine_s_model_is_tiled():
 
 
 # ---- the option -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [1, "yes", None])
-def test_it_is_a_bool(value):
-    with pytest.raises(ConfigError, match=r"deterministic is .*; it must be a bool"):
-        make(folder_of("llama"), deterministic=value)
 
 
 def test_the_memory_plan_counts_what_tiles_add():
@@ -373,11 +347,3 @@ def test_the_memory_plan_counts_what_tiles_add():
     for num_rows in range(1, 40):
         for _, _, size in spans(num_rows, (16, 32, 64, 128)):
             assert size <= num_rows + deterministic.PASS_ROWS
-
-
-def test_the_command_line_has_it():
-    parser = ArgumentParser()
-    parser.add_argument("--model", default="tiny")
-    add_engine_options(parser)
-    assert "deterministic" not in engine_arguments(parser.parse_args([]))
-    assert engine_arguments(parser.parse_args(["--deterministic"]))["deterministic"] is True

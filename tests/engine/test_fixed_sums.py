@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from minillm.errors import ConfigError
 from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear import Linear
 from minillm.layers.linear_methods import Matrix, WeightSlice
@@ -17,10 +16,8 @@ from minillm.models.fixed_sums import (
     is_part,
     make_deterministic,
     num_parts,
-    why_tiles,
     with_few_queries,
 )
-from minillm.models.packing import keep_plain
 from minillm.models.presets import preset
 from minillm.ops import cpu
 from minillm.ops.batch import Batch
@@ -71,19 +68,6 @@ def test_sizes_that_c_does_not_take_need_tiles(fields, why):
     assert isinstance(tiled, TiledDecoder)
     assert tiled.tiles
     assert kv.mode == "invariant"
-
-
-def test_without_our_functions_there_are_tiles(monkeypatch):
-    plain = decoder()
-    keep_plain(plain)
-    assert "C functions are not used" in why_tiles(plain)
-    assert "C functions are not used" in why_tiles(Decoder(SMALL, torch.float16))
-    monkeypatch.setenv(cpu.PANELS, "0")
-    assert "C functions are not used" in why_tiles(decoder())
-    monkeypatch.setenv(cpu.PANELS, "yes")
-    with pytest.raises(ConfigError, match="MINILLM_PANELS is 'yes'"):
-        why_tiles(decoder())
-    assert why_tiles(Decoder(SMALL, torch.float32, "meta")) == "the model is on meta"
 
 
 @needs_c

@@ -19,7 +19,7 @@ from minillm.api.outputs import RequestOutput
 from minillm.errors import Failure
 from minillm.execution import collect, runner
 from minillm.execution.state import SequenceRow
-from tests.engine.small import EOS, assert_idle, limit_steps, make, reasons, tokens
+from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens
 from tests.execution.test_graphs import PROMPTS, params_of
 from tests.matrix.cells import give_graphs, poison
 
@@ -105,17 +105,6 @@ def test_metrics_are_those_of_the_trace(folder, monkeypatch):
     assert not any(replay.holders.values())
 
 
-def test_a_trace_is_saved_and_read(folder, monkeypatch, tmp_path):
-    llm = overlapped(folder, monkeypatch, True)
-    llm.generate(PROMPTS, requests("ends by tokens"), use_tqdm=False)
-    llm.trace.save(tmp_path / "t.jsonl")
-    again = type(llm.trace).load(tmp_path / "t.jsonl")
-    assert list(again) == list(llm.trace)
-    assert again.requests() == llm.trace.requests()
-    assert again.chrome_events()
-    assert again.html()
-
-
 @pytest.mark.parametrize("graphs", WITH_GRAPHS)
 @pytest.mark.parametrize("at", range(1, 8))
 def test_aborts_between_steps(folder, expected, monkeypatch, at, graphs):
@@ -183,30 +172,6 @@ def test_the_only_request_is_aborted_while_a_step_is_launched(folder, monkeypatc
     assert launched == list(range(1, len(launched) + 1))
     assert_idle(engine)
     assert engine.step() == []
-
-
-def test_a_stream_and_an_engine_that_is_closed_in_the_middle(folder, expected, monkeypatch):
-    llm = overlapped(folder, monkeypatch, True)
-    stream = llm.stream(PROMPTS[5], requests("as they are")[5])
-    seen = [tokens(output)[0] for output in stream]
-    (want,) = expected("as they are")[5][0]
-    assert seen == [want[: count + 1] for count in range(len(want))]
-    paused = llm.stream(PROMPTS[5], requests("as they are")[5])
-    next(paused), next(paused)
-    llm.close()
-    llm.close()
-    (last,) = paused
-    assert reasons(last) == {"abort"}
-
-
-def test_scores_are_the_same(folder, monkeypatch):
-    texts = ["a text of several chunks", "another text that is long", "short"]
-    llm = overlapped(folder, monkeypatch, True, max_num_batched_tokens=9, max_num_seqs=9)
-    want = make(folder).score(texts)
-    for have, right in zip(llm.score(texts), want, strict=True):
-        assert have.num_tokens == right.num_tokens
-        assert have.log_likelihood == pytest.approx(right.log_likelihood, rel=1e-5)
-    assert_idle(llm.engine)
 
 
 # ---- faults ------------------------------------------------------------------------------------
@@ -285,14 +250,3 @@ def test_a_cpu_does_one_thing_after_the_other_unless_it_is_asked(folder):
     assert make(folder, async_scheduling=True).engine.overlaps
     with pytest.raises(ValueError, match="async_scheduling is 'yes'; it must be a bool or None"):
         make(folder, async_scheduling="yes")
-
-
-def test_an_end_of_sequence_is_the_last_token(folder, monkeypatch):
-    """The one that was computed in vain behind it is nowhere."""
-    llm = overlapped(folder, monkeypatch, True)
-    params = SamplingParams(temperature=0.0, max_tokens=30, allowed_token_ids=[EOS])
-    forced = SamplingParams(temperature=0.0, max_tokens=30, logit_bias={EOS: 100.0})
-    for each in (params, forced):
-        (output,) = llm.generate([PROMPTS[2]], each, use_tqdm=False)
-        assert (tokens(output), reasons(output)) == ([[EOS]], {"stop"})
-    assert_idle(llm.engine)

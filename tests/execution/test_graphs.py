@@ -75,10 +75,6 @@ def test_the_plan_keeps_memory_for_graphs():
     assert with_graphs.kv_cache_bytes == without.kv_cache_bytes - with_graphs.graph_bytes
 
 
-def test_more_rows_than_there_are():
-    assert bucket_of(bucket_sizes(8), 9) is None
-
-
 # ---- an engine with recordings that are functions ------------------------------------------------
 
 
@@ -281,19 +277,6 @@ def test_a_size_that_cannot_be_recorded_has_no_graph_and_the_others_have(folder,
     whys = {record.why_eager for record in llm.trace if not record.graph_rows}
     assert whys == {"several tokens of a sequence"}
     assert {record.graph_rows for record in llm.trace if record.graph_rows} <= {1, 2, 8, 9}
-    assert_idle(llm.engine)
-
-
-def test_without_any_recording_the_steps_run_eagerly(folder, expected, caplog):
-    llm, again = make(folder, max_num_seqs=9), Again()
-
-    def capture(run: Callable[[], None]) -> Callable[[], None]:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    again.capture = capture  # type: ignore[method-assign]
-    give_graphs(llm, again)
-    assert list(map(tokens, run(llm))) == expected
-    assert any("not permitted" in record.why_eager for record in llm.trace)
     assert_idle(llm.engine)
 
 

@@ -2,12 +2,10 @@
 
 import math
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from minillm_kernels.bench import gpu as gpu_module
 from minillm_kernels.bench.case import Measurement
 from minillm_kernels.bench.ceilings import ceilings
 from minillm_kernels.bench.gpu import (
@@ -160,13 +158,6 @@ def test_a_failing_measurement_raises_and_gives_memory_back(count):
     assert all(contender.closed for contender in gpu.made)
 
 
-def test_inputs_that_stay_in_the_cache_are_noted():
-    gpu = FakeGpu()
-    small, large = ({"num_bytes": size * MB, "num_sets": 2} for size in (59, 61))
-    for options, cached in ((small, True), (large, False), (small | {"bound": "matmul"}, False)):
-        assert measure(case(**options), gpu, Effort(), gpu.clock)["cached"] is cached
-
-
 # ---- the stopwatch ----------------------------------------------------------------------------
 
 
@@ -254,13 +245,6 @@ def test_calls_are_captured_into_a_graph_of_the_right_length(monkeypatch):
     contender.step()  # does nothing
 
 
-def test_outputs_rotate_as_inputs_do(monkeypatch):
-    """An output that is freed before the next call would be written in the cache."""
-    cuda = FakeCuda(monkeypatch)
-    contender = cuda.gpu.ready(cuda.call, 3)
-    assert len({part.data_ptr() for part in contender.kept}) == 3
-
-
 def test_what_cannot_be_captured_is_launched_and_says_so(monkeypatch):
     cuda = FakeCuda(monkeypatch, captures=False)
     contender = cuda.gpu.ready(cuda.call, 2)
@@ -277,13 +261,6 @@ def test_the_first_timing_is_not_counted(monkeypatch):
     assert cuda.now - before == pytest.approx(2 * contender.calls * 1e-4)
 
 
-def test_a_lost_device_is_noticed(monkeypatch):
-    cuda = FakeCuda(monkeypatch)
-    assert not cuda.gpu.lost()
-    cuda.lost = True
-    assert cuda.gpu.lost()
-
-
 def test_an_old_gpu_or_none_is_refused_in_one_sentence(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr("minillm_kernels.launch.INTERPRETED", True)
@@ -298,20 +275,6 @@ def test_an_old_gpu_or_none_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     with pytest.raises(NoGpuError, match=r"Tesla T4 has compute capability 7\.5; the kernels need"):
         require_gpu()
-
-
-def test_the_driver_is_asked_if_it_is_there(monkeypatch):
-    def run(*arguments, **options):
-        return SimpleNamespace(returncode=0, stdout="580.65\n580.65\n")
-
-    monkeypatch.setattr(gpu_module.subprocess, "run", run)
-    assert gpu_module.driver_version() == "580.65"
-
-    def missing(*arguments, **options):
-        raise FileNotFoundError
-
-    monkeypatch.setattr(gpu_module.subprocess, "run", missing)
-    assert gpu_module.driver_version() is None
 
 
 def test_the_ceilings_are_what_they_say():

@@ -130,19 +130,6 @@ def test_mla_of_several_queries_is_compiled_once():
     assert kernels(found) == ["_combine_kernel", "_decode_kernel", "_prefill_kernel"]
 
 
-def test_every_family_has_launches_with_names_of_their_own():
-    for family in CHECKED:
-        names = [launch.name for launch in launches(family)]
-        assert names
-        assert len(set(names)) == len(names)
-        assert not [name for name in names if "|" in name or ";" in name]  # the table's own
-
-
-def test_every_architecture_is_compiled_for():
-    firsts = [first_architecture(launch, place) for _, launch, place in CALLS]
-    assert set(firsts) == set(ARCHITECTURES)
-
-
 def test_attention_and_products_claim_the_newest_hardware():
     """A claim that is dropped would not be missed otherwise."""
     for family in ("paged_attention", "mla", "moe"):
@@ -296,23 +283,6 @@ def add(x, out, n, SIZE: tl.constexpr):
     """A kernel without products."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     tl.store(out + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
-
-
-def test_a_kernel_without_products_uses_no_tensor_cores():
-    x = torch.empty(1000)
-    (found,) = compile_for(90, lambda: add[(8,)](x, x, 1000, 128))
-    assert not found.uses_tensor_cores
-    assert found.shared == 0
-    assert found.num_warps == 4
-
-
-def test_a_launch_is_compiled_once_per_architecture_and_nothing_runs():
-    x = torch.zeros(1000)
-    found = [
-        compile_for(capability, lambda: add[(8,)](x, x, 1000, 256))[0] for capability in (80, 90)
-    ]
-    assert [each.arch for each in found] == [80, 90]
-    assert not x.any()
 
 
 def test_afterwards_there_is_no_driver_left_over():

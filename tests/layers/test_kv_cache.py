@@ -120,13 +120,6 @@ def test_copies_take_one_index_and_two_operations_per_tensor(spec, tensors):
     assert not seen.keys() & {"index", "index_put_", "_index_put_impl_", "_to_copy", "copy_"}
 
 
-def test_a_block_of_the_swap_space_is_one_piece():
-    """One copy moves it, which does not wait: torch copies what has gaps through a buffer."""
-    kv = cache_of(GQA, swap_space_of=torch.device("cpu"))
-    assert all(tensor[:, 2].is_contiguous() for tensor in kv.tensors)
-    assert kv.key.shape == cache_of(GQA).key.shape
-
-
 def test_the_swap_space_of_a_gpu_is_pinned(monkeypatch):
     pinned, empty = [], torch.empty
 

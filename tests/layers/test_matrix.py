@@ -1,12 +1,7 @@
-"""The seam between layers and weights: what a layer holds of which tensor, and a method of its own.
-
-`Int8Rows` is a method that the engine does not know. It brings its memory, its checkpoint tensors
-and its product, for every matrix of a model, and no other file hears of it.
-"""
+"""The seam between layers and weights: what a layer holds of which tensor."""
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,17 +10,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from minillm.config import MLAConfig, ModelConfig, MoEConfig
+from minillm.config import ModelConfig, MoEConfig
 from minillm.errors import CheckpointError
 from minillm.layers.linear import Embedding, Linear
-from minillm.layers.linear_methods import CheckpointTensor, LinearMethod, Matrix, WeightSlice
+from minillm.layers.linear_methods import Matrix, WeightSlice
 from minillm.layers.moe import ExpertNames, Experts
 from minillm.models import checkpoint
 from minillm.models.checkpoint import ModelSource, shard_headers
 from minillm.models.decoder import Decoder
-from minillm.models.forward_pass import Chunk, ForwardPass
-from minillm.models.loader import check_tensors, fill, load_model
-from minillm.models.packing import pack_weights
+from minillm.models.loader import check_tensors, fill
 from minillm.models.presets import PRESETS
 from minillm.plan.cost import weight_bytes
 
@@ -42,13 +35,6 @@ BASE = ModelConfig(
     max_position_embeddings=128,
     tie_word_embeddings=True,
 )
-MOE = MoEConfig(4, 2, 48, shared_intermediate_size=32, scoring="sigmoid", score_bias=True)
-MLA = MLAConfig(32, 16, 8, 12, q_lora_rank=24)
-MODELS = {
-    "tied": BASE,
-    "biases": replace(BASE, tie_word_embeddings=False, qkv_bias=True, mlp_bias=True),
-    "experts": replace(BASE, family="deepseek_v3", num_kv_heads=4, mla=MLA, moe=MOE),
-}
 
 
 # ---- what a layer holds -----------------------------------------------------------------------
@@ -121,14 +107,6 @@ def test_columns_that_add_up_to_the_product(tmp_path):
         assert torch.equal(layer.values(), tensors["b.o_proj.weight"][:, 4 * rank : 4 * rank + 4])
         total += layer(x[:, 4 * rank : 4 * rank + 4])
     torch.testing.assert_close(total, x @ tensors["b.o_proj.weight"].T)
-
-
-def test_rows_of_an_embedding(tmp_path):
-    path, tensors = saved(tmp_path, e__weight=(10, 4))
-    layer = Embedding("e", 10, 4)
-    layer.parts = (replace(layer.parts[0], rows=range(3, 8)),)
-    loaded(path, layer)
-    assert torch.equal(layer(torch.tensor([0, 4])), tensors["e.weight"][[3, 7]])
 
 
 def test_experts_are_cut_one_by_one(tmp_path):
@@ -209,135 +187,8 @@ def test_a_model_s_bytes_are_those_of_the_cost_model(name):
     assert model.num_bytes - biases == weight_bytes(config, "bfloat16")
 
 
-# ---- a method of its own ------------------------------------------------------------------------
-
-
-class Int8Rows(LinearMethod):
-    """An int8 code per number and a float32 scale per row, as LLM.int8 stores them."""
-
-    def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device | str) -> None:
-        matrix.dtype = dtype
-        codes = torch.empty(matrix.shape, dtype=torch.int8, device=device)
-        matrix.register_buffer("codes", codes)
-        matrix.register_buffer("scales", torch.empty(matrix.shape[:-1], device=device))
-
-    def checkpoint_tensors(
-        self, matrix: Matrix, part: WeightSlice, start: int
-    ) -> Iterator[CheckpointTensor]:
-        rows = slice(start, start + len(part.rows))
-        codes, scales = matrix.codes.flatten(0, -2)[rows], matrix.scales.flatten()[rows]
-        yield CheckpointTensor(f"{part.name}.weight", codes, part.slice, self.load)
-        yield CheckpointTensor(f"{part.name}.SCB", scales, part.slice_of_rows, self.load)
-
-    def load(self, place: CheckpointTensor, found: Tensor) -> None:
-        assert found.dtype == place.target.dtype, place.name
-        place.target.copy_(found)
-
-    def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        out = x @ matrix.codes.T.to(x.dtype) * matrix.scales
-        return out if bias is None else out + bias
-
-    def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
-        return matrix.codes[ids].to(matrix.dtype) * matrix.scales[ids, None]
-
-    def values(self, matrix: Matrix) -> Tensor:
-        return matrix.codes.to(matrix.dtype) * matrix.scales[..., None]
-
-
-def written(config: ModelConfig, folder: Path) -> tuple[ModelSource, Decoder]:
-    """A checkpoint in int8, and the plain model that has the same numbers."""
-    plain = Decoder(config)
-    plain.initialize(std=0.2)
-    tensors: dict[str, Tensor] = {}
-    for name, place in plain.checkpoint_tensors().items():
-        if place.target.dim() < 2:
-            tensors[name] = place.target
-            continue
-        scales = place.target.abs().amax(1) / 127
-        codes = (place.target / scales[:, None]).round().to(torch.int8)
-        tensors |= {name: codes, f"{name.removesuffix('.weight')}.SCB": scales}
-        place.target.copy_(codes * scales[:, None])
-    save_file({name: each.contiguous() for name, each in tensors.items()},
-              folder / "model.safetensors")  # fmt: skip
-    return ModelSource("here", config, folder), plain
-
-
-def int8(matrix: Matrix) -> LinearMethod:
-    return Int8Rows()
-
-
-def outputs(model: Decoder) -> tuple[Tensor, Tensor]:
-    passes = ForwardPass(model)
-    hidden, _ = passes.run([Chunk(0, 0, [5, 3, 90, 7]), Chunk(1, 0, [1])], passes.allocate(2, 8))
-    return hidden, passes.logits(hidden)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_method_carries_every_matrix_of_a_model(name, tmp_path):
-    """Embedding, tied output, attention, latent attention, MLP, router, experts: not one of them
-    looks for a weight that is not there."""
-    source, plain = written(MODELS[name], tmp_path)
-    model = load_model(source, F32, method_of=int8)
-    assert not [n for n, p in model.named_parameters() if n.endswith("weight") and "norm" not in n]
-    for (path, one), (_, other) in zip(model.named_modules(), plain.named_modules(), strict=True):
-        if isinstance(one, Matrix):
-            assert torch.equal(one.values(), other.values()), path
-    for got, expected in zip(outputs(model), outputs(plain), strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
-    assert (model.dtype, model.device) == (F32, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_its_bytes_are_codes_and_scales(name):
-    model, plain = Decoder(MODELS[name], device="meta", method_of=int8), Decoder(MODELS[name])
-    saved = sum(
-        3 * each.values().numel() - 4 * each.values()[..., 0].numel()
-        for each in plain.modules()
-        if isinstance(each, Matrix)
-    )
-    assert model.num_bytes == plain.num_bytes - saved
-    assert plain.num_bytes == sum(p.nbytes for p in (*plain.parameters(), *biases_of(plain)))
-
-
 def biases_of(model: Decoder) -> list[Tensor]:
     return [each for name, each in model.named_buffers() if name.endswith("router.bias")]
-
-
-def test_packing_leaves_it_alone(tmp_path):
-    source, _ = written(MODELS["biases"], tmp_path)
-    model = load_model(source, F32, method_of=int8)
-    before = outputs(model)
-    assert pack_weights(model) == ""
-    assert all(torch.equal(*pair) for pair in zip(outputs(model), before, strict=True))
-
-
-def test_a_shard_of_it_has_its_rows_scales(tmp_path):
-    shapes = {"a__q_proj": (8, 6), "a__k_proj": (4, 6)}
-    codes = {f"{n}__weight": torch.randint(-127, 128, s).to(torch.int8) for n, s in shapes.items()}
-    tensors = codes | {f"{n}__SCB": torch.rand(s[0]) for n, s in shapes.items()}
-    path = tmp_path / "model.safetensors"
-    save_file({name.replace("__", "."): each for name, each in tensors.items()}, path)
-    layer = Linear("a.", 6, {"q_proj": 8, "k_proj": 4})
-    layer.method, layer.parts = Int8Rows(), tuple(narrowed(part, 1, 2) for part in layer.parts)
-    loaded(path, layer)
-    expected = [
-        (tensors[f"{n}__weight"] * tensors[f"{n}__SCB"][:, None]).chunk(2)[1] for n in shapes
-    ]
-    assert torch.equal(layer.values(), torch.cat(expected))
-    assert layer.num_bytes == 6 * 6 + 6 * 4
-
-
-def test_what_a_method_does_not_find_is_said(tmp_path):
-    """Its tensors are wanted by name, as the plain ones are."""
-    source, _ = written(MODELS["tied"], tmp_path)
-    with pytest.raises(CheckpointError, match=r"SCB, but config.json has no quanti"):
-        load_model(source, F32)
-    plain = Decoder(MODELS["tied"])
-    plain.initialize()
-    save_file({n: e.target.contiguous() for n, e in plain.checkpoint_tensors().items()},
-              tmp_path / "model.safetensors")  # fmt: skip
-    with pytest.raises(CheckpointError, match=r"has no tensor .*\.SCB and \d+ more"):
-        load_model(source, F32, method_of=int8)
 
 
 def test_the_loader_opens_what_it_needs_and_no_more(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from minillm.execution import graphs
 from minillm.execution.graphs import CudaCapture
 from minillm.execution.state import DeviceRows
 from minillm.models.batches import BlockTables, make_batch
-from minillm.ops.transfers import pack, read_later, unpack
 
 CPU = torch.device("cpu")
 
@@ -67,34 +66,6 @@ def test_a_row_moves_with_all_it_has():
     rows.move(3, 1)
     assert rows.tables.device[1].tolist() == [5, 6, 7]
     assert rows.last.tolist() == [0, 42, 0, 42]
-
-
-ARRAYS = [
-    np.arange(5, dtype=np.int32),
-    np.arange(6, dtype=np.float32).reshape(2, 3).T,
-    np.arange(7, dtype=np.int64),
-    np.zeros((3, 0), dtype=np.int64),
-    np.array([1.5]),
-    np.arange(3, dtype=np.int32)[::-1],
-]
-
-
-def test_one_copy_holds_them_all():
-    together, starts = pack(ARRAYS)
-    assert together.dtype == np.uint8
-    assert [start % 8 for start in starts] == [0] * len(ARRAYS)
-    for tensor, array in zip(
-        unpack(torch.from_numpy(together), ARRAYS, starts), ARRAYS, strict=True
-    ):
-        assert tensor.tolist() == array.tolist()
-        assert tensor.numpy().dtype == array.dtype
-
-
-def test_what_is_read_later_is_what_was_there():
-    results = torch.arange(6).view(2, 3)
-    read = read_later(results, results[1])
-    results.fill_(9)
-    assert [each.tolist() for each in read()] == [[[0, 1, 2], [3, 4, 5]], [3, 4, 5]]
 
 
 # ---- what only a GPU runs: the calls exist, and come in the right order --------------------------

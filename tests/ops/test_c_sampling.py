@@ -15,7 +15,6 @@ from minillm.api.sampling_params import SamplingParams
 from minillm.ops import c_library, cpu, cpu_sampling
 from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.ops.sampling import Pack, choose
-from minillm.sampling.logprobs import describe
 from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
 from tests.ops.c_variants import DIVIDED, PATHS, folder, functions, poisoned
 from tests.pairs import cases, some
@@ -322,13 +321,6 @@ def test_edited_rows_lie_elsewhere(c, dtype):
 
 
 @cases("dtype", DTYPES)
-def test_a_bad_word_that_is_not_due_edits_nothing(c, dtype):
-    logits = draw(2, 50, dtype)
-    rows = [dataclasses.replace(row(i, bad_words=["x"]), bad_words_ids=((1, 2),)) for i in range(2)]
-    assert tokens(c, logits, rows) == tokens(None, logits, rows)
-
-
-@cases("dtype", DTYPES)
 @cases("value", [NAN, -NAN, INF])
 @cases("place", [0, 63, 64, 129])
 def test_what_is_not_finite_fails_its_row_only(c, dtype, value, place):
@@ -340,14 +332,6 @@ def test_what_is_not_finite_fails_its_row_only(c, dtype, value, place):
             result = sample(logits, rows)
         assert list(result.failed) == [1]
         assert result.token_ids == [healthy[0], NO_TOKEN, healthy[2]]
-
-
-def test_nan_of_either_sign_is_a_row_s_best(c):
-    logits = torch.zeros(3, 200)
-    logits.view(torch.int32)[0, 150] = 0x7F800001
-    logits.view(torch.int32)[2, 3] = -1
-    with using(c):
-        assert choose(logits, greedy(3))[1].isnan().tolist() == [True, False, True]
 
 
 @cases("size", SIZES)
@@ -411,18 +395,6 @@ def test_logprobs_are_those_of_float64(c, dtype, size, top):
     assert torch.equal(ranks, (logits[:, None] > values[:, :, None]).sum(-1) + 1)
 
 
-def test_logprobs_of_many_rows_and_of_rows_that_are_all_ties(c):
-    logits = draw(100, 5000)
-    logits[50:] = 1.5
-    targets = torch.arange(100) * 43
-    with using(c):
-        logprobs, ids, ranks = cpu_sampling.describe_tokens(logits, targets, 3)
-    exact = logits.double().log_softmax(-1).gather(1, ids)
-    torch.testing.assert_close(logprobs.double(), exact, atol=2e-6, rtol=0)
-    assert ids[50:, 1:].tolist() == [[0, 1, 2]] * 50
-    assert (ranks[50:] == 1).all()
-
-
 def test_logprobs_of_a_masked_vocabulary(c):
     logits = torch.full((1, 90), -INF)
     logits[0, [5, 80]] = torch.tensor([1.0, 2.0])
@@ -431,30 +403,6 @@ def test_logprobs_of_a_masked_vocabulary(c):
     assert ids.tolist() == [[7, 80, 5, 0, 1]]
     assert ranks.tolist() == [[3, 1, 2, 3, 3]]
     assert logprobs[0, [0, 3, 4]].eq(-INF).all()
-
-
-def test_logprobs_of_nan_harm_nobody(c):
-    """The engine fails such rows first; the memory beside them must stay whole all the same."""
-    logits = draw(3, 100)
-    logits[1, 40] = NAN
-    with using(c):
-        logprobs, _, _ = cpu_sampling.describe_tokens(logits, torch.tensor([1, 2, 3]), 5)
-    assert logprobs[1].isnan().all()
-    assert logprobs[[0, 2]].isfinite().all()
-
-
-def test_described_as_by_torch(c):
-    logits, targets = draw(9, 400, seed=5), torch.arange(9) * 40
-    with using(c):
-        got = describe(logits, targets, [0, 1, 2] * 3).read()
-    with using(None):
-        expected = describe(logits, targets, [0, 1, 2] * 3).read()
-    for ours, theirs in zip(got, expected, strict=True):
-        assert [(token, each.rank) for token, each in ours.items()] == [
-            (token, each.rank) for token, each in theirs.items()
-        ]
-        for token, each in ours.items():
-            assert each.logprob == pytest.approx(theirs[token].logprob, abs=2e-6)
 
 
 # ---- what C would believe ------------------------------------------------------------------------

@@ -108,17 +108,6 @@ def test_an_output_depends_on_its_rows_alone(c, count_of_threads):
             assert torch.equal(c.sums(rows, panels, out, 1), c.sums(rows, panels, out, 1))
 
 
-@pytest.mark.parametrize("parts", [4, 8])
-def test_threads_do_not_change_a_sum_of_parts(c, parts):
-    panels = c.pack(c.draw(200, 8 * 32, seed=1))
-    for count in (1, 16, 40):
-        x = c.draw(count, 8 * 32)
-        whole = c.sums(x, panels, 200, parts)
-        with with_threads(c.c, 3):
-            assert torch.equal(c.sums(x, panels, 200, parts), whole)
-        assert torch.equal(c.sums(poisoned(x[:1]), panels, 200, parts), whole[:1])
-
-
 @pytest.mark.parametrize("path", parameters(*product(PATHS)))
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_a_gate_has_the_same_bits_among_fewer_units(path, element):

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams
 from minillm.ops import c_library, cpu
 
 PATIENCE = 30  # seconds until a job has failed
@@ -131,10 +130,6 @@ def test_every_item_is_processed_once(jobs):
             assert jobs.wrong_items(count, 2, threads) == 0
 
 
-def test_more_pieces_than_a_share_has_room_for(jobs):
-    assert jobs.wrong_items(300_000, 1, 2) == 0
-
-
 @pytest.mark.parametrize("check", [asleep, delayed, ends])
 def test_threads_that_sleep_or_are_delayed(jobs, check):
     check(jobs)
@@ -192,33 +187,6 @@ def test_a_process_forked_while_another_thread_computes(jobs):
     finally:
         stop.set()
         caller.join()
-
-
-def test_two_engines_in_one_process():
-    """Two threads that compute, with the same workers."""
-    if cpu.functions(torch.float32) is None:
-        pytest.skip(cpu.describe(torch.float32))
-    prompts = ["def add(a, b):", "import os"]
-    greedy = SamplingParams(temperature=0.0, max_tokens=6)
-    before, found = torch.get_num_threads(), {}
-
-    def generate(name: str, threads: int) -> None:
-        torch.set_num_threads(threads)
-        llm = LLM("tiny", num_gpu_blocks_override=64)
-        torch.set_num_threads(threads)
-        outputs = llm.generate(prompts, greedy, use_tqdm=False)
-        found[name] = [output.outputs[0].token_ids for output in outputs]
-
-    try:
-        generate("alone", 1)
-        callers = [threading.Thread(target=generate, args=(name, 2)) for name in ("a", "b")]
-        for each in callers:
-            each.start()
-        for each in callers:
-            each.join()
-    finally:
-        torch.set_num_threads(before)
-    assert found["a"] == found["b"] == found["alone"]
 
 
 MISTAKES: dict[str, tuple[tuple[tuple[str, str], ...], Callable[[CDLL], None]]] = {

@@ -37,12 +37,6 @@ def test_kernels_need_ampere(monkeypatch, capability, name):
         )
 
 
-def test_without_triton_a_gpu_has_plain_torch(monkeypatch):
-    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert gpu(monkeypatch, (9, 0)) == Backend("reference", "plain torch: Triton is not installed")
-
-
 def test_another_maker_s_gpu_has_plain_torch(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert gpu(monkeypatch, (9, 4)).name == "reference"

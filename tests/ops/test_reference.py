@@ -55,17 +55,6 @@ def test_a_query_that_sees_nothing_gives_zero():
     torch.testing.assert_close(out[2], k[0])
 
 
-def test_a_soft_cap_bounds_the_scores():
-    q, k, v = normal(1, 1, 8) * 100, normal(5, 1, 8), normal(5, 1, 8, seed=1)
-    visible = torch.ones(1, 5, dtype=torch.bool)
-    scores = 20 * torch.tanh((k[:, 0] @ q[0, 0]) / 20)
-    expected = scores.softmax(0) @ v[:, 0]
-    got = reference.plain_attention(q, k, v, 1.0, visible, soft_cap=20.0)[0, 0]
-    torch.testing.assert_close(got, expected)
-    uncapped = reference.plain_attention(q, k, v, 1.0, visible)[0, 0]
-    assert not torch.allclose(uncapped, expected)
-
-
 def test_paged_attention_with_a_soft_cap_and_padded_rows():
     """A cap so large that it does nothing gives what goes through torch's attention."""
     cache, other = normal(6, 2, 4, 8), normal(6, 2, 4, 8, seed=1)
@@ -181,15 +170,6 @@ def test_gumbel_argmax_draws_what_the_engine_draws(options):
         torch.tensor([row.position for row in rows]),
     )
     assert got.tolist() == sample(logits, rows).token_ids
-
-
-def test_truncate_keeps_everything_where_top_k_is_not_below_the_vocabulary():
-    """As in the engine, which takes it for off; 10 is the whole vocabulary."""
-    logits, top_p = normal(4, 10).float(), torch.tensor([1.0, 1.0, 1.0, 0.6])
-    top_k = torch.tensor([10, 11, 2**31 - 1, 11], dtype=torch.int32)
-    got = reference.truncate(logits, top_k, top_p)
-    assert torch.equal(got, reference.truncate(logits, torch.zeros_like(top_k), top_p))
-    assert (got > -math.inf).sum(-1).tolist()[:3] == [10, 10, 10]
 
 
 def test_truncate_keeps_what_a_loop_in_float64_keeps():

@@ -20,7 +20,7 @@ from minillm.errors import (
 from minillm.execution.runner import Runner
 from minillm.parallel import rank
 from minillm.parallel.communicator import Traffic
-from minillm.parallel.experts import DispatchedExperts, packed, unpacked
+from minillm.parallel.experts import DispatchedExperts
 from minillm.scheduling.data_parallel import schedulers_of
 from minillm.scheduling.invariants import check_invariants
 from minillm.speculative.proposer import DraftRow
@@ -195,16 +195,6 @@ def test_exchanges_and_bytes_are_those_of_the_formula(folder):
         assert place.traffic["all_to_all"] == Traffic(2 * layers * steps, there + back)
     assert min(sent) > 100
     llm.close()
-
-
-def test_packed_columns_come_back():
-    for count in (0, 1, 7):
-        columns = torch.randn(count, 3).bfloat16(), torch.randn(count, 2), torch.arange(2 * count)
-        columns = (*columns[:2], columns[2].view(count, 2))
-        like = [each[:0] for each in columns]
-        for one, other in zip(columns, unpacked(packed(*columns), *like), strict=True):
-            assert one.dtype == other.dtype
-            assert torch.equal(one, other)
 
 
 # ---- requests, limits, records ------------------------------------------------------------------

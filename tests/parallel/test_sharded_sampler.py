@@ -90,11 +90,6 @@ def test_laws_that_need_no_gathered_logits(vocab_size, size, backend):
     compare(size, some_logits(vocab_size), HERE)
 
 
-@pytest.mark.parametrize("kind", HERE)
-def test_each_law_alone(kind, backend):
-    compare(3, some_logits(1003, seed=1), (kind,))
-
-
 @pytest.mark.parametrize("forks", [(), tuple(i % 4 for i in range(ROWS))], ids=["", "forks"])
 @pytest.mark.parametrize("kinds", [tuple(PARAMS), ("top-k", "top-p")], ids=["mixed", "gathered"])
 def test_rows_with_any_law_stand_side_by_side(kinds, forks, backend):

@@ -42,15 +42,6 @@ def test_bandwidth_is_bus_width_times_pin_rate(key, bus_bits, gigabits_per_pin):
     assert DATASHEET[key].bandwidth == pytest.approx(expected, rel=0.025)
 
 
-def test_dense_rates():
-    """Claims A2, A24 and A34: ridges 295 and 153; 70 SMs x 512 operations x 2.452 GHz."""
-    assert DATASHEET["h100-sxm"].ridge() == pytest.approx(295.2, abs=0.1)
-    assert DATASHEET["a100-sxm"].ridge() == pytest.approx(153, abs=0.1)
-    assert DATASHEET["rtx-5070-ti"].peak_flops == pytest.approx(70 * 512 * 2.452e9, rel=0.001)
-    assert DATASHEET["rtx-5070-ti"].ridge() == pytest.approx(98, abs=0.2)
-    assert DATASHEET["h200"].peak_flops == DATASHEET["h100-sxm"].peak_flops  # claim A37
-
-
 @pytest.mark.parametrize(
     ("key", "lanes", "clock"),  # float32 multiply-adds per cycle of the vector units, boost clock
     [
@@ -64,18 +55,6 @@ def test_dense_rates():
 def test_float32_has_its_own_rate(key, lanes, clock):
     assert DATASHEET[key].rate("float32") == pytest.approx(2 * lanes * clock, rel=0.005)
     assert DATASHEET[key].rate("float32") < DATASHEET[key].rate("bfloat16") / 1.9
-
-
-def test_datasheet_cannot_be_changed():
-    with pytest.raises(TypeError):
-        DATASHEET["h200"] = MACHINE
-
-
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("field", ["memory_bytes", "bandwidth", "peak_flops_fp32", "overhead"])
-def test_ceilings_are_positive_and_finite(field, value):
-    with pytest.raises(ConfigError, match=f"{field} of this is"):
-        replace(MACHINE, **{field: value})
 
 
 def test_achieved():
@@ -93,15 +72,6 @@ def test_an_article_s_prefill_is_impossible():
     with pytest.raises(ImpossibleMeasurementError, match=r"operations .* 29\d\.\d TFLOP/s, 3\.3"):
         check_physical(cost.flops, cost.total_bytes, 0.0674, card)
     assert check_physical(cost.flops, cost.total_bytes, 0.25, card).flops_fraction < 1
-
-
-def test_an_article_s_batch_bandwidth_is_impossible():
-    """Claim F3: 701.6 tokens/s times all the weights is 483 percent of the card's bandwidth."""
-    weights = step_cost(preset("qwen2.5-3b"), [1], [1]).weight_bytes
-    card = DATASHEET["rtx-5070-ti"]
-    with pytest.raises(ImpossibleMeasurementError, match=r"bytes .* 4\.83 times"):
-        check_physical(0, 701.6 * weights, 1.0, card)
-    assert check_physical(0, 701.6 / 32 * weights, 1.0, card).bandwidth_fraction < 0.17
 
 
 def test_the_limit_that_is_exceeded_most_is_named():
@@ -234,3 +204,10 @@ def test_without_the_private_operations_sums_remain(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", object(), raising=False)
     assert ceilings._packed_product(torch.ones(1, 4), torch.ones(4, 4)) == []
     assert ceilings._cpu_read_bandwidth(2**16, torch.float32, 0.001) > 0
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("field", ["memory_bytes", "bandwidth", "peak_flops_fp32", "overhead"])
+def test_ceilings_are_positive_and_finite(field, value):
+    with pytest.raises(ConfigError, match=f"{field} of this is"):
+        replace(MACHINE, **{field: value})

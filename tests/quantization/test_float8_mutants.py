@@ -1,13 +1,12 @@
 """Deliberate mistakes in `float8.c`, each of which a test of its products finds."""
 
-import shutil
-
 import pytest
 import torch
 
 from minillm.ops import c_library
+from tests.ops.test_c_mutants import build_with
 from tests.quantization import test_float8_products as float8
-from tests.quantization.test_quantized_c_mutants import AVX2, SOURCES, put, with_mistake
+from tests.quantization.test_quantized_c_mutants import AVX2, with_mistake
 
 pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
@@ -31,12 +30,9 @@ MUTANTS = {  # pattern, mistake, case of test_float8_products
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(name, tmp_path, monkeypatch):
     pattern, mistake, case = MUTANTS[name]
-    shutil.copytree(c_library.SOURCES, tmp_path / "c")
-    assert put(mistake, pattern, tmp_path / "c" / "float8.c") == 1
-    command = [str(c_library.find_compiler()), *c_library.FLAGS, *c_library.for_this_cpu(), "-O1"]
-    sources = [tmp_path / "c" / each for each in SOURCES]
-    c_library.build([*command, *AVX2, "-DELEMENT_BF16"], sources, tmp_path / "mutant.so")
+    options, called = [*AVX2, "-DELEMENT_BF16"], ("quantized.c", "linear.c")
+    file = build_with(("float8.c",), pattern, mistake, options, tmp_path, called)
     float8.test_products_equal_float64(case, BF16)
-    with_mistake(monkeypatch, c_library.load(tmp_path / "mutant.so"))
+    with_mistake(monkeypatch, c_library.load(file))
     with pytest.raises(AssertionError):
         float8.test_products_equal_float64(case, BF16)

@@ -94,13 +94,6 @@ def test_values_and_rows_are_those_of_the_file(name, kind):
     assert matrix.num_bytes <= found.num_bytes
 
 
-def test_blocks_are_stored_once():
-    rng = torch.Generator().manual_seed(4)
-    matrix = layer(FORMATS["e4m3 blocks"](rng))
-    pack_for_kernels(matrix, CPU)
-    assert matrix.get_buffer("scales").shape == (2, 2)
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_formats_stay_as_they_are(name):
     found = OTHERS[name](torch.Generator().manual_seed(5))

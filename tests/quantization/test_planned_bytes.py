@@ -16,7 +16,7 @@ from minillm.models.loader import load_model
 from minillm.models.packing import pack_weights
 from minillm.models.quantize import quantize_weights
 from minillm.models.weight_sizes import Layout, planned_sizes
-from minillm.plan.cost import memory_plan, step_cost, weight_bytes
+from minillm.plan.cost import step_cost, weight_bytes
 from minillm.plan.weight_sizes import WeightSizes
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.tiny import CASES
@@ -86,31 +86,12 @@ def test_a_draft_model_of_another_format_is_counted(tmp_path):
     assert plan.weight_bytes - plan.draft_weight_bytes == pytest.approx(found["weights"], rel=1e-3)
 
 
-def test_a_model_without_quantised_weights_has_no_sizes():
-    assert planned_sizes(open_model("tiny"), Layout(BF16, CPU, True)) is None
-    quantised = open_model(GOLDEN / "nf4")
-    assert planned_sizes(quantised, Layout(BF16, CPU, True), dummy=True) is None
-
-
 def sizes_of(name: str, quantization: str) -> WeightSizes:
     """Sizes of a preset as it is served on a GPU."""
     layout = Layout(BF16, torch.device("cuda"), False)
     found = planned_sizes(open_model(name), layout, quantization, dummy=True)
     assert found is not None
     return found
-
-
-def test_bytes_per_weight_by_hand():
-    """Groups of 32. int4: half a byte, and 4 bytes of scale and minimum per group; int8: a byte,
-    and 2 bytes per group."""
-    four, eight = (sizes_of("preset:smollm2-135m", how) for how in ("int4", "int8"))
-    assert four.mlp == pytest.approx(0.5 + 4 / 32)
-    assert four.embedding == eight.embedding == pytest.approx(1 + 2 / 32)
-    assert (four.norms, eight.norms) == (2, 2)
-    assert (four.products, eight.products) == (None, None)
-    untied = sizes_of("preset:llama-3.1-8b", "int4")
-    assert untied.embedding == 2
-    assert untied.lm_head == pytest.approx(1 + 2 / 32)
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "llama-3.1-8b"])
@@ -126,17 +107,6 @@ def test_a_step_reads_every_matrix_once(name):
     plain = step_cost(config, [1], [1], dtype="bfloat16")
     assert (cost.kv_read_bytes, cost.flops) == (plain.kv_read_bytes, plain.flops)
     assert (cost.dtype, plain.dtype) == ("bfloat16", "bfloat16")
-
-
-def test_fewer_bytes_of_weights_leave_more_for_the_cache():
-    source = open_model("preset:llama-3.1-8b")
-    plain, four = (
-        memory_plan(source.config, 24 * 10**9, weights=weights)
-        for weights in (None, sizes_of("preset:llama-3.1-8b", "int4"))
-    )
-    saved = plain.weight_bytes - four.weight_bytes
-    assert four.kv_cache_bytes - plain.kv_cache_bytes == saved > 10**10
-    assert four.settings.weight_bytes == four.weight_bytes
 
 
 @pytest.mark.slow

@@ -66,20 +66,6 @@ def test_the_written_folder_is_the_quantised_model(checkpoint_of, tmp_path, fami
     assert report.num_bytes < report.source_bytes
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_bits_and_zero_points(checkpoint_of, tmp_path, bits, symmetric):  # noqa: F811
-    source = open_model(checkpoint_of("llama").folder)
-    settings = recipe("gptq", bits=bits, symmetric=symmetric)
-    quantize_folder(source, settings, tmp_path / "out", WINDOWS)
-    model = load_model(source, F32)
-    quantized_model(model, settings, WINDOWS, torch.float16)
-    found = load_model(open_model(tmp_path / "out"), F32)
-    for mine, theirs in zip(model.layers, found.layers, strict=True):
-        assert torch.equal(mine.mlp.down_proj.values(), theirs.mlp.down_proj.values())
-        assert torch.equal(mine.attention.qkv_proj.values(), theirs.attention.qkv_proj.values())
-
-
 WIDE = Tiny("llama", {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2})
 LAYOUTS = (
     ("gptq", {"method": "gptq"}),

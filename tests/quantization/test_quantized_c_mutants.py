@@ -1,19 +1,16 @@
 """Deliberate mistakes in `quantized.c`, each of which a test of products finds."""
 
-import re
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from minillm.ops import c_library, cpu, instruction_sets
 from tests.ops import c_variants
+from tests.ops.test_c_mutants import build_with
 from tests.quantization import test_quantized_products as products
 
 AVX2 = c_variants.PATHS["AVX2"]
 TILES = c_variants.PRODUCT_PATHS["tiles in C"]
-SOURCES = ("quantized.c", "float8.c", "linear.c", "threads.c")
 TWICE = "int8, a scale per row, rounded twice"
 MISTAKEN = ("quantized.c", "integers.h")
 MUTANTS = {  # pattern, mistake, case of test_quantized_products, flags
@@ -134,15 +131,11 @@ def test_a_mistake_is_found(name, tmp_path, monkeypatch):
         c_variants.skip_without_instructions("tiles in C" if flags is TILES else "AVX2")
     elif (instruction_sets.chosen() or instruction_sets.OTHER).name == "amx":
         flags = c_variants.NO_TILES  # these mistakes are in the code for vectors
-    shutil.copytree(c_library.SOURCES, tmp_path / "c")
-    counts = [put(mistake, pattern, tmp_path / "c" / name) for name in MISTAKEN]
-    assert sum(counts) == 1, f"{pattern} is there {sum(counts)} times"
-    command = [str(c_library.find_compiler()), *c_library.FLAGS, *c_library.for_this_cpu(), "-O1"]
-    sources = [tmp_path / "c" / each for each in SOURCES]
-    c_library.build([*command, *flags, "-DELEMENT_BF16"], sources, tmp_path / "mutant.so")
+    options, called = [*flags, "-DELEMENT_BF16"], ("float8.c", "linear.c")
+    file = build_with(MISTAKEN, pattern, mistake, options, tmp_path, called)
     rows = 9 + 8 * (flags is TILES)
     check(case, rows)
-    with_mistake(monkeypatch, c_library.load(tmp_path / "mutant.so"))
+    with_mistake(monkeypatch, c_library.load(file))
     with pytest.raises(AssertionError):
         check(case, rows)
 
@@ -153,13 +146,6 @@ def check(case: str, rows: int) -> None:
         products.test_inputs_that_are_rounded_twice_have_16_bits(case.rpartition(",")[0])
     else:
         products.test_products_equal_float64(case, rows)
-
-
-def put(mistake: str, pattern: str, file: Path) -> int:
-    """Replace a pattern in a file; returns how often it was there."""
-    text, count = re.subn(pattern, mistake, file.read_text())
-    file.write_text(text)
-    return count
 
 
 def with_mistake(monkeypatch: pytest.MonkeyPatch, built: c_library.Library) -> None:

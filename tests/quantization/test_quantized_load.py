@@ -2,36 +2,22 @@
 dense weights."""
 
 import copy
-import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from minillm.errors import CheckpointError, UnsupportedFeatureError
+from minillm.errors import UnsupportedFeatureError
 from minillm.layers.linear_methods import Matrix
 from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 from minillm.models.quantize import quantize_weights
-from minillm.quantization.integers import pack_words, split_bytes
 from minillm.quantization.methods import QuantizedMethod
-from minillm.quantization.rounding import round_asymmetric, round_symmetric
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.parity import FlatRunner
 from tests.models.tiny import Checkpoint, prompt
 
 F32 = torch.float32
-SETTINGS = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}
-    },
-    "ignore": ["lm_head"],
-}
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 
 
@@ -89,45 +75,3 @@ def test_quantised_while_loading_equals_transformers_with_the_same_values(
     found, due = logits(model), dense_reference(checkpoint, model)
     assert (found - due).abs().max() <= 1e-4 * due.abs().max()
     assert (found - before).abs().max() > 1e-4 * due.abs().max()  # it is quantised at all
-
-
-def write_packed(checkpoint: Checkpoint, folder: Path, symmetric: bool) -> dict[str, torch.Tensor]:
-    """Replace all MLP weights by 4-bit codes in compressed-tensors' layout. Their values."""
-    shutil.copytree(checkpoint.folder, folder, dirs_exist_ok=True)
-    tensors = load_file(folder / "model.safetensors")
-    values = {}
-    for name in [each for each in tensors if ".mlp." in each]:
-        weight, stem = tensors.pop(name), name.removesuffix("weight")
-        found = round_symmetric(weight, 4, 32) if symmetric else round_asymmetric(weight, 4, 32)
-        values[name] = found.dense()
-        tensors[f"{stem}weight_packed"] = pack_words(split_bytes(found.codes), 4)
-        tensors[f"{stem}weight_scale"] = found.scales
-        tensors[f"{stem}weight_shape"] = torch.tensor(found.shape)
-        if not symmetric:
-            zeros = pack_words(found.zeros.T.contiguous(), 4).T.contiguous()
-            tensors[f"{stem}weight_zero_point"] = zeros
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": SETTINGS}))
-    return values
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_packed_codes_are_read_exactly(checkpoint_of, tmp_path, symmetric):  # noqa: F811
-    values = write_packed(checkpoint_of("llama, tied"), tmp_path, symmetric)
-    model = load_model(open_model(tmp_path), F32)
-    for layer, each in enumerate(model.layers):
-        name = f"model.layers.{layer}.mlp."
-        parts = [values[f"{name}{part}.weight"] for part in ("gate_proj", "up_proj")]
-        assert torch.equal(each.mlp.gate_up_proj.values(), torch.cat(parts))
-        assert torch.equal(each.mlp.down_proj.values(), values[f"{name}down_proj.weight"])
-        assert isinstance(each.mlp.down_proj.method, QuantizedMethod)
-
-
-def test_a_missing_scale_is_named(checkpoint_of, tmp_path):  # noqa: F811
-    write_packed(checkpoint_of("llama, tied"), tmp_path, True)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight_scale"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight_scale"):
-        load_model(open_model(tmp_path), F32)

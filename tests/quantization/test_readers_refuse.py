@@ -14,7 +14,6 @@ from minillm.models.loader import load_model
 from tests.quantization.test_golden import GOLDEN
 
 Q = "model.layers.0.self_attn.q_proj."
-DOWN = "model.layers.0.mlp.down_proj."
 
 
 def damaged(name: str, folder: Path, edit=None, settings=None) -> None:

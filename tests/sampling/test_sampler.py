@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.ops import cpu_sampling
-from minillm.ops.sampling import choose
 from minillm.sampling.edits import Edits
 from minillm.sampling.logprobs import describe, token_logprobs
 from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
@@ -361,14 +360,6 @@ def test_rows_that_ask_for_nothing_cost_nothing():
     assert not drawn & {"sort", "cumsum", "copy_"}
 
 
-def test_input_logits_are_not_changed():
-    logits, requests = mixed_batch()
-    before = logits.clone()
-    sample(logits, requests)
-    assert torch.equal(logits, before)
-    assert edit_logits(logits, [row()] * 36) is logits
-
-
 def test_an_empty_batch_is_fine():
     assert sample(torch.zeros(0, 50), []).token_ids == []
 
@@ -397,15 +388,6 @@ def test_a_row_with_nothing_to_choose_from_fails_alone():
     result = sample(random_logits(14, 3, 10), requests)
     assert list(result.failed) == [1]
     assert "exclude all" in result.failed[1].message
-
-
-def test_padding_of_minus_infinity_is_no_failure():
-    logits = random_logits(15, 4, 30)
-    logits[:, 20:] = -INF
-    requests = [row(), row(top_k=25), row(top_p=0.999999), row(min_p=0.5, logprobs=20)]
-    result = sample(logits, requests)
-    assert not result.failed
-    assert max(result.token_ids) < 20
 
 
 # ---- log-probabilities ------------------------------------------------------------------------
@@ -459,18 +441,6 @@ def test_prompt_logprobs_never_hold_all_logits(chunk_rows):
         assert entry[target].logprob == pytest.approx(float(exact[t, target]), abs=1e-4)
         assert entry[target].rank == int((exact[t] > exact[t, target]).sum()) + 1
         assert set(entry) == {target, *exact[t].topk(3).indices.tolist()}
-
-
-def test_the_best_target_has_the_same_float_as_the_best_token():
-    logits = random_logits(18, 20, 5000)
-    result, _ = token_logprobs(lambda part: part, logits, logits.argmax(-1), top_k=1).read()
-    for entry in result:
-        assert len(entry) == 1
-    second = logits.topk(2).indices[:, 1]
-    again, _ = token_logprobs(lambda part: part, logits, second, top_k=2).read()
-    for index, entry in enumerate(again):
-        assert [item.rank for item in entry.values()] == [2, 1]
-        assert entry[int(second[index])] == next(iter(entry.values()))
 
 
 def test_prompt_logprobs_of_broken_logits_say_so():
@@ -611,18 +581,6 @@ def test_every_edit_stays_on_the_device_of_the_logits(monkeypatch, forks, drafte
     assert tokens.shape == (len(rows) + sum(each),)
 
 
-def test_logits_of_edited_rows_are_drawn_from_once():
-    """Of the logits before the edits only the largest is asked: the first choice is greedy."""
-    sampler, logits = Sampler(3, 40, torch.device("cpu")), random_logits(1, 3, 40)
-    for row_id, params in enumerate(({}, dict(logit_bias={3: 1.0}), dict(frequency_penalty=1.0))):
-        sampler.set_row(row_id, row([1], temperature=0.5, **params))
-    with patch("minillm.sampling.sampler.choose", wraps=choose) as chosen:
-        sampler.choose(logits, (2, 0, 1), [1, 1, 1], forks=(0, 1, 2))
-    first, *others = (call.args[1].temperature.tolist() for call in chosen.call_args_list)
-    assert first == [0.0, 0.5, 0.5, 0.0, 0.0, 0.0]
-    assert others == [[0.5] * 4]
-
-
 @pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2), (1, 3, 2, 4), (4, 0), (2,)])
 def test_rows_of_a_part_are_edited_in_any_order(order):
     sampler, logits = Sampler(5, 40, torch.device("cpu")), random_logits(4, 5, 40, ties=True)
@@ -673,21 +631,6 @@ def test_the_memory_of_edits_at_150k_tokens(rows):
     assert most <= max(rows * 151_936 / 8, chunk * 4)
     if rows == 256:
         assert most == rows * 151_936 / 8
-
-
-def test_allowed_ids_are_written_once(monkeypatch):
-    """A hundred thousand of them cost nothing per step after the first."""
-    sampler, uploads = Sampler(1, 150_000, torch.device("cpu")), []
-    pack = np.packbits
-    monkeypatch.setattr(np, "packbits", lambda *a, **k: (uploads.append(1), pack(*a, **k))[1])
-    ids = list(range(0, 150_000, 2))
-    sampler.set_row(0, row(allowed_token_ids=ids, temperature=0.0))
-    logits = random_logits(0, 1, 150_000)
-    for position in range(5):
-        tokens, _ = sampler.choose(logits, [0], [position])
-        assert int(tokens[0]) == int(logits[0, ::2].argmax()) * 2
-        sampler.append([0], [position], tokens)
-    assert uploads == [1]
 
 
 @pytest.mark.parametrize("count", [1, 5, 20])

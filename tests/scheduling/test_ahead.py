@@ -190,32 +190,3 @@ def test_a_draft_that_was_right_counts_where_the_token_after_it_fails() -> None:
     (ended,) = scheduler.record.ended
     assert (ended.reason, ended.num_tokens) == ("error", 2)
     assert scheduler.blocks.pool.num_free == 8
-
-
-@pytest.mark.parametrize("max_tokens", range(1, 9))
-def test_as_many_drafts_as_there_are_tokens_to_come_less_one(max_tokens: int) -> None:
-    """The last token is never computed, so nothing is drafted at its position."""
-    scheduler = drafting_scheduler(num_drafts=5)
-    sequence = scheduler.add(request("a", 3, max_tokens))
-    scheduler.commit(scheduler.schedule(), {sequence.seq_id: [7]})
-    if max_tokens == 1:
-        assert not scheduler.has_work
-        return
-    (row,) = scheduler.schedule().rows
-    assert row.num_logits == row.num_tokens == 1 + min(max_tokens - 2, 5)
-
-
-@pytest.mark.parametrize(("num_blocks", "lengths"), [(2, [1, 1]), (3, [4, 1]), (4, [4, 3])])
-def test_drafts_take_the_blocks_and_the_tokens_that_are_left(
-    num_blocks: int, lengths: list[int]
-) -> None:
-    """Of 7 tokens of the budget 5 are left, three drafts come before the last token, and each
-    sequence has filled a block."""
-    scheduler = drafting_scheduler(num_blocks=num_blocks, max_num_batched_tokens=7)
-    sequences = [scheduler.add(request(name, 3, 5)) for name in "ab"]
-    scheduler.commit(scheduler.schedule(), {one.seq_id: [7] for one in sequences})
-    plan = scheduler.schedule()
-    rows = {row.seq_id: row.num_tokens for row in plan.rows}
-    assert [rows[one.seq_id] for one in sequences] == lengths
-    scheduler.commit(plan, {one.seq_id: [7] for one in sequences}, {})
-    assert scheduler.blocks.pool.num_free == num_blocks - 2

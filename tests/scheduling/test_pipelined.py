@@ -54,13 +54,6 @@ def test_stages_have_work_while_there_are_sequences(num_stages: int) -> None:
     assert all(len(set.union(*plans)) == 7 for plans in steps)
 
 
-def test_one_sequence_is_in_one_plan() -> None:
-    """Four stages, one user: three wait."""
-    scheduler = scheduler_of(4)
-    scheduler.add(request("a", 2, 20))
-    assert all(plans == [{0}] for plans in run(scheduler, 19))
-
-
 def test_chunks_of_a_prompt_follow_each_other() -> None:
     """Issue B13 of the notes: no stage waits for the token of a chunk that makes none."""
     scheduler = scheduler_of(4)

@@ -169,33 +169,6 @@ def test_who_lacks_blocks_is_looked_at_again_after_a_while(policy: str) -> None:
 # ---- bounds -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [16, 17, 160, 165, 400])
-def test_a_stream_of_short_prompts_overtakes_a_long_one_less_than_its_bound(length: int) -> None:
-    line = Line("shortest_prefill_first")
-    long = line.add(prompt(length)).arrival
-    for _ in range(length):
-        line.add(prompt(1))
-        line.add(prompt(1))
-        line.step()
-    bound = length / TOKENS_PER_PLACE
-    assert bound - 1.0625 <= line.overtakes(long) < bound
-
-
-@pytest.mark.parametrize("cache", ["hash", "radix"])
-def test_a_stream_of_cached_prompts_overtakes_a_new_one_less_than_its_bound(cache: str) -> None:
-    line = Line("longest_prefix_match", cache)
-    line.add(PREFIX)
-    line.drain()
-    unlucky = line.add(prompt(30)).arrival
-    longest = len(PREFIX) + 4
-    for number in range(100):
-        for second in (0, 1):
-            line.add((*PREFIX, *prompt(4, 20_000 + 8 * number + 4 * second)))
-        line.step()
-    bound = longest / TOKENS_PER_PLACE
-    assert bound - 1.5 <= line.overtakes(unlucky) < bound
-
-
 @pytest.mark.parametrize("policy", ["fcfs", "shortest_prefill_first", "longest_prefix_match"])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_bounds_hold_for_everybody_in_random_streams(policy: str, seed: int) -> None:

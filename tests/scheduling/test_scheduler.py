@@ -679,13 +679,6 @@ def test_the_record_says_why_a_running_sequence_got_no_row() -> None:
     assert str(engine.record.stalled[0]) == "no tokens: needs 1, has 0"
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
-    engine, second = pressed("recompute")
-    assert engine.record.admitted == []
-    assert str(engine.record.blocked) == "no blocks: needs 3, has 0"  # none for those who wait
-    assert second.status is Status.WAITING
-
-
 def test_a_chunk_takes_the_blocks_there_are() -> None:
     """The first in line is a long prompt; a decode takes the block it would need for its chunk."""
     engine = scheduler(6, max_num_batched_tokens=12, watermark=0)

@@ -113,26 +113,6 @@ def test_several_completions_text_and_stop_strings(engine, folder):
     run(main())
 
 
-def test_no_parameters_are_the_models_own(engine):
-    async def main() -> None:
-        output = await last(engine.generate({"prompt": "a text", "cache_salt": "s"}, None, "a"))
-        assert len(output.outputs[0].token_ids) <= 16
-        assert output.metrics.num_cached_tokens == 0
-
-    run(main())
-
-
-def test_a_stream_that_nobody_begins_is_no_request(engine):
-    async def main() -> None:
-        stream = engine.generate(PROMPTS[0], GREEDY, "a")
-        await idle(engine)
-        await last(engine.generate(PROMPTS[0], GREEDY, "a"))
-        del stream
-        await idle(engine)
-
-    run(main())
-
-
 def test_a_stream_is_read_once(engine):
     async def main() -> None:
         stream = engine.generate(PROMPTS[0], GREEDY, "a")
@@ -327,25 +307,6 @@ def test_a_slow_reader_costs_one_output_and_delays_nobody(engine, expected, monk
         assert len(first.outputs[0].token_ids) < LONG.max_tokens
         assert made.count("slow") == 2, "outputs were made that nobody wanted"
         await idle(engine)
-
-    run(main())
-
-
-def test_a_reader_who_comes_back_gets_the_newest(engine, expected, monkeypatch):
-    gate = Gate(engine, monkeypatch)
-
-    async def main() -> None:
-        gate.pace = asyncio.get_running_loop()
-        stream = engine.generate(PROMPTS[0], GREEDY, "a")
-        await anext(stream)
-        gate.shut()
-        await gate.reached()
-        (live,) = engine._engine._live.values()
-        num_tokens = len(live.completions[0].token_ids)
-        gate.open()
-        output = await anext(stream)
-        assert len(output.outputs[0].token_ids) > num_tokens
-        assert tokens(await last(stream)) == expected(PROMPTS[0])
 
     run(main())
 

@@ -92,15 +92,6 @@ def test_queries_name_metrics_and_labels_that_exist(query, legend, series):
     assert shown <= labels | {"instance"}  # which Prometheus adds
 
 
-def test_a_query_with_a_wrong_name_is_found(series):
-    query = "sum(rate(vllm:no_such_metric_total[$__rate_interval]))"
-    with pytest.raises(AssertionError, match="no_such_metric"):
-        test_queries_name_metrics_and_labels_that_exist(query, "", series)
-    query = "sum by (colour) (vllm:num_requests_running)"
-    with pytest.raises(AssertionError, match="colour"):
-        test_queries_name_metrics_and_labels_that_exist(query, "", series)
-
-
 def test_the_dashboard_fits_its_grid_and_its_data_source():
     made, source = dashboard(), read_yaml("grafana/provisioning/datasources/prometheus.yaml")
     assert len({panel["id"] for panel in made["panels"]}) == len(made["panels"])
@@ -298,18 +289,6 @@ def test_the_document_says_what_each_route_replies(app):
         assert ("security" in operation) == (path == "/health"), path  # it needs no key
         query = [one["name"] for one in operation.get("parameters", []) if one["in"] == "query"]
         assert query == (["last"] if path == "/debug/trace" else []), path
-
-
-def test_every_schema_of_the_document_is_a_json_schema(app):
-    jsonschema = pytest.importorskip("jsonschema")
-    parts = app.openapi()["components"]["schemas"]
-    for part in parts.values():
-        jsonschema.Draft202012Validator.check_schema(part)
-    body = {"components": {"schemas": parts}, "$ref": "#/components/schemas/CompletionRequest"}
-    check = jsonschema.Draft202012Validator(body)
-    assert check.is_valid({"prompt": "a", "stream_options": {"include_usage": True}})
-    assert not check.is_valid({"prompt": "a", "n": 1000})
-    assert not check.is_valid({"prompt": "a", "stream_options": 3})
 
 
 def test_the_document_is_valid_openapi(app):

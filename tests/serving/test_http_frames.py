@@ -12,7 +12,7 @@ import pytest
 
 from minillm import LLM
 from minillm.serving import event_stream
-from tests.serving.http_small import DEFAULTS, Served, frames_of, joined, served
+from tests.serving.http_small import DEFAULTS, Served, joined, served
 
 KEYS = {"text_completion": "/v1/completions", "chat.completion.chunk": "/v1/chat/completions"}
 TEXT = "def fib(n):"
@@ -185,22 +185,6 @@ def test_the_slice_of_lm_eval(server: Served, folder: Path) -> None:
         assert value in top.values(), "not the same float"
 
 
-def test_the_greedy_token_is_the_largest_of_its_entry(server: Served) -> None:
-    got = server.complete(TEXT, max_tokens=30, logprobs=5, ignore_eos=True)["choices"][0]
-    for value, top in zip(
-        got["logprobs"]["token_logprobs"], got["logprobs"]["top_logprobs"], strict=True
-    ):
-        assert value == max(top.values())
-
-
-def test_offsets_and_tokens_join_to_the_text(server: Served) -> None:
-    choice = server.complete("plain ", max_tokens=20, echo=True, logprobs=0)["choices"][0]
-    logprobs = choice["logprobs"]
-    assert logprobs["text_offset"][:6] == [0, 1, 2, 3, 4, 5]
-    assert "".join(logprobs["tokens"][:6]) == "plain "
-    assert choice["text"].startswith("plain ")
-
-
 def test_echo_without_a_completion(server: Served) -> None:
     got = server.complete("plain", max_tokens=0, echo=True, logprobs=1)
     assert got["choices"][0]["text"] == "plain"
@@ -256,17 +240,3 @@ def byte_id(server: Served, text: str) -> int:
     """The id of a one-token text."""
     [found] = server.send("/tokenize", {"prompt": text}).data["tokens"]
     return found
-
-
-def test_frames_of_refuses_what_the_grammar_forbids() -> None:
-    good = b'data: {"a":1}\n\ndata: [DONE]\n\n'
-    assert frames_of(good) == [{"a": 1}]
-    for bad in (
-        b'data: {"a":1}\n\n',
-        b'data: {"a":\n1}\n\ndata: [DONE]\n\n',
-        b'event: x\n\ndata: {"a":1}\n\ndata: [DONE]\n\n',
-        b'data:{"a":1}\n\ndata: [DONE]\n\n',
-        b'data: [DONE]\n\ndata: {"a":1}\n\n',
-    ):
-        with pytest.raises(AssertionError):
-            frames_of(bad)

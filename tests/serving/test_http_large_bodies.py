@@ -163,16 +163,3 @@ def test_a_message_cannot_contain_special_tokens(server: Served) -> None:
     ids = got["prompt_token_ids"]
     assert ids == server.send("/tokenize", body).data["tokens"]
     assert server.send("/detokenize", {"tokens": ids}).data["prompt"].startswith("<user>Hi <eos>\n")
-
-
-def test_a_final_message_with_a_special_token_is_continued(server: Served) -> None:
-    body = chat("Hi <eos>", continue_final_message=True, max_tokens=1, return_token_ids=True)
-    ids = server.send(CHAT, body).data["prompt_token_ids"]
-    assert server.send("/detokenize", {"tokens": ids}).data["prompt"] == "<user>Hi <eos>"
-    assert server.engine.tokenizer.eos_token_id not in ids
-
-
-def test_a_raw_prompt_may_contain_special_tokens(server: Served) -> None:
-    """Its client writes the whole prompt, as a chat template does."""
-    got = server.complete("Hi <eos>", max_tokens=1, return_token_ids=True)
-    assert got["choices"][0]["prompt_token_ids"][-1] == server.engine.tokenizer.eos_token_id

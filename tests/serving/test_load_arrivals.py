@@ -36,25 +36,10 @@ def test_gamma_gaps_have_the_mean_and_variation_of_the_rate_and_burstiness(
     assert found.std() / found.mean() == pytest.approx(variation, rel=error)
 
 
-def test_burstiness_one_is_a_poisson_process() -> None:
-    """Gaps are exponential: the share above t is exp(-t * rate)."""
-    found = gaps(Arrivals(10.0), seed=3)
-    for t in (0.02, 0.1, 0.3):
-        share = math.exp(-10 * t)
-        error = 5 * math.sqrt(share * (1 - share) / COUNT)
-        assert (found > t).mean() == pytest.approx(share, abs=error)
-
-
 @given(rate=st.floats(0.1, 100), seed=st.integers(0, 1000))
 def test_one_seed_gives_the_same_process_at_each_rate(rate: float, seed: int) -> None:
     one, two = gaps(Arrivals(rate), seed, 50), gaps(Arrivals(2 * rate), seed, 50)
     assert np.allclose(one, 2 * two)
-
-
-def test_constant_gaps_and_all_at_once() -> None:
-    rng = np.random.default_rng(0)
-    assert Arrivals(4.0, math.inf).times(4, rng).tolist() == [0.0, 0.25, 0.5, 0.75]
-    assert Arrivals(math.inf).times(3, rng).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_a_ramp_by_hand() -> None:
@@ -63,22 +48,6 @@ def test_a_ramp_by_hand() -> None:
     assert times[0] == 0
     assert times[3] == pytest.approx(2.0)
     assert times[7] == pytest.approx(2 * (math.sqrt(8) - 1))
-
-
-def test_a_falling_ramp_and_arrivals_after_its_end() -> None:
-    for start, end in ((2.0, 8.0), (8.0, 2.0)):
-        found = Arrivals(start, 0.3, ramp_to=end).times(4000, np.random.default_rng(1))
-        assert (np.diff(found) >= 0).all()
-        half = 400.0  # the ramp takes 4000 / 5 s
-        first = (start + (start + end) / 2) / 2 * half
-        assert (found < half).sum() == pytest.approx(first, rel=0.15)
-
-
-def test_the_description_names_the_process() -> None:
-    assert Arrivals(2.0).describe() == "Poisson arrivals"
-    assert "burstiness 0.5" in Arrivals(2.0, 0.5).describe()
-    assert Arrivals(2.0, math.inf).describe() == "constant gaps"
-    assert "from 1 to 3" in Arrivals(1.0, 1.0, 3.0).describe()
 
 
 def test_a_trace_is_replayed_with_its_lengths(tmp_path: Path) -> None:
@@ -114,3 +83,25 @@ def test_a_missing_or_empty_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigError, match="no requests"):
         read_replay(str(tmp_path / "empty"))
+
+
+def test_burstiness_one_is_a_poisson_process() -> None:
+    """Gaps are exponential: the share above t is exp(-t * rate)."""
+    found = gaps(Arrivals(10.0), seed=3)
+    for t in (0.02, 0.1, 0.3):
+        share = math.exp(-10 * t)
+        error = 5 * math.sqrt(share * (1 - share) / COUNT)
+        assert (found > t).mean() == pytest.approx(share, abs=error)
+
+
+def test_constant_gaps_and_all_at_once() -> None:
+    rng = np.random.default_rng(0)
+    assert Arrivals(4.0, math.inf).times(4, rng).tolist() == [0.0, 0.25, 0.5, 0.75]
+    assert Arrivals(math.inf).times(3, rng).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_description_names_the_process() -> None:
+    assert Arrivals(2.0).describe() == "Poisson arrivals"
+    assert "burstiness 0.5" in Arrivals(2.0, 0.5).describe()
+    assert Arrivals(2.0, math.inf).describe() == "constant gaps"
+    assert "from 1 to 3" in Arrivals(1.0, 1.0, 3.0).describe()

@@ -9,10 +9,8 @@ from minillm.errors import ConfigError, NodeError
 from minillm.lab.benchmarks.serving.client import Client, Fields, message_of, record
 from minillm.lab.benchmarks.serving.reply import Reply
 from minillm.lab.benchmarks.serving.target import (
-    base_url,
     find_target,
     find_vocabulary,
-    is_url,
     key_headers,
     session,
 )
@@ -66,12 +64,6 @@ def test_empty_frames_comments_and_line_ends() -> None:
     assert since(reply, reply.texts) == pytest.approx([0.3, 0.4], abs=1e-6)
     assert reply.end - reply.intended == pytest.approx(0.6, abs=1e-6)
     assert (reply.prompt_tokens, reply.output_tokens, reply.text) == (7, 3, "ab")
-
-
-def test_a_frame_counts_from_its_last_byte() -> None:
-    frame = data(piece("a", "stop"))
-    reply = scripted((0.1, frame[:15]), (0.5, frame[15:] + frame[:3]), (0.7, frame[3:] + DONE))
-    assert since(reply, reply.frames) == pytest.approx([0.5, 0.7], abs=1e-6)
 
 
 def test_data_without_a_space_and_without_a_final_line_end() -> None:
@@ -187,10 +179,3 @@ def test_a_wrong_model_key_or_address_is_one_sentence() -> None:
 
     with pytest.raises(NodeError, match="No server answers"):
         asyncio.run(unreachable())
-
-
-def test_addresses() -> None:
-    assert base_url("http://a:1/v1/") == base_url("http://a:1/") == "http://a:1"
-    assert is_url("https://a")
-    assert not is_url("tiny")
-    assert not is_url(None)

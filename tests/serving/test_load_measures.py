@@ -46,12 +46,6 @@ def test_tokens_without_usage_are_the_frames_with_text() -> None:
     assert reply().tokens == 5
 
 
-def test_outcomes() -> None:
-    assert reply().outcome == "ok"
-    assert failed(429).outcome == failed(503).outcome == "rejected"
-    assert failed(500).outcome == failed(None).outcome == failed(200).outcome == "failed"
-
-
 def test_statistics() -> None:
     assert percentile([3.0, 1.0, 2.0, 10.0], 90) == pytest.approx(7.9)
     assert statistics([None]) is None
@@ -153,13 +147,6 @@ def test_the_summary_of_a_run() -> None:
     assert latencies["ttft"]["mean"] == pytest.approx((0.4 + 1.0) / 2)
     assert latencies["itl"]["count"] == 5
     assert latencies["itl"]["max"] == pytest.approx(1.0)
-
-
-def test_warm_up_is_left_out() -> None:
-    replies = [failed(500, 0, 10.0), flight(1, 12.0, 14.0), flight(2, 13.0, 16.0)]
-    found = summarise(replies, 10.0, Evaluation({}, warmup=1))
-    assert (found["sent"], found["failed"], found["wall"]) == (2, 0, 4.0)
-    assert found["slo"] is None
 
 
 def test_nothing_succeeded() -> None:

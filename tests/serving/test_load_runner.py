@@ -75,13 +75,6 @@ def test_a_closed_loop_keeps_its_places_full() -> None:
     assert found["summary"]["steady"]["peak_concurrency"] == 3
 
 
-def test_everything_at_once() -> None:
-    server = FakeServer()
-    one_run(server, replace(PLAN, arrivals=Arrivals(math.inf), loads=(math.inf,)), math.inf)
-    assert server.most == 40
-    assert max(server.times) == pytest.approx(0, abs=1e-6)
-
-
 def test_rejections_and_failures_are_counted() -> None:
     """Requests take 0.35 s at 10/s. Of each 4, two are served, the third is refused because two
     are in flight, and the fourth breaks."""

@@ -22,7 +22,6 @@ from minillm.lab.benchmarks.serving.sweep import (
     Found,
     highest_rate,
     knee,
-    price,
     search,
 )
 from minillm.lab.benchmarks.serving.target import Target
@@ -127,16 +126,6 @@ def test_the_search_finds_a_planted_knee(slots: int) -> None:
     )
 
 
-def test_tokens_per_dollar_by_hand() -> None:
-    """1,000 tokens/s are 3.6 million an hour; at 4 dollars an hour, 0.9 million per dollar."""
-    points = [at(2.0, 1000.0, 0.95)]
-    summary = {"input_throughput": 5000.0, "output_throughput": 1000.0}
-    found = price(points, [{"load": 2.0, "summary": summary}], 0.9, 4.0)
-    assert found["output_mtok_per_dollar"] == pytest.approx(0.9)
-    assert found["input_mtok_per_dollar"] == pytest.approx(4.5)
-    assert "no load keeps" in price([at(2.0, 1000.0, 0.5)], [], 0.9, 4.0)["missing"]
-
-
 def at(load: float, throughput: float, attainment: float | None = None) -> dict[str, Any]:
     share = None if attainment is None else {"median": attainment}
     return {"load": load, "output_throughput": {"median": throughput}, "attainment": share}
@@ -150,12 +139,3 @@ def test_the_knee_without_an_slo_is_the_bend() -> None:
     assert knee([at(load, 100.0 * load) for load in (1, 2, 3, 4)], 0.9) is None
     assert knee(points[:2], 0.9) is None
     assert knee([], 0.9) is None
-
-
-def test_the_knee_with_an_slo_is_the_last_load_before_the_first_miss() -> None:
-    points = [at(1, 1, 1.0), at(2, 1, 0.95), at(3, 1, 0.5), at(4, 1, 0.92)]
-    found = knee(points, 0.9)
-    assert found is not None
-    assert found["load"] == 2
-    assert knee(points[:2], 0.9) is None
-    assert knee(points[2:3], 0.9) is None

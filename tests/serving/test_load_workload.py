@@ -56,12 +56,6 @@ def test_the_mixture_has_the_stated_shares() -> None:
     assert np.mean(outputs == 400) == pytest.approx(0.6, abs=0.04)
 
 
-def test_long_prompts_among_short_ones() -> None:
-    drawn = parse_workload("long-short:short=8,long=100,long_share=0.1").draw(3000, 0)
-    assert set(lengths(drawn)) == {8, 100}
-    assert np.mean(np.array(lengths(drawn)) == 100) == pytest.approx(0.1, abs=0.03)
-
-
 def test_requests_of_a_tree_share_their_prefixes() -> None:
     drawn = parse_workload("shared-prefix:roots=2,branches=3,prefix=16,input=8").draw(60, 0)
     ids = [WORDED.as_ids(conversation[0].segments) for conversation in drawn]

@@ -14,13 +14,8 @@ import pytest
 from minillm import LLM, SamplingParams, TextPrompt, TokensPrompt
 from minillm.engine.completion import Completion
 from minillm.errors import (
-    CheckpointError,
-    EngineDeadError,
-    InvalidRequestError,
-    NodeError,
     UnknownArgumentError,
     UnsupportedFeatureError,
-    owner_of,
 )
 from minillm.execution import collect
 from minillm.sampling.logprobs import NOT_FINITE
@@ -187,13 +182,6 @@ def test_owners(server: Served, monkeypatch: pytest.MonkeyPatch, name: str, path
         assert (last["error"]["code"], last["error"]["type"]) == (status, TYPES[status])
         assert text in last["error"]["message"]
         assert server.send("/health").status == 200
-
-
-def test_owners_of_exceptions() -> None:
-    table = {EngineDeadError: "server", NodeError: "server", CheckpointError: "model",
-             RuntimeError: "model", InvalidRequestError: "request",
-             UnsupportedFeatureError: "request"}  # fmt: skip
-    assert {kind: owner_of(kind("x")) for kind in table} == table
 
 
 # ---- pages of other sites ----------------------------------------------------------------------

@@ -182,19 +182,6 @@ def test_a_waiting_request_outside_says_how_many_the_engine_has(folder, monkeypa
         engine.shutdown()
 
 
-def test_of_two_requests_with_an_id_the_later_one_is_told(engine):
-    app = build_app(engine, ON)
-
-    async def main() -> None:
-        await complete(app, "same", max_tokens=2)
-        await complete(app, "same", max_tokens=5)
-        body = await told(app, "same")
-        assert [one["tokens"] for one in body["events"] if one["kind"] == "finished"] == [5]
-        assert body["events"][0]["step"] == 3
-
-    run(main())
-
-
 def test_a_request_older_than_the_records_is_told_from_there(engine):
     app = build_app(engine, ON)
 

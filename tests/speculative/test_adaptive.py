@@ -3,8 +3,6 @@
 The law of step times and the acceptance are made up, so what would be best is known.
 """
 
-import time
-
 import pytest
 
 from minillm.api.speculative_config import AUTO_MOST, SpeculativeConfig
@@ -12,7 +10,6 @@ from minillm.plan.step_times import StepTimes
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.invariants import check_invariants
-from minillm.scheduling.survival import Survival
 from minillm.speculative.setup import build_drafts
 from tests.pairs import pairwise
 from tests.speculative.virtual import Habit, Machine
@@ -190,35 +187,9 @@ def test_times_of_unknown_batches_come_from_neighbours_only():
     assert times.plain(1) is None
 
 
-def test_rates_of_a_request_are_drawn_to_those_of_all():
-    rates = Survival(4)
-    for _ in range(200):
-        rates.observe(0, 4, 4)
-        rates.observe(1, 4, 0)
-    good, bad, new = rates.curves([0, 1, 2])
-    assert good.survival[0] > new.survival[0] > bad.survival[0] > 0.05
-    assert good.survival[3] > 0.5
-    rates.observe(3, 4, 0)
-    assert bad.survival[0] < rates.curves([3])[0].survival[0] < new.survival[0]
-
-
 def test_auto_builds_it():
     config = SpeculativeConfig("auto", "ngram", disable_by_batch_size=3)
     found = build_drafts(config)
     assert isinstance(found, AdaptiveDrafts)
     assert (found.num_tokens, found.max_num_seqs) == (AUTO_MOST, 3)
     assert type(build_drafts(SpeculativeConfig(4, "ngram"))) is Drafts
-
-
-def test_choosing_is_quick():
-    """At 64 rows, in processor time; the bound leaves room for slower machines."""
-    made = machine(roomy, [Habit(0.4 if number % 2 else 0.9) for number in range(64)])
-    made.run(100)
-    running, drafts, times = made.scheduler.running, made.drafts, []
-    for _ in range(20):
-        drafts._since = 0
-        start = time.thread_time()
-        for _ in range(20):
-            drafts.lengths(running)
-        times.append((time.thread_time() - start) / 20)
-    assert min(times) < 200e-6

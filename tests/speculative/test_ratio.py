@@ -77,15 +77,6 @@ def test_a_draft_that_was_not_drawn_is_accepted_with_its_probability():
         assert (residual(P, q) - without / without.sum()).abs().max() < EXACT
 
 
-def test_rows_of_laws_are_those_of_each():
-    generator = torch.Generator().manual_seed(1)
-    p, q = (torch.stack([random_law(generator, 5) for _ in range(40)]) for _ in range(2))
-    tokens = torch.randint(5, (40,), generator=generator)
-    for i, token in enumerate(tokens):
-        assert accept_probability(p, q, tokens)[i] == accept_probability(p[i], q[i], token)
-        assert torch.equal(residual(p, q)[i], residual(p[i], q[i]))
-
-
 # ---- wrong variants --------------------------------------------------------------------------
 
 
@@ -279,13 +270,6 @@ def test_both_ends_of_the_noise(word, monkeypatch):
         assert weights[drawn] > 0
     if word:
         assert float(coin.float()) == 1  # the planted bug
-
-
-def test_draws_have_the_law_of_the_weights():
-    weights = torch.tensor([0.0, 3.0, 1.0, 0.0, 4.0, 0.0], dtype=torch.float64)
-    coin = (torch.arange(800, dtype=torch.float64) + 0.5) / 800
-    counts = draw(weights.expand(800, -1), coin).bincount(minlength=6)
-    assert counts.tolist() == [0, 300, 100, 0, 400, 0]
 
 
 SETTINGS = [

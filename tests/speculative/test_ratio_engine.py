@@ -206,13 +206,6 @@ def test_without_laws_tokens_are_those_of_plain_decoding(folder):
     assert ruled != plain
 
 
-def test_greedy_tokens_are_those_of_plain_decoding(folder):
-    greedy = SamplingParams(temperature=0.0, ignore_eos=True)
-    llm = engine(folder, Sampled(DRAFT), 3)
-    assert run(llm, greedy, 3, 30, n=1) == run(engine(folder), greedy, 3, 30, n=1)
-    assert llm.engine.scheduler.counters.num_draft_tokens > 0
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -162,16 +162,3 @@ EMBEDDED = (
 @pytest.mark.parametrize("cell", some([QUICK], EMBEDDED), ids=str)
 def test_the_embedded_model(cell: Cell) -> None:
     check(cell)
-
-
-def test_a_copying_prompt_needs_few_steps() -> None:
-    """A greedy text that repeats itself is drafted by n-grams, and takes a third of the steps."""
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias={9: 40.0})
-    plain, drafted = (
-        make(folder_of("bytes"), max_model_len=96, speculative_config=each)
-        for each in (None, {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 2})
-    )
-    outputs = [llm.generate([[5, 6, 7]], params, use_tqdm=False) for llm in (plain, drafted)]
-    assert tokens(outputs[0][0]) == tokens(outputs[1][0]) == [[9] * 40]
-    steps = [llm.engine.scheduler.counters.num_steps for llm in (plain, drafted)]
-    assert steps[1] < steps[0] / 3

@@ -37,11 +37,6 @@ def test_speed_up_is_tokens_over_all_that_a_step_costs():
     assert found.speedup == pytest.approx(1.875 / (1.5 + 0.5 + 0.05))
 
 
-def test_no_drafts_is_plain_decoding():
-    found = speculation(4, 0, [0.9], linear, draft_seconds=0.002, host_seconds=0.001)
-    assert (found.tokens, found.step, found.speedup) == (1, 1, 1)
-
-
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_proposer_without_an_answer_costs_no_verification(batch):
     rng = np.random.default_rng(1)
@@ -84,17 +79,6 @@ def test_a_mistake_gets_one_sentence():
 TARGET = ["plan", "preset:qwen3-8b", "--hardware", "h200"]
 
 
-def test_the_table_says_what_is_assumed(cli):
-    code, out, _ = cli(*TARGET, "--speculate", "ngram")
-    assert code == 0
-    assert "an assumed acceptance of 0.5" in " ".join(out.split())
-    code, out, _ = cli(*TARGET, "--speculate", "preset:qwen3-0.6b", "--acceptance", "0.8,0.7")
-    assert "with an acceptance of 0.8, 0.7" in " ".join(out.split())
-    assert [line.split()[0] for line in out.splitlines() if line.endswith("best")] == [
-        "1", "4", "16", "64",
-    ]  # fmt: skip
-
-
 def test_json_has_the_numbers_of_the_model(cli):
     _, out, _ = cli(*TARGET, "--speculate", "preset:qwen3-0.6b", "--acceptance", "0.8", "--json")
     found = json.loads(out)
@@ -125,9 +109,3 @@ def test_a_wrong_option_gets_one_sentence(cli, options, message):
     code, _, err = cli(*TARGET, *options)
     assert code != 0
     assert message in " ".join(err.split())
-
-
-def test_a_memory_has_no_speed(cli):
-    code, _, err = cli("plan", "preset:qwen3-8b", "--memory", "24GiB", "--speculate", "ngram")
-    assert code != 0
-    assert "add --hardware NAME" in err

@@ -1,21 +1,15 @@
 """Special tokens of a chat come from its template; the same text in a message is ordinary text."""
 
-from pathlib import Path
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
-from transformers import AutoTokenizer
 
 from minillm.errors import InvalidRequestError
-from minillm.text.chat_prompt import ChatPrompt, chat_prompt
+from minillm.text.chat_prompt import chat_prompt
 from minillm.text.tokenizer import Tokenizer
 from tests.text import build
-from tests.text.test_chat_template import CHATML, CHATS, TEMPLATES, folder_with
+from tests.text.test_chat_template import CHATML
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 
 @pytest.fixture(scope="module")
@@ -50,36 +44,6 @@ def test_every_field_and_role_is_text(messages: list[dict], ours: Tokenizer) -> 
     plain = [{"role": each["role"].strip("<|>"), "content": "x"} for each in messages]
     expected = specials(ours, chat_prompt(ours, plain).ids())
     assert specials(ours, chat_prompt(ours, messages).ids()) == expected
-
-
-@settings(max_examples=200, deadline=None)
-@given(parts=st.lists(st.sampled_from([*SPECIAL, "<|", "im_end", "|>", "<", "é", " ", "x\n"])))
-def test_no_message_adds_a_special_token(parts: list[str]) -> None:
-    ours = Tokenizer(build.byte_level(), chat_template=CHATML)
-    prompt, text = chat_prompt(ours, user("".join(parts))), "".join(parts)
-    assert specials(ours, prompt.ids()) == specials(ours, chat_prompt(ours, user("x")).ids())
-    assert prompt.text == ours.render_chat(user(text))
-    assert ours.decode(prompt.ids(), skip_special_tokens=False) == prompt.text
-
-
-@pytest.mark.parametrize("aliased", [False, True])
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_ids_of_ordinary_text_are_those_of_transformers(
-    name: str, aliased: bool, tmp_path: Path
-) -> None:
-    """Also if the encoder for aliased text is forced."""
-    folder = folder_with(tmp_path, TEMPLATES[name])
-    theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
-    for chat in CHATS:
-        if name == "mistral" and chat[0]["role"] == "system":
-            continue
-        prompt = chat_prompt(ours, chat)
-        assert prompt.aliased is None
-        marked = ours.control_tokens.aliased(prompt.text) if aliased else None
-        ids = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        assert ChatPrompt(ours, prompt.text, marked).ids() == ids
-        expected = theirs(prompt.text).input_ids  # with the post-processor's tokens
-        assert ChatPrompt(ours, prompt.text, marked).ids(True) == expected
 
 
 @pytest.mark.parametrize("kind", ["llama2", "metaspace_first"])

@@ -158,19 +158,6 @@ def test_text_is_shown_at_once_and_is_never_half_a_character(
     assert shown == after(before, tokenizer.decode(prompt + ids, skip_special_tokens=False))
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "llama2"])
-def test_an_emoji_comes_out_whole(kind: str) -> None:
-    tokenizer = tokenizer_of(kind)
-    ids = tokenizer.encode("x🦜!", add_special_tokens=False)
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    pieces = [detokenizer.push([i]) for i in ids]
-    assert [p for p in pieces if p][-2:] == ["🦜", "!"]
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    unfinished = "".join(detokenizer.push([i]) for i in ids[:-2])
-    assert unfinished == "x"
-    assert unfinished + detokenizer.flush() == tokenizer.decode(ids[:-2])
-
-
 @pytest.mark.parametrize(
     ("prompt", "output", "expected"),
     [
@@ -197,13 +184,6 @@ def test_a_run_of_bytes_in_the_prompt_is_read_from_its_start() -> None:
     to_id = {byte: i for i, byte in tokenizer.byte_fallback.items()}
     prompt = [to_id[b] for b in bytes.fromhex("e4 c3 e4 c3 e4 c3 e4")]  # only the last is open
     assert stream(tokenizer, prompt, [to_id[0xB8], to_id[0xAD]], True) == "中"
-
-
-def test_the_newline_of_llama2_is_not_delayed() -> None:
-    tokenizer = tokenizer_of("llama2")
-    newline = tokenizer.encode("a\n", add_special_tokens=False)[-1]
-    assert newline in tokenizer.byte_fallback
-    assert IncrementalDetokenizer(tokenizer, tokenizer.encode("a")).push([newline]) == "\n"
 
 
 def test_a_token_costs_the_same_at_any_length() -> None:

@@ -63,17 +63,6 @@ def test_nothing_shown_is_ever_taken_back_and_nothing_is_held_without_need(
     assert whole_text(text, stops, include)[0].startswith(shown)
 
 
-def test_the_match_is_known_at_the_piece_that_completes_it() -> None:
-    matcher = StopStrings(["STOP"])
-    assert [matcher.push(p) for p in ("one S", "TO", "P two", "three")] == ["one ", "", "", ""]
-    assert matcher.matched == "STOP"
-    assert matcher.flush() == ""
-
-
-def test_no_stop_strings_pass_everything_through() -> None:
-    assert run(["a", "", "b"], []) == ("ab", None)
-
-
 @pytest.mark.parametrize("include", [False, True])
 def test_min_tokens_lets_a_completed_stop_string_pass(include: bool) -> None:
     matcher = StopStrings(["##"], include)

@@ -213,19 +213,6 @@ def test_a_replay_has_the_metrics_of_every_request(worked: tuple[LLM, list[LiveR
         assert sum(lengths) >= metrics.num_accepted_tokens
 
 
-def test_a_token_has_a_time(worked: tuple[LLM, list[LiveRequest]]) -> None:
-    """As many times as tokens were delivered, each when its step was computed."""
-    llm, lives = worked
-    times, steps = llm.trace.token_times(), {record.computed for record in llm.trace}
-    for live in lives:
-        for one in live.output().outputs:
-            name = live.request.request_id + (f" #{one.index}" if one.index else "")
-            found = times.get(name, [])
-            assert len(found) == len(one.token_ids), name
-            assert found == sorted(found)
-            assert steps.issuperset(found)
-
-
 def test_tokens_that_a_stop_string_cuts_are_counted_nowhere(folder: Path) -> None:
     """All drafts are right, and the text ends in the middle of them."""
     prompt, params = list(range(8)), SamplingParams(max_tokens=24, seed=4, ignore_eos=True)
@@ -260,17 +247,6 @@ def test_tokens_that_a_stop_string_cuts_are_counted_nowhere(folder: Path) -> Non
             assert counters.num_draft_tokens == sum(each.num_drafted for each in drafted)
             cuts += computed > len(one.token_ids)
     assert cuts > 5
-
-
-def test_the_parts_of_a_step_follow_each_other(worked: tuple[LLM, list[LiveRequest]]) -> None:
-    llm, _ = worked
-    steps = [[one.started, one.planned, one.computed, one.delivered] for one in llm.trace]
-    assert all(step == sorted(step) for step in steps)
-    if llm.engine.args.async_scheduling:  # a step is planned before the one before it is delivered
-        steps = [[started] for started, *_ in steps]
-    times = [time for step in steps for time in step]
-    assert times == sorted(times)
-    assert [record.step for record in llm.trace] == list(range(1, len(llm.trace) + 1))
 
 
 def test_a_bounded_trace_forgets_steps_but_not_who_runs(folder: Path) -> None:

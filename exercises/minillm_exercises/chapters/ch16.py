@@ -248,13 +248,6 @@ def shared_noise_law(p: Law, q: Law, residual: Law, rows: int = 400_000) -> list
     return (token.bincount(minlength=len(p)) / rows).tolist()
 
 
-def lost_to_epsilon(vocabulary: int, drafts: int, epsilon: float = 1e-8) -> Fraction:
-    """How often a step rejects one of the drafts of a model that *is* the target, all tokens
-    equally likely, where a quotient is p / (q + epsilon)."""
-    q = Fraction(1, vocabulary)
-    return 1 - (q / (q + Fraction(epsilon))) ** drafts
-
-
 # What a step costs ---------------------------------------------------------------------------
 
 

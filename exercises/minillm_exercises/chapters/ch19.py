@@ -179,17 +179,6 @@ def local_noise() -> Iterator[None]:
 # A class of an article -----------------------------------------------------------------------
 
 
-def article_shards(world: int, inputs: int, outputs: int) -> list[Tensor]:
-    """What each rank holds of a matrix in an article's class `TensorParallelLinear`: it divides the
-    rows by the number of ranks, without the remainder, and does not ask which rank it is."""
-    shards = []
-    with torch.random.fork_rng():
-        for _ in range(world):
-            torch.manual_seed(0)  # every rank has the same seed
-            shards.append(torch.nn.Linear(inputs, outputs // world, bias=False).weight.detach())
-    return shards
-
-
 def refused(model: str, size: int) -> bool:
     """Whether the engine refuses so many ranks."""
     try:

@@ -1,5 +1,4 @@
-"""Scheduler overhead: microseconds per scheduling step and per prefix-cache lookup; and host
-overhead of the whole engine (`outputs.py`).
+"""Scheduler overhead: microseconds per scheduling step and per prefix-cache lookup.
 
 No model runs and tokens are made up, so only the scheduler and the prefix cache are measured. Each
 time comes with its growth, the exponent x of time = c * size ** x, which shows superlinear costs
@@ -21,10 +20,9 @@ from minillm.api.sampling_params import SamplingParams
 from minillm.cache.manager import BlockManager, BlockTable, make_index
 from minillm.cache.prefix import PrefixIndex
 from minillm.cli.terminal import Terminal
-from minillm.lab.benchmarks import outputs
 from minillm.lab.benchmarks.report import about_machine, benchmark_parser, write_result
 from minillm.scheduling.config import SchedulerConfig
-from minillm.scheduling.policies import POLICIES, WINDOW
+from minillm.scheduling.policies import POLICIES
 from minillm.scheduling.request import Request
 from minillm.scheduling.scheduler import Scheduler
 
@@ -36,11 +34,7 @@ EXAMPLES = """examples:
 BLOCK_SIZE = 16
 PROMPT = 128  # prompt tokens of a request
 VOCABULARY = 50_000
-# Largest exponent that counts as linear. Quadratic growth is 2; larger data structures also leave
-# the CPU's caches and trigger garbage collection, which looks like a logarithmic factor.
-LINEAR = 1.25
 Measure = Callable[[int], float]  # microseconds of a size
-AIM = 3.0  # target: microseconds per step for each additional running sequence
 
 
 @dataclass(frozen=True)
@@ -72,15 +66,6 @@ class Series:
     def of(cls, name: str, item: str, sizes: tuple[int, ...], measure: Measure) -> "Series":
         """Measure every size."""
         return cls(name, item, sizes, tuple(map(measure, sizes)))
-
-    def per_item(self) -> list[float]:
-        """Microseconds per running sequence, waiting request or block."""
-        return [time / size for size, time in zip(self.sizes, self.microseconds, strict=True)]
-
-    def marginal(self) -> float:
-        """Microseconds for each additional item, between the two largest sizes."""
-        (low, high), (before, after) = self.sizes[-2:], self.microseconds[-2:]
-        return (after - before) / (high - low)
 
     def growth(self) -> list[float]:
         """The exponent x of time = c * size ** x between each size and the next."""
@@ -187,30 +172,8 @@ def change_time(num_running: int, num_waiting: int, policy: str, sizes: Sizes) -
     return median_time(load.step_with_change, sizes.repeats, sizes.steps)
 
 
-def blocked_line(num_shared: int) -> Scheduler:
-    """A few sequences occupy all blocks, and a full window of requests waits for blocks; all
-    prompts share their first `num_shared` blocks."""
-    shared, num_own = text(num_shared), 20 * BLOCK_SIZE + 1
-    config = SchedulerConfig(policy="longest_prefix_match")
-    blocks = BlockManager(num_shared + 64, BLOCK_SIZE, "hash")
-    scheduler = Scheduler(config, blocks)
-    for number in range(WINDOW + 10):
-        prompt = (*shared, *[number] * num_own)
-        scheduler.add(Request(str(number), prompt, SamplingParams(), 100))
-    while scheduler.record.blocked is None or scheduler.record.blocked.what != "blocks":
-        commit(scheduler)
-    return scheduler
-
-
-def lookups_time(num_blocks: int, sizes: Sizes) -> float:
-    """Time of a step with a window of waiting cached prompts, none of which can be admitted."""
-    scheduler = blocked_line(num_blocks)
-    return median_time(lambda: commit(scheduler), sizes.repeats, 1)
-
-
 def step_series(sizes: Sizes) -> Iterator[Series]:
-    """Series over the number of running sequences, over the number of waiting requests, and over
-    the prompt length for a policy that looks up the prefix cache."""
+    """Series over the number of running sequences, and over the number of waiting requests."""
     yield Series.of("decode", "running", sizes.running, partial(decode_time, sizes=sizes))
     line, max_num_seqs = sizes.waiting[-1], sizes.running_beside_line
     for name in POLICIES:
@@ -219,8 +182,6 @@ def step_series(sizes: Sizes) -> Iterator[Series]:
     for name in POLICIES:
         in_line = partial(change_time, max_num_seqs, policy=name, sizes=sizes)
         yield Series.of(f"{name}, {max_num_seqs} running", "waiting", sizes.waiting, in_line)
-    lookups = f"longest_prefix_match, {WINDOW} prompts blocked"
-    yield Series.of(lookups, "blocks", sizes.blocks[:-1], partial(lookups_time, sizes=sizes))
 
 
 # ---- prefixes ---------------------------------------------------------------------------------
@@ -282,26 +243,6 @@ def prefix_series(sizes: Sizes) -> Iterator[Series]:
 # ---- results ----------------------------------------------------------------------------------
 
 
-def statement(series: Sequence[Series]) -> list[str]:
-    """Conclusions about growth, and about the cost of an additional running sequence."""
-    steps = [
-        (growth, f"{one.name}, from {low:,} to {high:,} {one.item}")
-        for one in series
-        for growth, (low, high) in zip(one.growth(), pairwise(one.sizes), strict=True)
-    ]
-    worse = [f"Worse than linear: size ** {x:.2f} ({where})." for x, where in steps if x > LINEAR]
-    steepest, where = max(steps)
-    lines = worse or [
-        f"Everything grows linearly or better; the steepest is size ** {steepest:.2f} ({where})."
-    ]
-    for one in series:
-        if one.item == "running":
-            cost, word = one.marginal(), "within" if one.marginal() <= AIM else "above"
-            each = "microseconds for each additional running sequence"
-            lines.append(f"{one.name}: {cost:.2f} {each}, {word} the target of {AIM:g}.")
-    return lines
-
-
 def table(series: Sequence[Series]) -> list[list[str]]:
     """Rows: name, size, time, time per item, growth since the previous row."""
     return [
@@ -320,33 +261,20 @@ def table(series: Sequence[Series]) -> list[list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print the tables, the conclusions and JSON."""
+    """Measure, and print the tables and JSON."""
     parser = benchmark_parser("scheduler", __doc__, EXAMPLES)
     chosen, terminal = parser.parse_args(arguments), Terminal()
     sizes = QUICK if chosen.quick else Sizes()
-    load = outputs.QUICK_LOAD if chosen.quick else outputs.Load()
     with terminal.progress("Measuring steps and lookups"):
         steps, prefixes = list(step_series(sizes)), list(prefix_series(sizes))
-    with terminal.progress("Measuring host overhead"):
-        costs = [outputs.measure(name, load) for name in outputs.WAYS]
     header = ["", "size", "microseconds", "per item", "growth"]
     for title, series in (("One step: schedule and commit", steps),
                           ("One prompt in the prefix cache", prefixes)):  # fmt: skip
         terminal.heading(title)
         terminal.table(header, table(series))
-    terminal.heading(f"Host overhead: microseconds per row and step, {load.rows} rows")
-    terminal.table([*outputs.HEADER], outputs.table(costs))
-    lines = [*statement([*steps, *prefixes]), *outputs.statement(costs)]
-    for line in lines:
-        terminal.paragraph(line)
     result = about_machine("scheduler") | {
         "block_size": BLOCK_SIZE,
-        "series": [
-            {**asdict(one), "per_item": one.per_item(), "growth": one.growth()}
-            for one in [*steps, *prefixes]
-        ],
-        "engine": [asdict(one) for one in costs],
-        "statement": lines,
+        "series": [{**asdict(one), "growth": one.growth()} for one in [*steps, *prefixes]],
     }
     write_result(result, chosen.json, terminal)
     return 0

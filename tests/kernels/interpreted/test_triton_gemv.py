@@ -94,21 +94,6 @@ def test_one_row_fills_the_chip_with_programs(num_out: int, rows: int) -> None:
     assert (found.block_out, found.splits) == (rows, 1)
 
 
-@pytest.mark.parametrize(
-    ("num_out", "size", "splits"),
-    [
-        (4096, 4096, 4),
-        (6144, 4096, 2),
-        (28672, 4096, 1),
-        (1024, 2048, 4),
-        (128, 2048, 4),
-        (8, 9, 1),
-    ],
-)
-def test_several_rows_fill_it_once(num_out: int, size: int, splits: int) -> None:
-    assert config(True, num_out, size).splits == splits
-
-
 def test_a_tile_fits_into_shared_memory() -> None:
     for dtype in check.DTYPES:
         found = config(True, 4096, 4096, dtype)

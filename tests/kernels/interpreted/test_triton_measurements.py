@@ -77,31 +77,6 @@ def test_at_full_size_they_are_consistent_and_cost_nothing_until_they_run(family
             assert together > 2 * H200_CACHE, f"{measurement.name} would be measured in the cache"
 
 
-@pytest.mark.parametrize(
-    ("family", "target", "peers"),
-    [
-        ("paged_attention", 0.93, set()),
-        ("paged_attention", 0.78, set()),
-        ("mla", 0.85, set()),
-        ("fused", 0.96, set()),
-        ("gemv", 0.90, set()),
-    ],
-)
-def test_the_targets_of_the_project_are_measured(family, target, peers):
-    found = measurements(family)
-    assert target is None or target in {measurement.target for measurement in found}
-    assert peers <= {value for each in found for value in each.peer_targets.values()}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_named(family):
-    found = TOY[family]
-    assert found
-    assert {measurement.family for measurement in found} == {family}
-    names = [measurement.name for measurement in found]
-    assert len(set(names)) == len(names)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_its_input_sets_differ(family):
     """One buffer in every set would be measured in the cache; and each set has to work."""

@@ -363,22 +363,6 @@ def test_splits_fill_the_processors_and_no_more() -> None:
     assert mla_config.count_splits(config, 64, 16, 32768, 132, few=2) == 1  # twice the programs
 
 
-def test_several_queries_share_a_tile_as_far_as_it_goes() -> None:
-    def tile(arch: int, heads: int, few: int, page: int = 64) -> tuple[int, int]:
-        decode = mla_config.choose(arch, torch.bfloat16, heads, page, few=few).decode
-        return decode.block_h, decode.block_q
-
-    assert [tile(90, 16, few) for few in (1, 2, 3, 5, 16)] == [
-        (16, 1), (16, 2), (16, 4), (16, 4), (16, 4),
-    ]  # fmt: skip
-    assert tile(90, 128, 1) == tile(90, 128, 5) == (64, 1)
-    assert tile(90, 4, 1) == tile(90, 4, 4) == (4, 4)  # 16 queries, the smallest product
-    assert tile(90, 16, 5, page=16) == (16, 4)
-    assert tile(80, 16, 5) == (16, 2)
-    assert tile(100, 16, 1) == (16, 1)
-    assert tile(100, 16, 5) == (16, 4)
-
-
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_batch_invariant_tiles_depend_on_nothing_that_changes(arch: int) -> None:
     configs = {

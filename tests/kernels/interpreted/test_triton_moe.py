@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm_kernels import moe, moe_config, moe_plan
+from minillm_kernels import moe, moe_plan
 from minillm_kernels.check.case import Mismatch
 from minillm_kernels.check.moe import (
     BF16,
@@ -105,19 +105,6 @@ def test_tiles_of_the_invariant_mode_do_not_depend_on_the_batch() -> None:
                 for num_tokens in (1, 4, 64, 512, 16384)
             }
             assert len(configs) == 1
-
-
-def test_tiles_follow_from_the_rows_of_an_expert() -> None:
-    def config(num_tokens: int) -> Config:
-        return choose_config(90, torch.bfloat16, num_tokens, 8, 128)
-
-    assert config(1) == config(4) == moe_config.DIRECT
-    assert config(5) == config(128) == moe_config.DECODE
-    assert config(129) == config(1024) == moe_config.MIDDLE_90
-    assert config(1025) == moe_config.PREFILL_90
-    assert choose_config(80, torch.float16, 4096, 2, 8) == moe_config.PREFILL_80
-    assert choose_config(90, torch.bfloat16, 1, 2, 4) == moe_config.DIRECT
-    assert choose_config(90, torch.bfloat16, 2, 2, 8) == moe_config.DECODE
 
 
 # ---- bad input -----------------------------------------------------------------------------------

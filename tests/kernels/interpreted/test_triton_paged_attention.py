@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from minillm_kernels import paged_attention, paged_decode, paged_prefill
-from minillm_kernels.check.case import Mismatch
 from minillm_kernels.check.paged_attention import (
     BLOCK_N,
     MIXED,
@@ -64,18 +63,6 @@ def test_bits_depend_on_query_position_and_keys_only(case: Case) -> None:
         verify_invariant(case)
 
 
-def test_the_usual_kernels_are_not_batch_invariant() -> None:
-    """So the test above sees a difference where there is one."""
-
-    class Usual:
-        @staticmethod
-        def paged_attention(*args: Any, **options: Any) -> torch.Tensor:
-            return paged_attention.paged_attention(*args, **options | {"batch_invariant": False})
-
-    with ordered_dots(), pytest.raises(Mismatch, match="other bits"):
-        verify_invariant(Case(((2, 70), (1, 40)), 2, 1, form="rows"), kernels=Usual)
-
-
 # ---- configurations ---------------------------------------------------------------------------
 
 
@@ -100,8 +87,6 @@ def test_configurations_have_whole_splits(
 
 
 # ---- bad input --------------------------------------------------------------------------------
-
-Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def called(**changes: Any) -> torch.Tensor:
@@ -173,20 +158,6 @@ class Launches:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **constants: self.seen.append((grid, args))
-
-
-def test_splits_in_registers_and_apart_have_one_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another dtype of a workspace would be another kernel, whose bits nobody promised."""
-    launches = Launches()
-    monkeypatch.setattr(paged_prefill, "invariant_kernel", launches)
-    monkeypatch.setattr(paged_decode, "combine_kernel", Launches())
-    case = Case(((1, 70), (1, 20)), batch_invariant=True, form="rows", dtype=torch.bfloat16)
-    for splits, max_query_len in ((1, 1), (2, 1), (2, None)):
-        config = replace(case.config, splits=splits)  # type: ignore[type-var]
-        run(case, paged_attention, inputs(case, "cpu"), config=config, max_query_len=max_query_len)
-    types = {tuple(getattr(arg, "dtype", type(arg)) for arg in args) for _, args in launches.seen}
-    assert len(launches.seen) == 3
-    assert len(types) == 1
 
 
 def test_a_table_with_room_for_more_splits_than_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,9 +57,7 @@ def bench(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
 
 MISTAKES = """
 decoed | there is no benchmark 'decoed'; the benchmarks are decode, prefill
-decoed | Did you mean 'decode'?
 decode --vs openvino,vlm | has no engine 'vlm'; the engines are transformers, vllm
-decode --vs openvino,vlm | Did you mean 'vllm'?
 decode --vs vllm --device cuda | leave it out with --device cuda.
 decode --vs vllm --quantization int8 | --vs vllm runs 16-bit weights only
 decode --quantization int2 | --quantization is 'int2'; it must be int8 or int4.
@@ -68,27 +66,23 @@ decode --device cuda --kv-cache-dtype int8 | --kv-cache-dtype int8 is for a CPU;
 decode --kv-cache-dtype fp8 | is not supported; int8 takes the same memory with a tenth
 decode --device tpu | --device is 'tpu'; it must be cpu or cuda.
 decode --batch 1,-2 | argument --batch: '1,-2' is not a list of integers at least 1.
-decode --batch two | argument --batch: 'two' is not a list of integers at least 1.
 decode --new-tokens 1 | argument --new-tokens: '1' is not an integer at least 2.
 offline --requests 2000000 | '2000000' is not an integer at least 1, at most 1,000,000.
-prefill --beside two | argument --beside: 'two' is not an integer at least 1.
 decode --beside 999 | which is 8 per processor.
 decode --isa avx1024 | --isa is 'avx1024'; it must be one of avx2, avx512, avx5
 offline --lengths long | --lengths is 'long'; it must be one of lognormal, uniform.
 decode tiny --context 2040 | --context is 2040; with 32 new tokens it exceeds
-prefill tiny --context 128,2048 | exceeds the 2048 positions of this model.
 decode preset:smollm3 | There is no preset 'smollm3'
 startup tinny | Did you mean 'tiny'?
 startup --beside 2 | there is no option --beside.
-prefill --new-tokens 4 | there is no option --new-tokens.
+prefill tiny --context 128,2048 | exceeds the 2048 positions of this model.
 scale tiny --context 64,4096 | --context is 4096; with 8 new tokens it must be from 12 to 2048
-scale tiny --plot a.bmp | --plot is 'a.bmp'; its name must end in .png
 scale tiny --plot /nowhere/a.png | --plot /nowhere/a.png: this is a folder
+scale tiny --plot a.bmp | --plot is 'a.bmp'; its name must end in .png
 scale preset:mixtral-8x7b | explains dense decoders of the families
 speculation preset:smollm2-135m | random weights
 speculation --acceptance 0.9,2 | is not a list of numbers at least 0, at most 1.
 speculation --vs vllm | compares with transformers only.
-decode --jsn x | there is no option --jsn. Did you mean '--json'?
 decode --json /nowhere/at/all.json | or its folder does not exist.
 decode preset:deepseek-v3 --vs vllm | cannot be written as a checkpoint
 """

@@ -16,13 +16,12 @@ import pytest
 
 from minillm.cli.terminal import Terminal
 from minillm.lab.benchmarks import beside, compare, contest, others
-from minillm.lab.benchmarks.beside import BusyProcessError, busy_processes, fair_share
+from minillm.lab.benchmarks.beside import busy_processes
 from minillm.lab.benchmarks.ceiling import SUMS, Ceiling
 from minillm.lab.benchmarks.compare import Work
 from minillm.lab.benchmarks.compare_table import show
-from minillm.lab.benchmarks.contest import Case, Contest, Run, calmest, decode_run, prompts_of
+from minillm.lab.benchmarks.contest import Case, Contest, Run, decode_run, prompts_of
 from minillm.lab.benchmarks.engine_process import EngineFailedError
-from minillm.lab.benchmarks.lengths import LENGTHS
 from minillm.lab.benchmarks.others import Watch, busy_ticks, group_ticks
 from minillm.lab.benchmarks.peers.protocol import Timeline
 from minillm.models.presets import preset
@@ -84,15 +83,6 @@ def test_every_engine_gets_the_same_prompts_and_every_repeat_others() -> None:
     assert prompts == prompts_of(case, 50, 1) != prompts_of(case, 50, 2)
     assert [len(ids) for ids in prompts] == [7, 7, 7]
     assert all(0 <= token < 49 for ids in prompts for token in ids)
-
-
-def test_lengths_are_seeded_and_within_their_limits() -> None:
-    for name, least in (("lognormal", 8), ("uniform", 100)):
-        prompts, lengths = LENGTHS[name](500, 3, 300, 120)
-        assert (prompts, lengths) == LENGTHS[name](500, 3, 300, 120)
-        assert least <= min(prompts) < least + 20 < 280 < max(prompts) <= 300
-        assert least <= min(lengths) < least + 20 <= max(lengths) <= 120
-    assert LENGTHS["uniform"](3, 3, 20, 4) == ([20] * 3, [4] * 3)
 
 
 # ---- in turn ----------------------------------------------------------------------------------
@@ -216,13 +206,6 @@ def test_disturbed_runs_are_made_again(three: list[FakeEngine], quiet: list[floa
     assert quiet == []
 
 
-def test_the_calmest_runs_are_chosen_by_what_others_did() -> None:
-    runs = [Run(0, seconds, 1, 1, others) for seconds, others in
-            ((9.0, 0.05), (1.0, 0.9), (5.0, 0.0), (7.0, 0.3))]  # fmt: skip
-    assert [run.decode_seconds for run in calmest(runs, 2)] == [9.0, 5.0]
-    assert [run.decode_seconds for run in calmest(runs, 3)] == [9.0, 5.0, 7.0]
-
-
 # ---- beside busy processes --------------------------------------------------------------------
 
 
@@ -267,22 +250,6 @@ def test_the_table_and_the_json_have_the_speed_over_the_idle_speed(
     assert "The fair share is 50% of the idle speed: 2 threads of an engine and 2 busy" in shown
 
 
-@pytest.mark.parametrize(
-    ("threads", "number", "processors"), [(2, 2, 2), (2, 1, 2), (1, 1, 2), (1, 2, 2), (4, 2, 2),
-                                          (8, 3, 16), (16, 4, 16), (2, 16, 2)]
-)  # fmt: skip
-def test_a_fair_share_is_that_of_a_round_robin(threads: int, number: int, processors: int) -> None:
-    def slices(busy: int) -> float:
-        """Processors that the engine has on average, if all tasks take turns."""
-        tasks, rounds = threads + busy, 60
-        at_once = min(processors, tasks)
-        turns = [(step * at_once + each) % tasks for step in range(rounds * tasks)
-                 for each in range(at_once)]  # fmt: skip
-        return sum(task < threads for task in turns) / (rounds * tasks)
-
-    assert fair_share(threads, number, processors) == pytest.approx(slices(number) / slices(0))
-
-
 def runs(pid: int) -> bool:
     """Whether a process exists and has not ended; the parent may not have collected it yet."""
     done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True)
@@ -320,22 +287,6 @@ def test_they_end_when_their_parent_does(number: signal.Signals) -> None:
     raise AssertionError("they have not ended within ten seconds")
 
 
-@posix
-def test_one_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, start = [], beside.start
-
-    def second_fails() -> "subprocess.Popen[bytes]":
-        if started:
-            raise BusyProcessError("A busy process cannot be started: no memory.")
-        started.append(start())
-        return started[0]
-
-    monkeypatch.setattr(beside, "start", second_fails)
-    with pytest.raises(BusyProcessError, match="no memory"), busy_processes(2):
-        raise AssertionError("the block must not run")
-    assert not runs(started[0].pid)
-
-
 # ---- what others use --------------------------------------------------------------------------
 
 
@@ -370,18 +321,3 @@ def test_ticks_are_those_of_the_groups_and_the_rest_is_others(
     assert busy_ticks(tmp_path) == 341  # neither idle nor waiting for a disk
     assert group_ticks(frozenset({11, 13}), tmp_path) == 141
     assert busy_ticks(tmp_path / "nowhere") == 0
-
-
-@posix
-def test_a_busy_process_uses_a_processor_by_the_count_of_the_kernel() -> None:
-    if not busy_ticks(others.PROC):
-        pytest.skip("the kernel reports no processor time")
-    with busy_processes(1) as (pid,), others.watching([], busy=[pid]) as watch:
-        start, group = time.perf_counter(), frozenset({pid})
-        before = group_ticks(group, others.PROC)
-        while group_ticks(group, others.PROC) - before < 20 and time.perf_counter() - start < 20:
-            time.sleep(0.05)
-        used, taken = group_ticks(group, others.PROC) - before, time.perf_counter() - start
-    counted = watch.busy * taken * (os.cpu_count() or 1) * os.sysconf("SC_CLK_TCK")
-    assert used >= 20
-    assert counted == pytest.approx(used, rel=0.5)

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from minillm.errors import ConfigError
-from minillm.lab.benchmarks import processor
-from minillm.lab.benchmarks.compare_table import class_of
 from minillm.lab.benchmarks.engine_process import environment
 from minillm.lab.benchmarks.peers import vllm_engine
 from minillm.lab.benchmarks.processor import (
@@ -51,12 +49,6 @@ def test_a_set_that_is_not_there_is_one_sentence(name: str, own: str, sentence: 
     assert sentence in str(refused.value)
 
 
-def test_each_class_can_be_limited_to_itself_and_below() -> None:
-    for place, own in enumerate(FLAGS):
-        for name in list(FLAGS)[: place + 1]:
-            check_isa(name, own)
-
-
 def test_the_variables_are_set_in_the_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     monkeypatch.delenv(ISA, raising=False)
@@ -90,12 +82,3 @@ def test_vllm_is_told_of_no_higher_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name in names if getattr(torch.cpu, name)()] == ["_is_avx512_supported"]
     vllm_engine.limit_detection("avx2")
     assert not any(getattr(torch.cpu, name)() for name in names)
-
-
-def test_the_json_names_the_class_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor.machine, "cpu_instructions", lambda: ZEN5)
-    plain, forced = processor.processor(None), processor.processor("avx2")
-    assert (plain["class"], plain["forced_isa"], plain["variables"]) == ("avx512_bf16", None, {})
-    assert (forced["class"], forced["own_class"]) == ("avx2", "avx512_bf16")
-    assert class_of(plain) == "avx512_bf16"
-    assert class_of(forced) == "avx512_bf16, all engines limited to avx2"

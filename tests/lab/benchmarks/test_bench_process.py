@@ -44,12 +44,6 @@ def engine(tmp_path: Path) -> Iterator[Open]:
         one.close(patient=False)
 
 
-def test_an_answer_is_what_follows_ok(engine: Open) -> None:
-    one = engine(ECHO)
-    assert one.ask({"do": "steps", "n": [1]}) == {"do": "steps", "n": [1]}
-    assert one.ask({"do": "open"}) == {"do": "open"}
-
-
 @pytest.mark.parametrize(
     ("script", "sentence"),
     [
@@ -72,14 +66,6 @@ def test_what_is_no_answer_is_a_sentence(engine: Open, script: str, sentence: st
     assert one._process.poll() is not None  # it is not left behind
     with pytest.raises(EngineFailedError, match="has ended"):
         one.ask({"do": "open"})
-
-
-def test_an_engine_that_dies_between_two_requests_is_noticed(engine: Open) -> None:
-    one = engine(ECHO.replace("flush=True)", "flush=True); sys.exit(3)"))
-    one.ask({"do": "open"})
-    one._process.wait()
-    with pytest.raises(EngineFailedError, match="has ended"):
-        one.ask({"do": "steps"})
 
 
 @posix

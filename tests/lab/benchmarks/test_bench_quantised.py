@@ -1,6 +1,5 @@
 """`minillm bench --quantization`: what engines are told, what is counted, and the peers' files."""
 
-import json
 import os
 import signal as signals
 import subprocess
@@ -10,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from minillm.lab.benchmarks.compare import Work, cost_of, options, result
+from minillm.lab.benchmarks.compare import Work, cost_of, result
 from minillm.lab.benchmarks.compare_table import weights_line
 from minillm.lab.benchmarks.contest import Case, Run, Score
 from minillm.lab.benchmarks.peers import llamacpp_files, openvino_engine
 from minillm.lab.benchmarks.peers.llamacpp_engine import Worker
 from minillm.lab.benchmarks.peers.protocol import Timeline
-from minillm.lab.commands.bench import engines_of
 from minillm.models.checkpoint import open_model
 from minillm.models.loader import load_model
 from minillm.models.presets import preset
@@ -33,13 +31,6 @@ def work(what: str = "decode", **more: Any) -> Work:
 
 
 EIGHT = WeightSizes("int8", 1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 2.0, 1.0, products="int8")
-
-
-def test_engines_are_told_the_weights() -> None:
-    told = options(work(quantization="int8", weights=EIGHT))
-    assert (told["quantization"], told["weights"]) == ("int8", "int8")
-    plain = options(work())
-    assert (plain["quantization"], plain["weights"]) == (None, None)
 
 
 def test_bounds_are_those_of_the_quantised_bytes() -> None:
@@ -68,10 +59,6 @@ def test_a_cache_of_8_bits_is_told_and_counted() -> None:
     costs = cost_of(plain, CASE), cost_of(eight, CASE)
     assert costs[1].kv_read_bytes / costs[0].kv_read_bytes == pytest.approx(66 / 128)
     assert costs[1].weight_bytes == costs[0].weight_bytes
-
-
-def test_peers_with_quantised_weights() -> None:
-    assert engines_of("llamacpp,openvino", "cpu", "int4") == ("minillm", "llamacpp", "openvino")
 
 
 # ---- llama.cpp ---------------------------------------------------------------------------------
@@ -192,29 +179,3 @@ def test_what_ends_the_process_is_tried_in_a_child(signal: int | None, survives:
             return {}
 
     assert Tried()._survives(Path("a.gguf"), {}) == survives
-
-
-# ---- committed results -------------------------------------------------------------------------
-
-RESULTS = Path(__file__).resolve().parents[3] / "notebooks" / "results"
-
-
-@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
-def test_the_table_of_speeds_has_the_medians_of_the_files(weights: str) -> None:
-    found, plain = (
-        json.loads((RESULTS / "quantisation" / f"decode-135m-{name}.json").read_text("utf-8"))
-        for name in (weights, "bf16")
-    )
-    rows = (RESULTS / "README.md").read_text("utf-8").splitlines()
-    for batch in (1, 16):
-        speeds = {one["engine"]: one["tokens_per_second"]["median"]
-                  for one in found["results"] if one["batch"] == batch}  # fmt: skip
-        own, llama, vino = (speeds[name] for name in ("minillm", "llamacpp", "openvino"))
-        base, share = (
-            next(one[key] for one in each["results"]
-                 if (one["engine"], one["batch"]) == ("minillm", batch))
-            for each, key in ((plain, "tokens_per_second"), (found, "share_of_bound"))
-        )  # fmt: skip
-        cells = [f"{own:.3g}", f"{own / base['median']:.2f}", f"{share:.0%}", f"{llama:.3g}",
-                 f"{vino:.3g}", f"{own / llama:.2f}", f"{own / vino:.2f}"]  # fmt: skip
-        assert f"| decode, batch {batch} | {weights} | {' | '.join(cells)} |" in rows

@@ -12,11 +12,9 @@ from minillm.lab.benchmarks.speculation import (
     PLAIN,
     SpeculationWork,
     copy_prompt,
-    interval,
     measure,
     prompts_of,
     timed,
-    verification_cost,
 )
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
@@ -64,19 +62,8 @@ def test_a_run_counts_what_the_engine_did():
     assert not llm.engine.has_work
 
 
-def test_the_cost_of_a_verification_is_that_of_free_drafts(found):
-    costs = dict(verification_cost(found))
-    assert set(costs) <= {2, 3, 4, 5}
-    assert all(cost > 0 for cost in costs.values())
-
-
 def test_what_follows_a_copy_is_in_the_prompt():
     assert copy_prompt([1, 2, 3, 4, 5, 6, 7, 8]) == [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
-
-
-def test_the_interval_leaves_out_one_of_nine_at_each_end():
-    assert interval([9, 1, 2, 3, 4, 5, 6, 7, 8]) == (2, 8)
-    assert interval([3, 1, 2]) == (1, 3)
 
 
 def test_the_command_writes_json(tmp_path: Path, capsys):

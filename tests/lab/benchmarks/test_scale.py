@@ -28,7 +28,6 @@ from minillm.lab.benchmarks.decode_rates import (
     Pages,
     Products,
     check_explainable,
-    matrix_shapes,
     twin_config,
 )
 from minillm.lab.benchmarks.decode_steps import DecodeSteps, Step, StepsFailedError
@@ -39,10 +38,8 @@ from minillm.lab.benchmarks.scale import (
     ScaleWork,
     as_json,
     contexts_of,
-    open_engine,
     statement,
     table,
-    tokens_of,
 )
 from minillm.lab.benchmarks.scale_plot import check_plot
 from minillm.lab.decode_law import DecodeRates, decode_time
@@ -116,29 +113,7 @@ def test_the_engine_is_as_before_afterwards(steps: DecodeSteps) -> None:
     assert engine.runner.model is model
 
 
-def test_the_parts_of_a_step_are_disjoint_and_there(steps: DecodeSteps) -> None:
-    for step in steps.run(3, 60, 4):
-        assert 0 < step.sampling < step.seconds
-        assert 0 < step.model < step.seconds
-        assert step.host == step.seconds - step.model - step.sampling > 0
-
-
-def test_no_page_of_the_cache_is_empty(steps: DecodeSteps) -> None:
-    kv = steps.engine.runner.kv
-    for tensor in (kv.key, kv.value):
-        assert tensor.isfinite().all()
-        assert (tensor.flatten(2).abs().amax(dim=-1) > 0).all()
-
-
 # ---- rates ------------------------------------------------------------------------------------
-
-
-def test_the_matrices_of_a_probe_are_the_model_s_by_inner_size() -> None:
-    config = preset("smollm2-135m")
-    shapes = dict(matrix_shapes(config, 10**12))
-    assert shapes == {576: 30 * (960 + 576 + 2 * 1536) + 49152, 1536: 30 * 576}
-    halved = dict(matrix_shapes(config, sum(i * o for i, o in shapes.items()) // 2))
-    assert halved == {inputs: outputs // 2 for inputs, outputs in shapes.items()}
 
 
 def test_a_probe_counts_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,15 +127,6 @@ def test_a_probe_counts_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     per_layer = 16 * 1024 * 2 * 3 * 64 * 4
     assert pages.num_bytes == 2 * per_layer
     assert pages.seconds() > 0
-
-
-def test_the_twin_has_the_model_s_heads_and_words_and_hardly_a_weight() -> None:
-    config = preset("llama-3.1-8b")
-    twin = twin_config(config)
-    for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "family"):
-        assert getattr(twin, name) == getattr(config, name)
-    weights = [step_cost(each, [1], [32]).weight_bytes for each in (config, twin)]
-    assert weights[1] < weights[0] / 100
 
 
 def test_rates_are_counts_over_medians_of_calm_rounds() -> None:
@@ -240,20 +206,6 @@ FOUND = found_with(
 )  # fmt: skip
 
 
-def test_counts_are_those_of_the_middle_step() -> None:
-    work, case = work_of(ScaleCase(4, 100)), ScaleCase(4, 100)
-    lengths = [100 - 8 - 1 + number for number in range(8)]  # as the engine's steps have them
-    middle = sum(lengths) / len(lengths)
-    per_token = 30 * 2 * 3 * 64 * 2
-    assert abs(work.cost(case).kv_read_bytes / per_token / 4 - middle) <= 0.5
-    assert work.batch == 4
-
-
-def test_cases_take_whole_blocks() -> None:
-    cases = [ScaleCase(batch, context) for context in (33, 64) for batch in (1, 2)]
-    assert [tokens_of(case) for case in cases] == [64, 128, 64, 128]
-
-
 def test_a_prediction_is_compared_with_the_median() -> None:
     assert [round(one["ratio"], 6) for one in FOUND["results"]] == [1.0, 0.76, 1.4, 0.74]
     assert FOUND["explained"] == 2
@@ -266,19 +218,6 @@ def test_a_prediction_is_compared_with_the_median() -> None:
     assert one["bound_seconds"] == cost.total_bytes / 20e9
     assert sum(one["predicted"].values()) == pytest.approx(one["predicted_seconds"])
     assert table(FOUND)[2][:4] == ["B=64 ctx 8192", *table(FOUND)[2][1:3], "1.40"]
-
-
-def test_the_host_s_share_is_that_of_the_shortest_step_of_the_largest_batch() -> None:
-    host = FOUND["host"]
-    assert (host["batch"], host["context"], host["aim"]) == (64, 128, 0.05)
-    step = FOUND["results"][1]["step_seconds"]["median"]
-    assert host["share"] == pytest.approx(0.001 / step)
-    assert "(target: under 5%)" in statement(FOUND)[2]
-    slow = found_with({ScaleCase(64, 128): 1.0}, host=0.02)
-    assert "(target: under 5%, missed)" in statement(slow)[2]
-    few = found_with({ScaleCase(8, 128): 1.0})
-    assert few["host"]["aim"] is None
-    assert "aim" not in statement(few)[2]
 
 
 def test_what_has_no_room_is_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,17 +240,6 @@ def test_what_has_no_room_is_left_out_with_a_note(monkeypatch: pytest.MonkeyPatc
     assert nothing["results"] == []
     assert nothing["host"] is None
     assert statement(nothing) == nothing["notes"]
-
-
-def test_the_engine_has_room_for_the_largest_case() -> None:
-    cases = (ScaleCase(7, 1024), ScaleCase(1, 200))  # 224 blocks, and 2 that are kept free
-    work = ScaleWork("tiny", preset("smollm2-135m"), cases, 4, 1, 1, "float32")
-    engine = open_engine(work, cases)
-    try:
-        for case in cases:
-            assert len(engine.run(case.batch, case.context, work.steps)) == 4
-    finally:
-        engine.close()
 
 
 def test_a_picture_needs_a_known_format_and_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from minillm.errors import ConfigError, UnsupportedFeatureError
-from minillm.lab.drawings.figure import ENDS, IDLE, STATES, figure, widget
+from minillm.lab.drawings.figure import IDLE, STATES, figure, widget
 from minillm.lab.drawings.figure_blocks import FREE, USED, block_image, owner_colour, shared_runs
 from minillm.lab.drawings.page import page
 from minillm.lab.drawings.timeline import timeline
@@ -67,22 +67,6 @@ def test_each_span_has_a_patch_of_its_columns(drawing: dict[str, Any]) -> None:
     assert set(drawn) & {"x", "o"}
     looks = {(state.height, state.hatch) for state in STATES.values()}  # without colour
     assert len(looks) == len(STATES) == len({state.colour for state in STATES.values()})
-
-
-def test_marks_say_who_came_and_how_each_ended(drawing: dict[str, Any]) -> None:
-    drawn = {c.get_gid(): len(c.get_offsets()) for c in ax_of(figure(drawing), "gantt").collections}
-    expected = Counter(s["end"] for s in drawing["sequences"])
-    expected["arrival"] = sum(s["parent"] is None for s in drawing["sequences"])
-    for name in ("arrival", *ENDS):
-        assert drawn.get(name, 0) == expected[name]
-
-
-def test_completions_stand_below_their_request(drawing: dict[str, Any]) -> None:
-    labels = [label.get_text() for label in ax_of(figure(drawing), "gantt").get_yticklabels()]
-    assert sorted(labels) == sorted(s["name"] for s in drawing["sequences"])
-    for above, below in pairwise(labels):
-        if "#" in below:
-            assert above.split(" #")[0] == below.split(" #")[0]
 
 
 def test_drafts_are_filled_as_far_as_they_were_accepted() -> None:
@@ -184,37 +168,7 @@ def test_shared_stretches_are_hatched(drawing: dict[str, Any]) -> None:
     assert collection.get_hatch()
 
 
-def test_a_large_pool_shows_only_what_was_used() -> None:
-    drawing = data(3, 400)
-    used = sum(map(bool, drawing["blocks"]))
-    ax = ax_of(figure(drawing, panels=["blocks"]), "blocks")
-    assert ax.images[0].get_array().shape[0] == used < 200
-    assert ax.get_ylabel() == "blocks in use"
-    large = data(200, 40, pause=9)  # a large map is thinned
-    assert block_image(large).shape[1] <= 1200 < len(large["steps"]["step"])
-
-
 # ---- what people choose --------------------------------------------------------------------------
-
-
-def test_many_rows_are_limited_and_that_is_said() -> None:
-    fig = figure(data(30, 24), rows=10, width=5, height=4, title="a title")
-    ax = ax_of(fig, "gantt")
-    assert "the first 10 of" in ax.get_title(loc="right")
-    assert (ax.get_title(loc="left"), *fig.get_size_inches()) == ("a title", 5, 4)
-    assert ax.get_ylim()[0] == pytest.approx(9.6)
-
-
-def test_steps_are_numbered_as_in_the_trace(drawing: dict[str, Any]) -> None:
-    later = drawing | {
-        "steps": drawing["steps"] | {"step": [s + 99 for s in drawing["steps"]["step"]]}
-    }
-    ax = figure(later).axes[-1]
-    places = zip(ax.get_xticks(), ax.get_xticklabels(), strict=True)
-    ticks = {label.get_text(): column for column, label in places}
-    assert len(ticks) > 2
-    assert ticks == {f"{column + 100:.0f}": column for column in ticks.values()}
-    assert all(int(number) % 5 == 0 for number in ticks)
 
 
 def test_an_empty_trace_is_an_empty_figure() -> None:
@@ -250,6 +204,36 @@ def test_two_widgets_each_hold_the_page(drawing: dict[str, Any]) -> None:
         assert attributes["sandbox"] == "allow-scripts"
         assert made.value.count("<") == 2
     assert "height: 400px" in one.value
+
+
+def test_a_large_pool_shows_only_what_was_used() -> None:
+    drawing = data(3, 400)
+    used = sum(map(bool, drawing["blocks"]))
+    ax = ax_of(figure(drawing, panels=["blocks"]), "blocks")
+    assert ax.images[0].get_array().shape[0] == used < 200
+    assert ax.get_ylabel() == "blocks in use"
+    large = data(200, 40, pause=9)  # a large map is thinned
+    assert block_image(large).shape[1] <= 1200 < len(large["steps"]["step"])
+
+
+def test_many_rows_are_limited_and_that_is_said() -> None:
+    fig = figure(data(30, 24), rows=10, width=5, height=4, title="a title")
+    ax = ax_of(fig, "gantt")
+    assert "the first 10 of" in ax.get_title(loc="right")
+    assert (ax.get_title(loc="left"), *fig.get_size_inches()) == ("a title", 5, 4)
+    assert ax.get_ylim()[0] == pytest.approx(9.6)
+
+
+def test_steps_are_numbered_as_in_the_trace(drawing: dict[str, Any]) -> None:
+    later = drawing | {
+        "steps": drawing["steps"] | {"step": [s + 99 for s in drawing["steps"]["step"]]}
+    }
+    ax = figure(later).axes[-1]
+    places = zip(ax.get_xticks(), ax.get_xticklabels(), strict=True)
+    ticks = {label.get_text(): column for column, label in places}
+    assert len(ticks) > 2
+    assert ticks == {f"{column + 100:.0f}": column for column in ticks.values()}
+    assert all(int(number) % 5 == 0 for number in ticks)
 
 
 def test_a_few_blocks_are_named_in_the_middle_of_their_rows():

@@ -70,25 +70,6 @@ def test_a_lane_is_as_high_as_the_slowest_rank_took(trace: Trace) -> None:
         assert (below > top + 0.01).all() if row == 0 else np.allclose(below, top)
 
 
-def test_a_slow_rank_computes_more_than_the_others() -> None:
-    parts = drawn(with_ranks(simulate(6, 24), 4, slow=2).figure())
-    spans = [parts[f"computing {row}"].get_data() for row in range(4)]
-    heights = [(each.baseline - each.values).min() for each in spans]
-    assert heights[2] == pytest.approx(LANE * 0.9)
-    assert max(heights[:2] + heights[3:]) < LANE * 0.65
-
-
-def test_the_figure_has_lanes_where_there_are_several_ranks(trace: Trace) -> None:
-    fig = trace.figure()
-    assert labels(fig) == ["gantt", "queue", "budget", "ranks", "blocks"]
-    assert (drawn(fig)["computing 0"].get_hatch(), drawn(fig)["communicating 0"].get_hatch()) == (
-        "", "//////",
-    )  # fmt: skip
-    (ax,) = (ax for ax in fig.axes if ax.get_label() == "ranks")
-    names = [label.get_text() for label in ax.get_yticklabels()]
-    assert names[:2] == (["rank 0", "rank 1"] if len(trace[0].ranks) < 24 else ["rank 0", "rank 2"])
-
-
 def test_one_rank_has_no_lane() -> None:
     one = with_ranks(simulate(6, 24), 1)
     assert data(6, 24)["ranks"] == timeline(one)["ranks"] == rank_lanes([]) == []

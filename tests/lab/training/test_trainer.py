@@ -1,7 +1,6 @@
 """The trainer on a toy text: it learns, it resumes with the same bits, it distils."""
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +11,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
 
-from minillm import LLM
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
 from minillm.lab.training.corpus import load_manifest
-from minillm.lab.training.data import TOKENIZER, TokenStreams, encode_file, row
+from minillm.lab.training.data import TOKENIZER, TokenStreams, row
 from minillm.lab.training.evaluate import logits_of
-from minillm.lab.training.launch import fingerprint, own_text, train
+from minillm.lab.training.launch import fingerprint, train
 from minillm.lab.training.recipes import RECIPES, Phase, Recipe
 from minillm.lab.training.trainer import (
     RunOptions,
@@ -99,17 +97,6 @@ def test_a_checkpoint_of_another_recipe_is_refused(streams: TokenStreams, tmp_pa
         trainer(replace(TOY, name="other"), streams, tmp_path).resume()
 
 
-def test_every_step_has_its_mix_and_row_length(streams: TokenStreams) -> None:
-    run = trainer(TOY, streams, Path())
-    for step, window, from_stdlib in ((0, 32, 8), (11, 32, 8), (13, 16, 8), (14, 32, 4)):
-        rows = run.step_rows(step)
-        assert rows.shape == (512 // window, window + 1)
-        by_one = ((rows[:, 1] - rows[:, 0]) % 61 == 1).sum()
-        assert by_one == from_stdlib
-    assert len({tuple(row.tolist()) for s in range(3) for row in run.step_rows(s)}) > 3 * 12
-    assert not torch.equal(run.step_rows(12), run.step_rows(13))
-
-
 def test_learning_rate_warms_up_and_falls_to_zero() -> None:
     factors = [TOY.lr_factor(step) for step in range(TOY.steps)]
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
@@ -160,24 +147,6 @@ def test_rows_visit_each_window_once_per_epoch_and_depend_on_nothing_else() -> N
         assert np.array_equal(one, np.arange(one[0], one[0] + window + 1))
         assert np.array_equal(one, row(stream, number, window, seed=3))
     assert not np.array_equal(epochs[0][5], row(stream, 5, window, seed=2))
-
-
-def test_training_files_keep_their_text_and_show_split_line_breaks() -> None:
-    tokenizer = Tokenizer.from_file(str(TOKENIZER))
-    text = "class A:\n" + "".join(f"    def f{i}(self):\n        return {i}\n" for i in range(900))
-    ids = encode_file(tokenizer, text, random.Random(0))
-    assert tokenizer.decode(ids) == text
-    extra = len(ids) - len(tokenizer.encode(text, add_special_tokens=False).ids)
-    assert 1 <= extra <= len(text) / 1000
-
-
-def test_own_text_depends_on_the_batch_number_alone() -> None:
-    stream = np.arange(300, 3000, dtype=np.uint16)
-    with LLM("tiny", dtype="float32", max_model_len=64) as llm:
-        both, second = (own_text(llm, stream, which, 4, 3, 2) for which in ((0, 1), (1,)))
-    assert (both.shape, both.dtype) == ((2, 2 * 7), np.uint16)
-    assert np.array_equal(both[1], second[0])
-    assert np.array_equal(both[0, :4], np.arange(both[0, 0], both[0, 0] + 4))
 
 
 @pytest.mark.slow
