@@ -49,8 +49,8 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 54_650, "minillm/lab": 17_570, "kernels": 11_630, "notebooks": 2_040,
-    "exercises/minillm_exercises": 17_080, "tests": 75_850,
+    "minillm": 55_230, "minillm/lab": 17_570, "kernels": 11_630, "notebooks": 2_040,
+    "exercises/minillm_exercises": 17_080, "tests": 76_820,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25
