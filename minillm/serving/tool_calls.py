@@ -33,7 +33,7 @@ def calls_of(request: ChatRequest, template: ChatTemplate) -> Calls | None:
     tools = checked_tools(request.tools or [])
     choice = request.tool_choice or "auto"
     function = choice.get("function") if isinstance(choice, dict) else None
-    if isinstance(function, dict) and choice.get("type") == "function":
+    if isinstance(choice, dict) and isinstance(function, dict) and choice.get("type") == "function":
         name = function.get("name")
         if not isinstance(name, str) or name not in tools:
             raise InvalidRequestError(
@@ -122,8 +122,9 @@ def thoughts_of(request: ChatRequest, template: ChatTemplate, prompt: str) -> Th
         last = text_of(request.messages[-1])
         return "open" if last.rfind(THINK) > last.rfind(THINK_END) else "never"
     end = prompt.rstrip()
-    opened = "open" if end.endswith(THINK) else "may"
-    return "never" if end.endswith(THINK_END) else opened
+    if end.endswith(THINK):
+        return "open"
+    return "never" if end.endswith(THINK_END) else "may"
 
 
 def constrained(

@@ -74,8 +74,8 @@ def as_text(
             functions = [each["function"] for each in calls]
             named = [{"name": f["name"], "arguments": f["arguments"]} for f in functions]
             texts = [f"{CALL}\n{json.dumps(f, ensure_ascii=False)}\n{CALL_END}" for f in named]
-            others = {name: value for name, value in message.items() if name != "tool_calls"}
-            plain.append({**others, "content": "\n".join(filter(None, [content, *texts]))})
+            kept = {name: value for name, value in message.items() if name != "tool_calls"}
+            plain.append({**kept, "content": "\n".join(filter(None, [content, *texts]))})
         else:
             plain.append(dict(message))
     if not tools:

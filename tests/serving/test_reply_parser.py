@@ -45,9 +45,11 @@ def read(parts: list[str], *options: Any) -> tuple[dict[str, Any], str | None]:
     return found | ({"calls": calls} if calls else {}), parser.finish_reason("stop")
 
 
-PIECES = ["<think>", "</think>", "<tool_call>", "\n", " ", "</tool_call>", HEAD, "{}", "}", "{",
+WHOLE = "a <tool_call>\n" + HEAD + '{"a": ["}\\"", {}]}}'
+PIECES = [WHOLE, "<think>", "</think>", "<tool_call>", "\n", " ", "</tool_call>", HEAD, "{}", "}",
           '{"name": "get.x"}', '{"a": ["}\\"", {}]}', '"parameters" :', "<tool", "\\", "_call>",
-          '{"name":"f2","parameters":', "<", "</th", "\xa0", "]", "é", ",", "a", '"']  # fmt: skip
+          '{"name":"f2","parameters":', "<", "</th", "\xa0", "]", "é", ",", "a", "{",
+          '"']  # fmt: skip
 
 
 @given(
@@ -207,6 +209,8 @@ def check_agreement(
         text = written(guidance, grammar, dice)
         found, reason = read([text], thoughts, NAMES, tagged)
         calls = found.get("calls", [])
+        if text.lstrip(BLANKS).startswith("<think>") and thoughts == "may":
+            assert "</think>" in text, text
         if not text or text.lstrip(BLANKS).startswith("<think>") != ("reasoning_content" in found):
             continue  # unfinished, or an empty thought
         with_calls += bool(calls)

@@ -32,8 +32,6 @@ BUGS: Mapping[str, tuple[ModuleType, str, str, Callable[[], object] | str]] = {
     "a cut call is complete": (
         reply_parser, "and self._step != self._arguments", "or True",
         partial(tests.test_cases, "cut within arguments")),
-    "a thought with a tag is a call": (
-        lark, "UNTHOUGHT: TEXT & ~/", "UNTHOUGHT: TEXT & /(.|\\\\n)*|", "may auto"),
     "a tag opens nothing": (lark, "head[lazy]: TEXT", "head: TEXT", "never auto"),
     "required may be text": (
         lark, 'rest: call{more}{', 'rest: TEXT | call{more}{', "never required"),
