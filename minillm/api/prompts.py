@@ -34,7 +34,6 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "prompt_token_ids": "give {'prompt_token_ids': [...]} as the prompt",
         "trace_headers": "tracing by OpenTelemetry is not supported; leave it out",
         "data_parallel_rank": "the scheduler chooses the rank; leave it out",
-        "tools": "tool calls are not supported; describe the tools in a message",
         "documents": "documents are not supported; put their text into a message",
         "return_tensors": "the result is a list of ids; give it to torch.tensor",
         "return_dict": "the result is a text or a list of ids; leave it out",

@@ -5,6 +5,7 @@ from typing import Any
 from minillm.api.outputs import CompletionOutput
 from minillm.serving.event_stream import frame, to_json
 from minillm.serving.replies import Header, Usage, chat_delta, first_delta, text_choice
+from minillm.serving.reply_parser import ReplyParser
 from minillm.text.detokenizer import IncrementalDetokenizer
 
 
@@ -19,10 +20,12 @@ class ChoiceEvents:
         usage: if given, its current values are in each event.
         texts: for the offsets of tokens, in a completion with log-probabilities.
         prompt: token ids of the prompt, for the first event.
+        parser: divides a chat's text into thoughts, content and tool calls.
     """
 
     __slots__ = (
-        "_after", "_before", "_header", "_index", "_is_plain", "_prompt", "_texts", "_usage"
+        "_after", "_before", "_header", "_index", "_is_plain", "_parser", "_prompt", "_texts",
+        "_usage",
     )  # fmt: skip
 
     def __init__(
@@ -32,10 +35,11 @@ class ChoiceEvents:
         usage: Usage | None,
         texts: IncrementalDetokenizer | None = None,
         prompt: list[int] | None = None,
+        parser: ReplyParser | None = None,
     ):
         self._header, self._index, self._usage = header, index, usage
-        self._is_plain = usage is None and not header.with_ids
-        self._texts, self._prompt = texts, None
+        self._is_plain = usage is None and not header.with_ids and parser is None
+        self._texts, self._prompt, self._parser = texts, None, parser
         # A quote inside a string is escaped, so this key with an empty text occurs only once.
         key = b'"content":' if header.chat else b'"text":'
         whole = self._event(CompletionOutput(index, "", []))
@@ -55,7 +59,7 @@ class ChoiceEvents:
 
     def _event(self, new: CompletionOutput) -> bytes:
         if self._header.chat:
-            return self._frame(chat_delta(self._header, self._index, new))
+            return self._frame(chat_delta(self._header, self._index, new, self._parser))
         starts = () if self._texts is None else self._texts.starts(new.token_ids)
         return self._frame(text_choice(self._header, self._index, new, starts))
 

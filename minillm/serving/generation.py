@@ -113,7 +113,7 @@ class Generation:
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> dict[str, Any]:
         if self.header.chat:
-            return chat_choice(self.header, index, completion)
+            return chat_choice(self.header, index, completion, self.job.parser())
         if self.job.hides_completion:
             kept: list[Logprobs] | None = None if completion.logprobs is None else []
             completion = CompletionOutput(index, "", [], logprobs=kept, finish_reason="length")
@@ -236,7 +236,7 @@ class Generation:
                 if scored and self.tokenizer is not None:
                     texts = self._texts(self.tokenizer, output)
                 choice = choices[place] = ChoiceEvents(
-                    self.header, place, running, texts, output.prompt_token_ids
+                    self.header, place, running, texts, output.prompt_token_ids, self.job.parser()
                 )
                 made.append(choice.opening())
                 if self.job.echo:

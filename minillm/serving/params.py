@@ -1,7 +1,8 @@
 """Prompts and sampling parameters of a request to the HTTP API."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from minillm.api.sampling_params import RequestOutputKind, SamplingParams, shown
@@ -15,7 +16,10 @@ from minillm.serving.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
+from minillm.serving.reply_parser import ReplyParser
+from minillm.serving.tool_calls import calls_of, constrained, parser_of, thoughts_of
 from minillm.text.chat_prompt import ChatPrompt, chat_prompt
+from minillm.text.chat_template import ChatTemplate
 from minillm.text.tokenizer import Tokenizer
 
 # Fields that SamplingParams has under the same name.
@@ -33,6 +37,7 @@ class Job:
         prompts: prompts of `AsyncLLMEngine.generate`.
         hides_completion: echo with max_tokens 0; one token is computed and left out.
         shows_prompt: whether the reply has `prompt_logprobs`.
+        parser: makes what divides a chat's reply into thoughts, content and tool calls, or None.
     """
 
     prompts: list[dict[str, Any]]
@@ -40,6 +45,7 @@ class Job:
     echo: bool = False
     hides_completion: bool = False
     shows_prompt: bool = False
+    parser: Callable[[], ReplyParser | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -134,28 +140,25 @@ def chat_job(
     given["max_tokens"] = limit or defaults.get("max_tokens")  # None: up to the context length
     if request.logprobs:
         given["logprobs"] = request.top_logprobs or 0
+    template = template_of(request, tokenizer, trusts_template)
+    calls = calls_of(request, template)
     chat = conversation(request, tokenizer, trusts_template)
+    thoughts = thoughts_of(request, template, chat.text)
+    given["structured_outputs"] = constrained(given, thoughts, calls)
     limits.check([{"prompt": chat.text}], request.truncate_prompt_tokens)
     ids = chat.ids(bool(request.add_special_tokens))
     prompt = complete({"prompt": chat.text, "prompt_token_ids": ids}, request, tokenizer)
     shows = request.prompt_logprobs is not None
-    return Job([prompt], params_of(given, defaults, request), shows_prompt=shows)
+    params = params_of(given, defaults, request)
+    return Job([prompt], params, shows_prompt=shows, parser=partial(parser_of, thoughts, calls))
 
 
 def conversation(
     request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, trusts_template: bool = False
 ) -> ChatPrompt:
     """The conversation in the model's format, or in the client's if the server trusts it."""
-    if request.chat_template is not None and not trusts_template:
-        raise InvalidRequestError(
-            "chat_template is a program with no limit of time, and this server does not take it "
-            "from requests; leave it out, or start the server with --trust-request-chat-template."
-        )
-    if request.chat_template is None and not tokenizer.has_chat_template:
-        raise InvalidRequestError(
-            "This model has no chat template (it is a base model); use /v1/completions, or start "
-            "the server with --chat-template FILE."
-        )
+    template_of(request, tokenizer, trusts_template)  # refuses what cannot be
+    told = not isinstance(request, ChatRequest) or request.tool_choice != "none"
     effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
     try:
         return chat_prompt(
@@ -165,9 +168,29 @@ def conversation(
             continue_final_message=bool(request.continue_final_message),
             chat_template=request.chat_template,
             chat_template_kwargs=effort | (request.chat_template_kwargs or {}),
+            tools=request.tools if told else None,
         )
     except InvalidRequestError as error:  # without the folder of the model
         raise InvalidRequestError(str(error).replace(tokenizer.origin, "this model")) from None
+
+
+def template_of(
+    request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, trusts_template: bool
+) -> ChatTemplate:
+    """The model's chat template, or the client's if the server trusts it."""
+    if request.chat_template is None:
+        if tokenizer.has_chat_template:
+            return tokenizer.template
+        raise InvalidRequestError(
+            "This model has no chat template (it is a base model); use /v1/completions, or start "
+            "the server with --chat-template FILE."
+        )
+    if not trusts_template:
+        raise InvalidRequestError(
+            "chat_template is a program with no limit of time, and this server does not take it "
+            "from requests; leave it out, or start the server with --trust-request-chat-template."
+        )
+    return ChatTemplate(request.chat_template, tokenizer.origin, tokenizer.special_tokens)
 
 
 def listed(prompt: str | list[Any]) -> list[dict[str, Any]]:

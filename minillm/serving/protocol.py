@@ -35,7 +35,7 @@ MAX_CHARACTERS = 2**20  # of POST /tokenize
 # Fields that would change the output if they were supported. All others are ignored, and listed in
 # a response header. A constraint that is silently ignored is worse than an error.
 STRUCTURED = "give it in structured_outputs, such as {'regex': '[0-9]+'}, or use response_format"
-TOOLS = "tool calls are not built yet; leave it out, and describe the tools in a message"
+FUNCTIONS = "it is the old form of tools and tool_choice; use those"
 BEAMS = "beam search is not supported; use n with a temperature above 0"
 UNSUPPORTED = "it is not supported; leave it out"
 CHATS = "it is for /v1/chat/completions and messages; leave it out"
@@ -47,11 +47,11 @@ CONSTRAINTS: Mapping[str, str] = MappingProxyType(
         "ebnf": STRUCTURED,
         "grammar": STRUCTURED,
         "structural_tag": UNSUPPORTED,
-        "tools": TOOLS,
-        "tool_choice": TOOLS,
-        "functions": TOOLS,
-        "function_call": TOOLS,
-        "parallel_tool_calls": TOOLS,
+        "tools": CHATS,
+        "tool_choice": CHATS,
+        "functions": FUNCTIONS,
+        "function_call": FUNCTIONS,
+        "parallel_tool_calls": CHATS,
         "use_beam_search": BEAMS,
         "length_penalty": BEAMS,
         "early_stopping": BEAMS,
@@ -237,6 +237,7 @@ class TemplateFields(ApiRequest):
     chat_template: str | None = Field(None, description="With --trust-request-chat-template.")
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(None, description="A variable of the template.")
+    tools: Messages | None = Field(None, description="Functions that the model may call.")
 
 
 class ChatRequest(GenerationRequest, TemplateFields):
@@ -247,6 +248,10 @@ class ChatRequest(GenerationRequest, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     echo: bool | None = None
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="none, auto (also if absent), required, or a function."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call.")
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minillm.api.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
+from minillm.serving.reply_parser import ReplyParser
 from minillm.serving.settings import VERSION
 from minillm.text.detokenizer import bytes_of
 from minillm.text.tokenizer import Tokenizer
@@ -97,28 +98,41 @@ def text_choice(
     return choice | ({"token_ids": output.token_ids} if header.with_ids else {})
 
 
-def chat_choice(header: Header, index: int, output: CompletionOutput) -> dict[str, Any]:
-    """One choice of a chat completion."""
+def chat_choice(
+    header: Header, index: int, output: CompletionOutput, parser: ReplyParser | None = None
+) -> dict[str, Any]:
+    """One choice of a chat completion; `parser` divides the text, if it is not content alone."""
+    message = {"role": "assistant", "content": output.text, "refusal": None}
     choice = {
         "index": index,
-        "message": {"role": "assistant", "content": output.text, "refusal": None},
+        "message": message if parser is None else parser.message(output.text),
         "logprobs": chat_logprobs(output, header),
-        "finish_reason": output.finish_reason,
+        "finish_reason": finish_reason(output, parser),
         "stop_reason": output.stop_reason,
     }
     return choice | ({"token_ids": output.token_ids} if header.with_ids else {})
 
 
-def chat_delta(header: Header, index: int, output: CompletionOutput) -> dict[str, Any]:
+def chat_delta(
+    header: Header, index: int, output: CompletionOutput, parser: ReplyParser | None = None
+) -> dict[str, Any]:
     """One choice of a frame of a chat stream."""
+    delta = {"content": output.text} if output.text or not output.finish_reason else {}
+    if parser is not None:
+        delta = parser.feed(output.text, ended=output.finish_reason is not None)
     choice = {
         "index": index,
-        "delta": {"content": output.text} if output.text or not output.finish_reason else {},
+        "delta": delta,
         "logprobs": chat_logprobs(output, header),
-        "finish_reason": output.finish_reason,
+        "finish_reason": finish_reason(output, parser),
         "stop_reason": output.stop_reason,
     }
     return choice | ({"token_ids": output.token_ids} if header.with_ids else {})
+
+
+def finish_reason(output: CompletionOutput, parser: ReplyParser | None) -> str | None:
+    """Why a chat completion has ended, after its text was parsed."""
+    return output.finish_reason if parser is None else parser.finish_reason(output.finish_reason)
 
 
 def first_delta(index: int) -> dict[str, Any]:

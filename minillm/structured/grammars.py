@@ -6,7 +6,6 @@ row of a step --Constraint--> a copy of it, advanced to the row's tokens --> mas
 """
 
 import json
-import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from minillm.errors import (
     UnsupportedFeatureError,
 )
 from minillm.structured.dfa import Dfa
+from minillm.structured.lark import NAMED, pattern_of, schema_of
 from minillm.structured.matcher import DfaMatcher, Guidance, GuidanceMatcher, Matcher
 from minillm.structured.vocabulary import Vocabulary, pack
 from minillm.text.tokenizer import Tokenizer
@@ -39,9 +39,7 @@ NUM_COMPILERS = 2
 # process would end; MAX_BYTES of a schema bound the depth. Memory is allocated when it is used.
 STACK = 2**28
 MAX_TRIES = 200  # parts of a schema that are compiled alone to find the one that is refused
-WHITESPACE = r"[ \n]?"  # between tokens of JSON: not for ever
 FAILING = ForeignCode(InvalidRequestError, "structured_outputs failed")
-SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$/&~#-])")  # characters of a pattern with a meaning
 
 
 class Grammars:
@@ -140,14 +138,13 @@ class Grammars:
     def _compile(self, given: StructuredOutputsParams) -> Matcher:
         vocabulary, guidance = self.vocabulary, self.guidance
         made: Matcher | str
+        name = f"structured_outputs[{given.kind!r}]"
         if given.kind in ("regex", "choice"):
-            pattern = given.regex or "|".join(
-                SPECIAL.sub(r"\\\1", each) for each in given.choice or ()
-            )
+            pattern = pattern_of(given)
             made = guidance.pattern(pattern) if guidance else DfaMatcher(Dfa(pattern), vocabulary)
         elif guidance is None:
             raise UnsupportedFeatureError(
-                f"structured_outputs[{given.kind!r}] needs llguidance 1.9, which is not installed; "
+                f"{name} needs llguidance 1.9, which is not installed; "
                 "run pip install 'minillm-course[structured]' (glibc 2.31 or newer), or use regex "
                 "or choice."
             )
@@ -155,18 +152,19 @@ class Grammars:
             grammar = str(given.grammar)
             options = "it sets options with %llguidance; leave them out"
             made = options if "%llguidance" in grammar else guidance.compile(grammar)
+            for schema, its_name in NAMED.findall(grammar) if isinstance(made, str) else ():
+                if isinstance(alone := self._of_schema(guidance, json.loads(schema)), str):
+                    made, name = alone, its_name
+                    break
         else:
-            made = self._of_schema(guidance, given)
+            made = self._of_schema(guidance, schema_of(given))
         if isinstance(made, str):
-            raise InvalidRequestError(f"structured_outputs[{given.kind!r}] cannot be used: {made}.")
+            raise InvalidRequestError(f"{name} cannot be used: {made}.")
         self._check_start(made, given)
         return made
 
-    def _of_schema(
-        self, guidance: Guidance, given: StructuredOutputsParams
-    ) -> GuidanceMatcher | str:
-        schema = json.loads(str(given.json)) if given.json else {"type": "object"}
-        blanks = {"whitespace_pattern": given.whitespace_pattern or WHITESPACE}
+    def _of_schema(self, guidance: Guidance, schema: dict) -> GuidanceMatcher | str:
+        blanks = schema.pop("x-guidance")
 
         def compile(part: dict) -> GuidanceMatcher | str:
             return guidance.compile("start: %json " + json.dumps(part | {"x-guidance": blanks}))

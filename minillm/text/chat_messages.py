@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from minillm.errors import InvalidRequestError
+from minillm.text.chat_tools import plain_calls
 
 Message = Mapping[str, Any]
-"""One turn: ``{"role": str, "content": str | [{"type": "text", "text": str}, ...]}``."""
+"""One turn: ``{"role": str, "content": str | [{"type": "text", "text": str}, ...]}``; that of an
+assistant may have ``tool_calls``, and one of the role "tool" has a ``tool_call_id``."""
 
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")  # names of the same field
 
@@ -54,10 +56,13 @@ def _plain_message(index: int, message: object) -> dict[str, Any]:
             continue
         if value is None or (isinstance(value, list | tuple | dict) and not value):
             continue  # clients send "tool_calls": null or []; templates test for absence
-        if not isinstance(key, str) or not isinstance(value, str):
+        if key == "tool_calls" and isinstance(value, list | tuple):
+            plain[key] = plain_calls(index, plain_json(value, f"messages[{index}].tool_calls"))
+            continue
+        if not isinstance(key, str) or not isinstance(value, str) or key == "tool_calls":
             raise InvalidRequestError(
                 f"messages[{index}] has {key!r:.80} of type {type(value).__name__}; besides 'role' "
-                "and 'content' only string fields are supported."
+                "and 'content' only string fields and tool_calls are supported."
             )
         plain[key] = str.__str__(value)  # a subclass could carry methods into the sandbox
     thought = next((plain[name] for name in REASONING if name in plain), None)

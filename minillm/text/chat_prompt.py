@@ -33,8 +33,9 @@ import tokenizers
 
 from minillm.api.prompts import refuse_left_out
 from minillm.errors import CheckpointError, ForeignCode, InvalidRequestError, did_you_mean
-from minillm.text.chat_messages import Message, plain_json
+from minillm.text.chat_messages import Message, plain_json, validate_messages
 from minillm.text.chat_template import ChatTemplate, Values
+from minillm.text.chat_tools import as_text
 
 if TYPE_CHECKING:
     from minillm.text.tokenizer import Tokenizer
@@ -178,6 +179,7 @@ def chat_prompt(
     continue_final_message: bool = False,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     **others: Any,
 ) -> ChatPrompt:
     """Render a conversation with the chat template of `tokenizer`, or with `chat_template`.
@@ -187,6 +189,7 @@ def chat_prompt(
             final message is continued.
         continue_final_message: end with the last message, without the end of its turn.
         chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+        tools: functions that the model may call, as in OpenAI's API (see `chat_tools`).
         others: arguments of vLLM and transformers that are not supported, absent or None.
 
     Raises:
@@ -208,7 +211,7 @@ def chat_prompt(
             not continue_final_message if add_generation_prompt is None else add_generation_prompt
         ),
     }
-    values = template.prepared(messages, variables)
+    values = with_tools(template, messages, tools, variables)
     tag = str(uuid4().int) if continue_final_message else ""
     text = render(template, values, tag)
     control = tokenizer.control_tokens
@@ -228,6 +231,26 @@ def chat_prompt(
         )
     is_needed = aliased is not None and control.occur_in(aliased)
     return ChatPrompt(tokenizer, text, aliased if is_needed else None)
+
+
+def with_tools(
+    template: ChatTemplate, messages: Sequence[Message], tools: object, variables: Values
+) -> dict[str, Any]:
+    """The template's variables, with messages and tools in a form that it takes."""
+    if tools and not (isinstance(tools, list | tuple) and all(isinstance(t, dict) for t in tools)):
+        raise InvalidRequestError(f"tools must be a list of dictionaries, not {tools!r:.80}.")
+    listed = plain_json(list(tools), "tools") if isinstance(tools, list | tuple) else []
+    if listed and "tools" in template.variables:
+        return template.prepared(messages, {**variables, "tools": listed})
+    checked = validate_messages(messages)
+    used = any(each["role"] == "tool" or "tool_calls" in each for each in checked)
+    if not (listed or used) or "tools" in template.variables:
+        return template.prepared(messages, variables)
+    for version in as_text(checked, listed):
+        values = template.prepared(version, variables)
+        if template.attempt(values) is not None:
+            break
+    return values
 
 
 def checked_variables(template: ChatTemplate, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +44,11 @@ has_clients = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+@contextmanager
+def serving(*options: str) -> Iterator[str]:
     """A server of `tiny` on a free port, with a key."""
-    command = [
-        sys.executable,
-        "-m",
-        "minillm",
-        "serve",
-        "tiny",
-        "--port",
-        "0",
-        "--api-key",
-        "secret",
-    ]
+    command = [sys.executable, "-m", "minillm", "serve", "tiny", "--port", "0"]
+    command += ["--api-key", "secret", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stderr is not None
         lines = []
@@ -70,6 +62,12 @@ def address() -> Iterator[str]:
         server.terminate()
         server.communicate(timeout=60)
         assert server.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with serving() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +114,6 @@ def test_openai(address: str, llm: LLM) -> None:
 def test_openai_gets_clear_errors_without_retries(address: str) -> None:
     found = output_of(CLIENTS / "python", SCRIPTS / "openai_client.py", address)
     expected = {
-        "tools": ("BadRequestError", 400, "tool calls are not built yet"),
         "template": ("BadRequestError", 400, "no chat template"),
         "temperature": ("BadRequestError", 400, "temperature"),
         "model": ("NotFoundError", 404, "does not exist"),
@@ -127,6 +124,28 @@ def test_openai_gets_clear_errors_without_retries(address: str) -> None:
         name, code, message = found[f"error {what}"]
         assert (name, code) == (kind, status), message
         assert words in message
+
+
+@has_clients
+def test_openai_calls_tools(tmp_path: Path) -> None:
+    """`tiny` with the chat template of a file, which knows no tools; and the guide's example."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}")
+    guide = (ROOT / "minillm" / "GUIDE.md").read_text("utf-8").partition("```py\n")[2]
+    script = SCRIPTS / "openai_tools.py"
+    with serving("--chat-template", str(template)) as address:
+        found = output_of(CLIENTS / "python", script, address, "tiny", guide.partition("```")[0])
+    assert found["guide"] == ["dict", "ChatCompletionMessage", "dict", "ChatCompletionMessage"]
+    named, required, auto = found["calls"]
+    assert [name for name, _ in named] == ["weather"]
+    assert len(required) == 1
+    assert len(auto) <= 1
+    for name, arguments in named + required:
+        given = json.loads(arguments)
+        assert name in ("weather", "now")
+        assert given == {} if name == "now" else given["city"] in ("Oslo", "Rome")
+    assert found["error"].startswith("Error code: 400")
+    assert "tool_choice is 'always'" in found["error"]
 
 
 @has_clients

@@ -8,9 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from minillm.text.chat_prompt import chat_prompt
 from minillm.text.detokenizer import IncrementalDetokenizer
 from minillm.text.tokenizer import Tokenizer
 from tests.text.build import TEXTS
+from tests.text.test_chat_tools import CONVERSATIONS as WITH_CALLS
+from tests.text.test_chat_tools import TOOLS, for_transformers
 
 SIZE = 151_669
 Pair = tuple[Tokenizer, PreTrainedTokenizerBase]
@@ -68,3 +71,15 @@ def test_random_ids_stream_to_the_text_that_transformers_decodes(
 def test_the_prompt_is_what_transformers_renders(both: Pair, messages: list, ask: bool) -> None:
     wanted = both[1].apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
     assert both[0].render_chat(messages, add_generation_prompt=ask) == wanted
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_tools_and_calls_are_those_of_transformers(both: Pair, name: str, thinks: bool) -> None:
+    wanted = both[1].apply_chat_template(
+        for_transformers(WITH_CALLS[name]), tools=TOOLS, tokenize=False,
+        add_generation_prompt=True, enable_thinking=thinks,
+    )  # fmt: skip
+    variables = {"enable_thinking": thinks}
+    ours = chat_prompt(both[0], WITH_CALLS[name], tools=TOOLS, chat_template_kwargs=variables)
+    assert ours.text == wanted

@@ -4,6 +4,7 @@ transformers dequantises every weight to float32 by itself; minillm computes wit
 """
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.models.loader import load_model
 from minillm.models.presets import preset
 from tests.engine.test_int8_pages import solved
+from tests.serving.http_small import served
 from tests.text.build import TEXTS
 
 PAGE = (Path(__file__).resolve().parents[2] / "LICENSE").read_text("utf-8")  # 2,215 tokens
@@ -195,3 +197,31 @@ def test_our_own_quantisation_keeps_its_quality(
     rows = {row["name"]: row["quality"][0] for row in compare(work)["results"][1:]}
     kl = {name: row["kl"]["value"] for name, row in rows.items()}
     assert kl["int8"] < 0.01 < kl["gptq:4:64:sym"] < kl["rtn:4:64:sym"] < 1
+
+
+def test_it_calls_a_tool_and_sees_the_result() -> None:
+    """Its template knows no tools, so they are told of in the system's message."""
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    }
+    weather = {"name": "weather", "description": "The weather of a city.", "parameters": parameters}
+    tools = [{"type": "function", "function": weather}]
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    common = {"tools": tools, "temperature": 0, "max_tokens": 80, "parallel_tool_calls": False}
+    with served("smollm2", block_size=16, num_gpu_blocks_override=128, max_model_len=1024) as made:
+        for choice in ("required", "none"):
+            body = {**common, "messages": messages, "tool_choice": choice}
+            reply = made.send("/v1/chat/completions", body)
+            assert reply.status == 200, reply.body
+            (found,) = reply.data["choices"]
+            messages.append(found["message"])
+            if choice == "required":
+                assert found["finish_reason"] == "tool_calls"
+                (call,) = found["message"]["tool_calls"]
+                assert call["function"]["name"] == "weather"
+                assert json.loads(call["function"]["arguments"])["city"].startswith("Oslo")
+                result = {"tool_call_id": call["id"], "content": "Snow, -4 degrees Celsius."}
+                messages.append({"role": "tool", **result})
+    assert "-4 degrees" in found["message"]["content"], found

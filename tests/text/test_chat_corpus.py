@@ -270,7 +270,8 @@ def test_what_cannot_be_told_apart_is_refused(both: dict[str, Any]) -> None:
     ({"chat_template_kwargs": {"keep": object()}}, "chat_template_kwargs must be JSON values"),
     ({"chat_template_kwargs": [1]}, "must be a dictionary, not list"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
-    ({"tools": [{"type": "function"}]}, "tool calls are not supported"),
+    ({"tools": ["f"]}, "tools must be a list of dictionaries"),
+    ({"tools": [{"function": object()}]}, "tools must be JSON values"),
     ({"chat_template": "{{ nothing() }}"}, "'nothing' is undefined"),
     ({"chat_template": "{{ 1 | nothing }}"}, "No filter named 'nothing'"),
 ])  # fmt: skip

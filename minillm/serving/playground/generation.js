@@ -4,7 +4,8 @@
 /** Text and tokens of a choice. A token has a text, a logprob, and alternatives [text, logprob]. */
 function readChoice(choice) {
   const { logprobs } = choice,
-    text = choice.text ?? choice.delta?.content ?? "";
+    { reasoning_content: thought, content } = choice.delta ?? {},
+    text = choice.text ?? (thought ?? "") + (content ?? "");
   let tokens = [];
   if (logprobs?.content) {
     tokens = logprobs.content.map(({ token, logprob, top_logprobs: top }) => ({

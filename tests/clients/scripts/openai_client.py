@@ -31,11 +31,6 @@ def main(address: str) -> None:
         "logprobs": scored.choices[0].logprobs.model_dump(),
     }
     errors = {
-        "tools": lambda: client.chat.completions.create(
-            model=name,
-            messages=[{"role": "user", "content": "hi"}],
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
-        ),
         "template": lambda: client.chat.completions.create(
             model=name, messages=[{"role": "user", "content": "hi"}]
         ),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from minillm.lab.benchmarks.compare import Work, cost_of, result
+from minillm.lab.benchmarks.compare import Work, cost_of, options, result
 from minillm.lab.benchmarks.compare_table import weights_line
 from minillm.lab.benchmarks.contest import Case, Run, Score
 from minillm.lab.benchmarks.peers import llamacpp_files, openvino_engine

@@ -121,7 +121,8 @@ def record_frame(reply: Reply, arrival: float, frame: Mapping[str, Any], texts: 
     if choices:
         reply.frames.append(arrival)
         choice = choices[0]
-        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        delta = choice.get("delta") or {}
+        text = choice.get("text") or delta.get("reasoning_content") or delta.get("content") or ""
         if text:
             reply.texts.append(arrival)
             texts.append(text)
