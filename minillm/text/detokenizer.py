@@ -201,6 +201,9 @@ class ByteStream:
         """Decode and remove the complete characters; invalid bytes become U+FFFD."""
         text, used = codecs.utf_8_decode(self._rest, "replace", final)
         self._rest = self._rest[used:]
+        if self._rest[:1] == b"\xed" and self._rest[1:2] >= b"\xa0":
+            # A surrogate never becomes a character, but Python waits for its third byte.
+            text, self._rest = text + self._rest.decode("utf-8", "replace"), b""
         if text and self._drops:
             own = len(text) - len(text.lstrip(REPLACEMENT))
             text, self._drops = text[min(own, self._drops) :], 0
