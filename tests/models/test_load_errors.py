@@ -126,6 +126,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n"
 PLAIN: list[tuple[str, Callable[[Path], Any], type[MinillmError], tuple[str, ...]]] = [
     ("no tensor", tensors(**{Q: None}), CheckpointError, (Q_PROJ,)),
     ("no output matrix", config(tie_word_embeddings=False), CheckpointError, ("lm_head.weight",)),
+    ("no two tensors", tensors(**{Q: None, N: None}), CheckpointError, (" and 1 more.",)),
     ("one more", tensors(model__x=torch.zeros(2)), CheckpointError, ("model.x", "[2]")),
     ("one more layer", config(num_hidden_layers=2), CheckpointError, ("model.layers.2.",)),
     ("shape", config(intermediate_size=95), CheckpointError, ("mlp.", "96", "95")),

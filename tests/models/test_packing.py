@@ -164,6 +164,15 @@ def test_without_panels_everything_is_packed_by_onednn(dtype, no_panels):
     assert model.all_layers is None
 
 
+def test_without_onednn_everything_stays(monkeypatch, no_panels):
+    monkeypatch.setattr(packing, "packed", lambda weight: None)
+    model = build(MODELS["tied"], F32)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    assert packing.pack_weights(model) == "9 matrices as in the checkpoint"
+    assert set(methods(model).values()) == {PlainLinearMethod}
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_what_is_not_a_product_of_its_own_stays(dtype, either):
     """Experts, and the matrix that latent attention absorbs into its queries, of sizes that are

@@ -90,6 +90,11 @@ def test_formulas_of_other_exchanges():
     assert all_gather_seconds(READING, 4, 2.0) == (1 + 4 * 0.5) + 3 * 2 / 2
 
 
+def test_one_device_sends_nothing():
+    assert all_reduce(NVLINK, 1, 1e9).seconds == 0
+    assert all_gather_seconds(NVLINK, 1, 1e9) == all_to_all_seconds(NVLINK, 1, 1e9) == 0
+
+
 @pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_the_fastest_sum_is_chosen_and_more_bytes_take_longer(link, size):
@@ -447,6 +452,11 @@ def test_whole_experts_read_what_the_fullest_device_reads():
     assert whole.communication == split.communication  # no all-to-all: tokens are everywhere
     macs = 2 * 58 * 3 * 7168 * 2048 * (1 / expert_balance(256, 8, 8, 1, 8, 4) - 1)
     assert whole.cost.linear_flops - split.cost.linear_flops == pytest.approx(macs, rel=1e-3)
+
+
+def test_whole_experts_on_one_device_change_nothing():
+    plain, whole = (decode_time(V3, Devices(H200, NVLINK, Layout(1, 1, e))) for e in (False, True))
+    assert plain == whole
 
 
 def test_own_attention_splits_sequences_and_sends_to_experts():

@@ -161,6 +161,7 @@ MISTAKES = """
 --prompts ids --endpoint chat | leave out --prompts
 --slo ttft | positive time
 --search | --search needs objectives
+--search --slo ttft=1 --concurrency 2 | leave out --concurrency
 --search --slo ttft=1 --request-rate 1,2 | a single --request-rate
 --target 1.5 | argument --target: '1.5' is not a number above 0, at most 1
 --warmup 8 --quick | less than the 8 requests

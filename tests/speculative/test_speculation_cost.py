@@ -96,6 +96,17 @@ def test_json_has_the_numbers_of_the_model(cli):
     assert found[-1]["host"] == pytest.approx(64 * 20e-6 / plain)  # a look-up for each sequence
 
 
+def test_the_table_says_what_is_assumed(cli):
+    code, out, _ = cli(*TARGET, "--speculate", "ngram")
+    assert code == 0
+    assert "an assumed acceptance of 0.5" in " ".join(out.split())
+    code, out, _ = cli(*TARGET, "--speculate", "preset:qwen3-0.6b", "--acceptance", "0.8,0.7")
+    assert "with an acceptance of 0.8, 0.7" in " ".join(out.split())
+    assert [line.split()[0] for line in out.splitlines() if line.endswith("best")] == [
+        "1", "4", "16", "64",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
