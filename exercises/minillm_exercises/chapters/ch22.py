@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from minillm.lab.benchmarks.serving.client import Client, Fields
 from minillm.lab.benchmarks.serving.measures import vllm
+from minillm.lab.benchmarks.serving.percentiles import percentile
 from minillm.lab.benchmarks.serving.reply import REJECTION, Reply
 from minillm.lab.benchmarks.serving.runner import Load, Progress, offer
 from minillm.lab.benchmarks.serving.server_process import last_line
@@ -206,6 +207,11 @@ def values(replies: Sequence[Reply], name: str) -> list[float]:
     """One measure of the replies that have it, in vLLM's dialect, in milliseconds."""
     found = (vllm(reply)[name] for reply in replies)
     return [1e3 * value for value in found if value is not None]
+
+
+def p(replies: Sequence[Reply], name: str, percent: float) -> float:
+    """The percentile of one measure, in milliseconds."""
+    return percentile(values(replies, name), percent)
 
 
 def most_at_once(replies: Sequence[Reply]) -> int:
