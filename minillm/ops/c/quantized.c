@@ -25,6 +25,8 @@
  *   4 bits  panels [out / 32, in / 32, 4, 32, 4]: byte (j, o, e) of a block has input 4 j + e in its
  *           low half, and input 16 + 4 j + e in its high half
  *
+ * With AMX, tiles compute the inner sums of eight rows and more, and vectors scale them.
+ *
  * Inner sums are exact, and outer ones are added in order. So an output depends only on its rows of
  * x and W, not on the number of rows or threads, nor on the instruction set.
  */
@@ -56,7 +58,6 @@ typedef struct {
     element *y;
     rounded_rows x;
     int64_t n, in, out, gated, apart, chunk; /* rows of y are `apart` */
-    int amx;
 } product;
 
 /* Rows of x to be rounded. */
@@ -402,7 +403,7 @@ static inline __attribute__((always_inline)) void sum_all_tiles(const product *p
 /* Sums as in `sum_panel`, with tiles if they are faster. Returns whether they are. */
 static int sum_with_tiles(const product *p, int64_t panel, int64_t row, int64_t rows, float *sums) {
     const matrix *w = p->w;
-    if (!p->amx || w->group % ROUNDED || rows < LEAST_TILED) return 0;
+    if (panel_unit() != 4 || w->group % ROUNDED || rows < LEAST_TILED) return 0;
     for (; rows > 0; rows -= 16, row += 16, sums += 16 * PANEL) {
         shape_tiles_of(ROUNDED, rows < 16 ? rows : 16, 1);
         if (w->numbers) sum_all_tiles(p, TABLE, panel, row, rows, sums);
@@ -488,8 +489,7 @@ void matrix_piece(const piece_of_matrix *piece, int64_t begin, int64_t end) {
         return;
     }
     product p = {&piece->w, plain.x,   plain.bias,  plain.y,        piece->rounded, plain.n,
-                 plain.in,  plain.out, plain.gated, plain.y_stride, plain.n,
-                 panel_unit() == 4};
+                 plain.in,  plain.out, plain.gated, plain.y_stride, plain.n};
     multiply_some(&p, begin, end, 0); /* one chunk: tasks are panels */
 }
 
@@ -526,8 +526,7 @@ static int64_t quantized_job(const matrix *w, const piece_of_product *plain) {
     char *memory = scratch((size_t)rounded_bytes(n * planes_of(w), in));
     if (!memory) return 1;
     rounded_rows rows = rounded_at(memory, n * planes_of(w), in, w->group);
-    product p = {w, plain->x, plain->bias, plain->y, rows, n, in, out, gated,
-                 plain->y_stride, n, panel_unit() == 4};
+    product p = {w, plain->x, plain->bias, plain->y, rows, n, in, out, gated, plain->y_stride, n};
     round_for(w, plain->x, n, in, p.x);
     if (n > FEW) p.chunk = (1 << 19) / in / ROWS * ROWS;
     if (p.chunk < ROWS) p.chunk = n < ROWS ? n : ROWS;
