@@ -7,7 +7,7 @@ the top-p boundary is within about 10^-6 of a token, that token may be included 
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -36,7 +36,7 @@ COLUMNS = (
 class _Pack(Structure):
     """Addresses of the columns of a `sampling.Pack`; the struct `pack` in `c/sample.c`."""
 
-    _fields_ = tuple((name, c_void_p) for name, _ in COLUMNS)
+    _fields_ = (*((name, c_void_p) for name, _ in COLUMNS), ("mask", c_void_p))
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ def choose_tokens(
     position: Tensor,
     model_dtype: torch.dtype | None = None,
     purpose: Purpose = Purpose.SAMPLE,
+    masks: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row, as `sampling.choose`. Parameters have the shapes and dtypes of
     `sampling.Pack`.
@@ -98,6 +99,8 @@ def choose_tokens(
         model_dtype: dtype of the model, if these are edited logits in float32. The library of a
             bf16 model supports them too, so no second one is built.
         purpose: selects the noise.
+        masks: of each row, or none: uint8 [ceil(V / 8)], whose bit t % 8 of byte t // 8 says
+            whether token t may be chosen. None: all tokens may.
 
     Returns:
         Tokens, int64 [K], arbitrary if a row's largest logit is not finite; and the largest logit
@@ -105,12 +108,12 @@ def choose_tokens(
     """
     rows = Rows.of(logits)
     columns = checked(len(logits), temperature, min_p, top_p, top_k, seed, sample_index, position)
-    count = len(logits)
+    count, masked = len(logits), addresses(masks, rows)
     best, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
     status = _functions(model_dtype or logits.dtype).choose_tokens(
         rows.at.buffer_info()[0],
         rows.wide,
-        byref(_Pack(*(column.data_ptr() for column in columns))),
+        byref(_Pack(*(column.data_ptr() for column in columns), masked.buffer_info()[0])),
         count,
         rows.size,
         int(purpose),
@@ -224,6 +227,22 @@ class Rows:
         start, step = logits.data_ptr(), logits.stride(0) * logits.element_size()
         at = array("q", [start + i * step for i in range(count)])
         return cls(at, logits.dtype == torch.float32, size)
+
+
+def addresses(masks: Sequence[Tensor | None], rows: Rows) -> array:
+    """The address of each row's mask, 0 if it has none; empty if there are no masks."""
+    wrong = [each for each in masks if each is not None and not _is_mask(each, rows.size)]
+    if wrong or len(masks) not in (0, len(rows.at)):
+        raise ValueError(
+            f"masks are {[(list(each.shape), each.dtype) for each in wrong] or len(masks)}; there "
+            f"must be {len(rows.at)}, each uint8 {[-(-rows.size // 8)]} or None."
+        )
+    return array("q", [0 if each is None else each.data_ptr() for each in masks])
+
+
+def _is_mask(mask: Tensor, size: int) -> bool:
+    right = mask.dtype == torch.uint8 and mask.device.type == "cpu" and mask.is_contiguous()
+    return right and mask.shape == (-(-size // 8),)
 
 
 def _functions(dtype: torch.dtype) -> Functions:

@@ -5,6 +5,7 @@ Three backends sample the same tokens: Triton kernels (`minillm_kernels.sampling
 function of (seed, sample index, position, token id), so there is no generator state.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ def choose(
     pack: Pack,
     model_dtype: torch.dtype | None = None,
     purpose: Purpose = Purpose.SAMPLE,
+    masks: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row: temperature, min-p, top-k, top-p, then argmax of logits plus noise.
 
@@ -49,6 +51,8 @@ def choose(
         logits: [K, V], any floating-point dtype; not modified.
         model_dtype: dtype of the model, if these are edited logits in float32.
         purpose: selects the noise.
+        masks: for logits that C samples: of each row, the tokens that may be chosen, as in
+            `cpu_sampling.choose_tokens`.
 
     Returns:
         Tokens, int64 [K], and the largest logit of each row, float32 [K], NaN if the row has one.
@@ -56,8 +60,10 @@ def choose(
     """
     if cpu_sampling.takes(logits, model_dtype):
         return cpu_sampling.choose_tokens(
-            logits, *pack[:-1], model_dtype=model_dtype, purpose=purpose
+            logits, *pack[:-1], model_dtype=model_dtype, purpose=purpose, masks=masks
         )
+    if masks:
+        raise ValueError("masks are for logits that C samples; check `cpu_sampling.takes` first.")
     best = logits.amax(dim=-1).float() if len(logits) else logits.new_empty(0).float()
     if not uses_kernels(logits):
         return _choose_by_reference(logits, pack, purpose), best

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.errors import UnsupportedFeatureError
+from minillm.ops.cpu_sampling import takes as takes_masks
 from minillm.ops.transfers import indices, upload
 from minillm.sampling.segments import Segments
 from minillm.structured.grammars import Constraint, Grammars
@@ -87,7 +88,6 @@ class Edits:
         each = torch.arange(256)[:, None] >> torch.arange(8) & 1
         # float32 [256, 8]: mask byte -> values to add
         self._numbers = torch.where(each > 0, 0.0, -math.inf).to(device)
-        self._space = torch.empty(0, 8, device=device)  # for values of masks
         self.grammars: Grammars | None = None  # for structured_outputs
         self._constraints: dict[int, Constraint] = {}  # by row
         self._filled: Tensor | None = None  # uint8 [positions of this step, bytes]
@@ -216,21 +216,35 @@ class Edits:
 
     # ---- editing ---------------------------------------------------------------------------
 
-    def constrain(
-        self, rows: Sequence[int], positions: Sequence[int], drafts: Mapping[int, Sequence[int]]
-    ) -> None:
-        """Fill the masks of this step's rows with structured_outputs, for all their positions."""
-        if not self._constraints:
-            return
-        members = [i for i, row in enumerate(rows) if row in self._constraints]
-        table = np.empty((len(members), -(-self.vocab_size // 8)), dtype=np.uint8)
-        self._places, start = {}, 0
-        for row, group in groupby(members, key=rows.__getitem__):
-            first, *others = group
-            end = start + 1 + len(others)
-            self._constraints[row].masks(positions[first], drafts.get(row, ()), table[start:end])
-            self._places[row], start = start - positions[first], end
-        (self._filled,) = upload(self.device, table)
+    def masks(
+        self,
+        members: list[int],
+        rows: Sequence[int],
+        positions: Sequence[int],
+        drafts: Mapping[int, Sequence[int]],
+        logits: Tensor,
+    ) -> list[Tensor | None] | None:
+        """Fill this step's masks. Returns the mask of each of the logits, uint8 [bytes] or None, if
+        C samples and `members` have no other edits."""
+        masks: list[Tensor | None] = [None] * len(rows)
+        if self._constraints:
+            constrained = [i for i, row in enumerate(rows) if row in self._constraints]
+            table = np.empty((len(constrained), -(-self.vocab_size // 8)), dtype=np.uint8)
+            self._places, start = {}, 0
+            for row, group in groupby(constrained, key=rows.__getitem__):
+                first, *others = group
+                end, drafted = start + 1 + len(others), drafts.get(row, ())
+                self._constraints[row].masks(positions[first], drafted, table[start:end])
+                self._places[row], start = start - positions[first], end
+            (self._filled,) = upload(self.device, table)
+        for i in members:
+            row, filled = rows[i], rows[i] in self._constraints
+            kept = self._filled if filled else self._masks
+            both = filled and row in self._masked
+            if both or kept is None or row in self._entries or row in self._seen:
+                return None
+            masks[i] = kept[self._places[row] + positions[i] if filled else row]
+        return masks if members and takes_masks(logits) else None
 
     def chunks(self, members: list[int]) -> Iterator[list[int]]:
         """Split `members` into chunks that bound the memory of temporaries."""
@@ -265,17 +279,8 @@ class Edits:
         if not of or table is None:
             return
         where, chosen = indices(self.device, [list(of), list(of.values())])
-        codes = table.index_select(0, chosen).flatten().int()
-        if len(self._space) < len(codes):  # kept: fresh pages would take longer than the rest
-            self._space = torch.empty(len(codes), 8, device=self.device)
-        space = self._space[: len(codes)]
-        torch.index_select(self._numbers, 0, codes, out=space)
-        numbers = space.view(len(of), -1)[:, : self.vocab_size]
-        first = next(iter(of))
-        if list(of) == list(range(first, first + len(of))):  # adjacent: six times as fast
-            edited[first : first + len(of)].add_(numbers)
-        else:
-            edited.index_add_(0, where, numbers)
+        numbers = self._numbers[table.index_select(0, chosen).int()]  # [P, bytes, 8]
+        edited.index_add_(0, where, numbers.flatten(1)[:, : self.vocab_size])
 
     def _add_entries(self, wide: Tensor, place: Tensor, positions: Sequence[int]) -> None:
         """Add the values of active entries: -inf for a ban, or a bias."""

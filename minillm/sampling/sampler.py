@@ -131,10 +131,12 @@ class Sampler:
         if drafted and spread:
             drafted = [drafted[i] for i in of]
         edits = self.edits.rows_of(rows, positions)
-        self.edits.constrain(rows, positions, drafts)
+        every = logits if index is None else logits[index]
+        masks = self.edits.masks(edits, rows, positions, drafts, logits)
+        if masks is not None and not drafted:  # no other edits: nothing is copied
+            return choose(every, pack, masks=[masks[i] for i in of] if spread else masks)
         later = edited_samples(edits, of if spread else None)
         now = [None if i in later else each for i, each in enumerate(drafted)]
-        every = logits if index is None else logits[index]
         tokens, best = self._draw(every, self._greedy(pack, later), now)
         for members in self._edited(edits, rows, positions, drafts):
             for part in self.edits.chunks(members):

@@ -15,6 +15,7 @@ from minillm.api.sampling_params import SamplingParams
 from minillm.ops import c_library, cpu, cpu_sampling
 from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.ops.sampling import Pack, choose
+from minillm.sampling.edits import Edits
 from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
 from tests.ops.c_variants import DIVIDED, PATHS, folder, functions, poisoned
 from tests.pairs import cases, some
@@ -318,6 +319,25 @@ def test_edited_rows_lie_elsewhere(c, dtype):
     assert [set(each or ()) for each in got.logprobs] == [
         set(each or ()) for each in expected.logprobs
     ]
+
+
+@cases("dtype", DTYPES)
+@cases("size", SIZES)
+def test_masks_need_no_copies_of_logits(c, dtype, size):
+    """Tokens are those of edited logits, and NaN fails its row, also in an excluded token."""
+    random = np.random.default_rng(size)
+    masks = [random.choice(size, -(-size // 3), replace=False) for _ in EVERY_KIND]
+    rows = [
+        row(i, **params, allowed_token_ids=None if i % 5 == 4 else mask.tolist())
+        for i, (params, mask) in enumerate(zip(EVERY_KIND, masks, strict=True))
+    ]
+    logits = draw(len(rows), size, dtype)
+    logits[2, max(set(range(size)) - set(masks[2]), default=0)] = NAN
+    with using(None):
+        expected = sample(logits, rows)
+    with using(c), patch.object(Edits, "apply", side_effect=AssertionError("copied")):
+        assert sample(logits, rows) == expected
+    assert list(expected.failed) == [2]
 
 
 @cases("dtype", DTYPES)

@@ -51,6 +51,11 @@ def masked(c):
     sampling.test_minus_infinity_is_never_chosen_where_another_is_finite(c, 65)
 
 
+def edited(c):
+    for size in (2, 1003):
+        sampling.test_masks_need_no_copies_of_logits(c, torch.bfloat16, size)
+
+
 WORDS = sampling.test_the_words_are_philox
 TIES = sampling.test_ties_at_the_edge
 TRUNCATION = sampling.test_random_truncation_is_torch_s
@@ -109,6 +114,10 @@ MUTANTS = {
     "padding is a token": Mutant(
         r"memory\[i\] = -INFINITY;", "memory[i] = 0;", masked
     ),
+    "bits of the first half": Mutant(r"bits\[i / 32\]", "bits[0]", edited),
+    "what is allowed is excluded": Mutant(r"\? x\[i\] : excluded", "? excluded : x[i]", edited),
+    "NaN is excluded": Mutant(r"x\[i\] <= FLT_MAX \? -INFINITY : NAN", "-INFINITY", edited),
+    "the last bytes of a mask": Mutant(r"\(count \+ 7\) / 8", "count / 8", edited),
     "noise by the place in the shard": Mutant(r"r->before \+ block", "block", shards),
     "the best of the shard": Mutant(r"r\.best = c->best\[i\]", "r.best += 0 * c->best[i]", shards),
     "the noise alone": Mutant(r"total = peak \+ noise", "total = noise", shards),

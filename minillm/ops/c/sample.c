@@ -37,6 +37,7 @@ typedef struct {
     const float *min_p, *top_p;         /* 0 and 1: off */
     const int32_t *top_k;               /* 0: off */
     const int64_t *seed, *sample_index, *position;
+    const uint8_t *const *mask;         /* or NULL: all tokens may be chosen */
 } pack;
 
 /* Sampling parameters of one row. */
@@ -49,6 +50,7 @@ typedef struct {
 /* A row of logits and its state. */
 typedef struct {
     const void *at;
+    const uint8_t *mask; /* bit i % 8 of byte i / 8: whether token i may be chosen; NULL: all may */
     int wide; /* float32, else bf16; both in either library, because edited logits are float32 */
     int64_t size, blocks;
     float best;      /* the largest logit */
@@ -78,18 +80,30 @@ static inline float from_bf16(uint16_t x) {
     return f;
 }
 
+/* Make the logits of excluded tokens -infinity, or NaN if they are NaN or infinite, because a model
+ * that computes such logits has failed. */
+static inline void exclude(float *restrict x, const uint8_t *mask, int count) {
+    uint32_t bits[BLOCK / 32] = {0};
+    memcpy(bits, mask, (size_t)(count + 7) / 8);
+    for (int i = 0; i < BLOCK; i++) {
+        float excluded = x[i] <= FLT_MAX ? -INFINITY : NAN;
+        x[i] = bits[i / 32] >> i % 32 & 1 ? x[i] : excluded;
+    }
+}
+
 /* 64 logits as float32, padded with -infinity: in place, or converted to `memory`. */
 static ONCE const float *read_block(const row *r, int64_t block, float *restrict memory) {
     int64_t first = block * BLOCK, count = r->size - first < BLOCK ? r->size - first : BLOCK;
     const float *wide = (const float *)r->at + first;
     const uint16_t *narrow = (const uint16_t *)r->at + first;
     if (count == BLOCK) {
-        if (r->wide) return wide;
-        for (int i = 0; i < BLOCK; i++) memory[i] = from_bf16(narrow[i]);
-        return memory;
+        if (r->wide && !r->mask) return wide;
+        for (int i = 0; i < BLOCK; i++) memory[i] = r->wide ? wide[i] : from_bf16(narrow[i]);
+    } else {
+        for (int i = 0; i < BLOCK; i++) memory[i] = -INFINITY;
+        for (int i = 0; i < count; i++) memory[i] = r->wide ? wide[i] : from_bf16(narrow[i]);
     }
-    for (int i = 0; i < BLOCK; i++) memory[i] = -INFINITY;
-    for (int i = 0; i < count; i++) memory[i] = r->wide ? wide[i] : from_bf16(narrow[i]);
+    if (r->mask) exclude(memory, r->mask + first / 8, (int)count);
     return memory;
 }
 
@@ -360,9 +374,9 @@ static inline int truncates(const request *q) {
     return q->temperature > 0 && (q->top_k > 0 || q->top_p < 1);
 }
 
-static row row_of(const void *at, int64_t wide, int64_t size, float *peaks) {
-    row r = {.at = at, .wide = wide != 0, .size = size, .blocks = (size + BLOCK - 1) / BLOCK};
-    r.peaks = peaks;
+static row row_of(const void *at, int64_t wide, int64_t size, const uint8_t *mask, float *peaks) {
+    row r = {.at = at, .mask = mask, .wide = wide != 0, .size = size, .peaks = peaks};
+    r.blocks = (size + BLOCK - 1) / BLOCK;
     r.edge = -INFINITY;
     r.last = INT64_MAX;
     find_best(&r);
@@ -414,7 +428,8 @@ static void choose_rows(void *context, int64_t begin, int64_t end, int64_t threa
     float *own = c->memory + c->needed * thread;
     for (int64_t i = begin; i < end; i++) {
         list l = {own + c->blocks, own + c->blocks + c->listed, 0};
-        row r = row_of(c->at[i], c->wide, c->size, own);
+        const uint8_t *mask = c->p->mask ? c->p->mask[i] : NULL;
+        row r = row_of(c->at[i], c->wide, c->size, mask, own);
         request q = request_of(c->p, i);
         c->best[i] = r.best;
         c->tokens[i] = choose_one(&r, &q, c->purpose, &l);
@@ -445,7 +460,7 @@ int64_t choose_tokens(const void *const *at, int64_t wide, const pack *p, int64_
 static void draw_rows(void *context, int64_t begin, int64_t end, int64_t thread) {
     const rows *c = context;
     for (int64_t i = begin; i < end; i++) {
-        row r = row_of(c->at[i], c->wide, c->size, c->memory + c->needed * thread);
+        row r = row_of(c->at[i], c->wide, c->size, NULL, c->memory + c->needed * thread);
         request q = request_of(c->p, i);
         r.before = c->before, r.best = c->best[i];
         r.temperature = q.temperature, r.floor = q.floor;
@@ -462,7 +477,7 @@ static void draw_rows(void *context, int64_t begin, int64_t end, int64_t thread)
  *   totals, tokens [n]      the largest scaled logit plus noise in the shard, -infinity if min-p
  *                           leaves no token; and its index in the shard
  *
- * Top-k and top-p are not supported. Returns 1 if out of memory. */
+ * Masks, top-k and top-p are not supported. Returns 1 if out of memory. */
 int64_t draw_from_shard(const void *const *at, int64_t wide, const pack *p, int64_t n, int64_t size,
                         int64_t purpose, int64_t before, const float *best, float *totals,
                         int64_t *tokens) {
@@ -543,7 +558,7 @@ static void describe_rows(void *context, int64_t begin, int64_t end, int64_t thr
     float *own = c->memory + c->needed * thread, *first = own + c->blocks + c->blocks % 2;
     for (int64_t i = begin; i < end; i++) {
         list l = {first, first + c->listed, 0};
-        row r = row_of(c->at[i], c->wide, c->size, own);
+        row r = row_of(c->at[i], c->wide, c->size, NULL, own);
         int64_t out = i * (c->top + 1);
         describe_one(&r, c->targets[i], c->top, &l, c->logprobs + out, c->ids + out,
                      c->ranks + out);
