@@ -150,7 +150,7 @@ MISTAKES = {  # in the code of NEON: file, text, and what takes its place
     ),
     "odd lanes from the even ones": ("neon.h", "bf16_f32(odd)", "bf16_f32(even)"),
     "transposed lanes": (
-        "tiles.h", "SHUFFLE(b[i], b[i + 1], 1, 5, 3, 7)", "SHUFFLE(b[i], b[i + 1], 1, 5, 7, 3)"
+        "transpose.h", "SHUFFLE(b[i], b[i + 1], 1, 5, 3, 7)", "SHUFFLE(b[i], b[i + 1], 1, 5, 7, 3)"
     ),
     "sums of lanes": ("lanes.h", "(0, 4, 2, 6), (1, 5, 3, 7)", "(0, 4, 2, 6), (1, 5, 3, 6)"),
 }  # fmt: skip

@@ -31,6 +31,6 @@ def check(built: c_library.Library) -> None:
 def test_a_mistake_is_found(name, tmp_path):
     check(c_variants.built(PATH, "F32"))
     options = [*c_variants.PRODUCT_PATHS[PATH], "-DELEMENT_F32"]
-    wrong = build_with(("prefill.c", "tiles.h"), *MUTANTS[name], options, tmp_path)
+    wrong = build_with(("prefill.c", "tiles.h", "transpose.h"), *MUTANTS[name], options, tmp_path)
     with pytest.raises(AssertionError):
         check(c_library.load(wrong))

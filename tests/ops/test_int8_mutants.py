@@ -188,7 +188,25 @@ IN_C: dict[str, tuple[str, str, Callable, str]] = {  # pattern, mistake, who not
     ),
     "values do not shrink": (r"old \* shrinks\[r\]", "old", random_cases, "native"),
     "keys of tiles stay unsigned": (
-        r"both\[0\] \^= 0x8080808080808080, ", "", random_cases, "tiles in C"
+        r" \^ \(int32_t\)0x80808080", "", random_cases, "tiles in C"
+    ),
+    "lanes see what is hidden": (
+        r"if \(!whole\) x\[i\] = where", "if (0) x[i] = where", random_cases, "tiles in C"
+    ),
+    "lanes have scales of unused slots": (
+        r", v\[i\] = \(vec\)\(\(ints\)v\[i\] & shown\)", "", random_cases, "tiles in C"
+    ),
+    "lanes of the next query": (r"left = p->group;", "left = p->group + 1;", random_cases,
+                                "tiles in C"),
+    "four weights in falling order": (
+        r"int i = 3; i >= 0; i--", "int i = 0; i < 4; i++", random_cases, "tiles in C"
+    ),
+    "lanes are added in another order": (
+        r"int half = TILE / 2; half > 0; half /= 2", "int half = 1; half < TILE; half *= 2",
+        random_cases, "tiles in C"
+    ),
+    "a tile of one position is left out": (
+        r"\.end <= now->at\) continue", ".end <= now->at + 1) continue", random_cases, "native"
     ),
     "the second tile is the first": (
         r"4 \* j \+ 64, 4 \* n", "4 * j, 4 * n", random_cases, "tiles in C"

@@ -16,6 +16,7 @@
 #include "integers.h"
 #include "lanes.h"
 #include "threads.h"
+#include "transpose.h"
 
 #define TILE 64 /* positions */
 #define GROUPS (TILE / 4)
@@ -25,7 +26,7 @@
 #define LEVELS 127.f  /* of codes and of weights */
 #define TINY 1e-30f   /* weights below are 0 */
 #define FEW 16        /* queries x heads of a group: up to so many, all KV heads are one task */
-#define ROWS 128      /* otherwise most of one task, of one KV head */
+#define ROWS 256      /* otherwise most of one task, of one KV head */
 #define BLOCK_ROWS 32 /* rows of a tile that are computed together */
 #define TASKS 4       /* tasks per thread, for load balance */
 #define WORK 32       /* products of a query and a key or value per nanosecond and thread */
@@ -135,12 +136,13 @@ typedef struct {
     float *factors;       /* [rows] of the integer scores */
     int32_t *excess;      /* [rows] what the 128 in keys add to them */
     float *whole, *part;  /* [rows, STATE] of all parts, of the present one */
-    int32_t *scores;      /* [BLOCK_ROWS, TILE] */
+    int32_t *scores;      /* [BLOCK_ROWS, TILE]; with tiles of AMX [TILE, BLOCK_ROWS] */
     uint8_t *weights;     /* [BLOCK_ROWS, TILE] */
     float *units, *shrinks; /* [BLOCK_ROWS] */
     float *key_scales, *value_scales; /* [TILE] */
-    int8_t *codes, *keys, *values; /* for tiles of AMX: [ROWS, k], [k / 4, TILE, 4], [GROUPS, n, 4] */
-    int32_t *products;             /* [32, n]; k and n are d rounded up to 64 and 32 */
+    /* For tiles of AMX: [rows / 32, k / 4, 32, 4], [TILE, k], [GROUPS, n, 4]. */
+    int8_t *codes, *keys, *values;
+    int32_t *products; /* [32, n]; k and n are d rounded up to 64 and 32 */
 } scratch;
 
 /* Positions from `at` on, of the first KV head; groups behind the end are the last one again. */
@@ -337,46 +339,98 @@ static __attribute__((noinline)) void multiply(int32_t *c, const int8_t *a, cons
     }
 }
 
-/* Codes of a tile as the tiles of AMX multiply them: signed, positions one after the other. */
+/* Codes of a tile as the tiles of AMX multiply them: keys signed, a row for each position. */
 static void stage(const problem *p, const tile *now, scratch *w) {
-    for (int64_t g = 0; g < GROUPS; g++)
+    int64_t k = ROUND_UP(p->d, 64);
+    for (int64_t g = 0; g < GROUPS; g++) {
         memcpy(w->values + g * ROUND_UP(p->d, 32) * 4, now->values[g], (size_t)(4 * p->d));
-    for (int64_t j = 0; j < p->d / 4; j++)
-        for (int64_t g = 0; g < GROUPS; g++) {
-            uint64_t both[2];
-            memcpy(both, now->keys[g] + 16 * j, 16);
-            both[0] ^= 0x8080808080808080, both[1] ^= 0x8080808080808080;
-            memcpy(w->keys + (j * GROUPS + g) * 16, both, 16);
+        for (int64_t j = 0; j < p->d; j += LANES) {
+            ints x = load_ints(now->keys[g] + 4 * j) ^ (int32_t)0x80808080;
+            x = SHUFFLE(x, x, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            for (int i = 0; i < 4; i++)
+                memcpy(w->keys + (4 * g + i) * k + j, (const char *)&x + 16 * i, 16);
         }
+    }
 }
 
-static void score_by_tiles(const problem *p, scratch *w, int64_t row) {
-    int64_t k = ROUND_UP(p->d, 64);
-    multiply(w->scores, w->codes + row * k, w->keys, TILE, k);
+/* The tile unit would power down during a softmax (tiles.h). */
+static inline void stay_awake(void) { _tile_dpbssd(0, 4, 6); }
+
+static inline vec where(ints some, vec a, vec b) {
+    return (vec)(((ints)a & some) | ((ints)b & ~some));
+}
+
+/* `weigh` for rows `row` to `row` + LANES - 1 of a block, each a lane of vectors, with the same bits:
+ * the tree of a sum is the same. `rows` are left in the block; behind them, `seen` is empty. */
+static void weigh_lanes(scratch *w, int64_t row, const range *seen, const float *factors,
+                        int64_t rows, float *states, int64_t d) {
+    int32_t begins[LANES], ends[LANES];
+    float bests[LANES], totals[LANES];
+    int whole = rows >= LANES;
+    for (int l = 0; l < LANES; l++) {
+        begins[l] = (int32_t)seen[l].begin, ends[l] = (int32_t)seen[l].end;
+        whole &= seen[l].begin == 0 && seen[l].end == TILE;
+        bests[l] = l < rows ? states[l * STATE(d) + d] : -INFINITY;
+        totals[l] = l < rows ? states[l * STATE(d) + d + 1] : 0;
+    }
+    ints begin = load_ints(begins), end = load_ints(ends);
+    vec x[TILE], v[TILE], best = load_vec(bests), most = (vec){0} - INFINITY, tops = {0};
+    vec factor = load_vec(factors);
+    for (int i = 0; i < TILE; i++) {
+        ints score = load_ints(w->scores + i * BLOCK_ROWS + row);
+        x[i] = __builtin_convertvector(score, vec) * factor * w->key_scales[i];
+        if (!whole) x[i] = where((begin <= i) & (i < end), x[i], (vec){0} - INFINITY);
+        most = larger(most, x[i]);
+    }
+    stay_awake();
+    vec new = larger(best, most), origin = where(new == -INFINITY, (vec){0}, new);
+    for (int i = 0; i < TILE; i++) {
+        x[i] = powers(x[i] - origin);
+        v[i] = x[i] * w->value_scales[i];
+        if (!whole) {
+            ints shown = (begin <= i) & (i < end);
+            x[i] = (vec)((ints)x[i] & shown), v[i] = (vec)((ints)v[i] & shown);
+        }
+        tops = larger(tops, v[i]);
+    }
+    stay_awake();
+    vec inverse = where((tops > TINY) & (tops < INFINITY), LEVELS / tops, (vec){0});
+    ints valid = inverse != 0.f; /* infinity x 0 is NaN */
+    word block[GROUPS * LANES];  /* four weights of a row in each word */
+    for (int g = 0; g < GROUPS; g++) {
+        ints codes = {0};
+        for (int i = 3; i >= 0; i--)
+            codes = codes << 8 | ((ints)exact(v[4 * g + i], inverse, (vec){0} + MAGIC) & 255);
+        codes &= valid;
+        memcpy(block + g * LANES, &codes, sizeof codes);
+    }
+    transpose(block, LANES, (word *)w->weights + row * GROUPS, GROUPS);
+    for (int half = TILE / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    vec shrink = where(best == -INFINITY, (vec){0}, powers(best - new));
+    shrink = where(best == new, (vec){0} + 1.f, shrink);
+    store_vec(bests, new);
+    store_vec(totals, exact(load_vec(totals), shrink, x[0]));
+    store_vec(w->units + row, tops / LEVELS);
+    store_vec(w->shrinks + row, shrink);
+    for (int l = 0; l < LANES && l < rows; l++)
+        states[l * STATE(d) + d] = bests[l], states[l * STATE(d) + d + 1] = totals[l];
 }
 
 /* `add_values` for some rows and all dimensions. */
 static void add_by_tiles(const problem *p, scratch *w, int64_t row, int64_t rows) {
-    int64_t n = ROUND_UP(p->d, 32);
+    int64_t d = p->d, n = ROUND_UP(d, 32);
+    const int32_t *products = w->products;
+    float *states = w->part + row * STATE(d);
     multiply(w->products, (const int8_t *)w->weights, w->values, n, TILE);
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t j = 0; j < p->d; j += LANES) {
-            float *to = w->part + (row + r) * STATE(p->d) + j;
-            ints product = load_ints(w->products + r * n + j);
-            store_vec(to, exact((vec){0} + w->units[r], __builtin_convertvector(product, vec),
-                                load_vec(to) * w->shrinks[r]));
+    for (int64_t r = 0; r < rows; r++, states += STATE(d), products += n) {
+        vec unit = (vec){0} + w->units[r], shrink = (vec){0} + w->shrinks[r];
+        for (int64_t j = 0; j < d; j += LANES) {
+            vec product = __builtin_convertvector(load_ints(products + j), vec);
+            store_vec(states + j, exact(unit, product, load_vec(states + j) * shrink));
         }
+    }
 }
-
-/* The tile unit would power down during a softmax (tiles.h). */
-static inline void stay_awake(int tiles) {
-    if (tiles) _tile_dpbssd(0, 4, 6);
-}
-#else
-#define stage(p, now, w) (void)0
-#define score_by_tiles(p, w, row) (void)0
-#define add_by_tiles(p, w, row, rows) (void)0
-#define stay_awake(tiles) (void)(tiles)
 #endif
 
 /* The positions of a tile that a row attends to; none are behind its end. */
@@ -387,13 +441,36 @@ static inline range seen_in(const problem *p, const task *t, const tile *now, in
     return seen.begin < seen.end ? seen : (range){TILE, TILE};
 }
 
+#if defined(AMX)
+/* `attend_rows` with tiles of AMX, for a task of one KV head. */
+static void attend_by_tiles(const problem *p, const task *t, scratch *w, const tile *now,
+                            int64_t row, int64_t rows) {
+    int64_t k = ROUND_UP(p->d, 64);
+    for (int64_t i = 0; i < now->count; i += 32)
+        multiply(w->scores + i * BLOCK_ROWS, w->keys + i * k, w->codes + row * k, BLOCK_ROWS, k);
+    range seen = seen_in(p, t, now, t->begin + row), each[LANES];
+    int64_t left = p->group - row % p->group; /* rows of the same query */
+    for (int64_t r = 0; r < rows; r += LANES) {
+        for (int64_t l = 0; l < LANES; l++, left--) {
+            if (left == 0) seen = seen_in(p, t, now, t->begin + row + r + l), left = p->group;
+            each[l] = r + l < rows ? seen : (range){0, 0};
+        }
+        weigh_lanes(w, r, each, w->factors + row + r, rows - r, w->part + (row + r) * STATE(p->d),
+                    p->d);
+    }
+    add_by_tiles(p, w, row, rows);
+}
+#else
+#define stage(p, now, w) (void)0
+#define attend_by_tiles(p, t, w, now, row, rows) (void)0
+#endif
+
 /* Rows `row` to `row` + `rows` - 1, at most BLOCK_ROWS, of KV head `h` of a task. */
 static void attend_rows(const problem *p, const task *t, scratch *w, const tile *now,
-                        const tile *next, int64_t h, int64_t row, int64_t rows, int tiles) {
+                        const tile *next, int64_t h, int64_t row, int64_t rows) {
     int64_t d = p->d, first = h * (t->end - t->begin) + row, offset = h * p->pages->block_size * d;
     float *states = w->part + first * STATE(d);
-    if (tiles) score_by_tiles(p, w, row);
-    for (int64_t r = 0; !tiles && r < rows; r += TOGETHER) {
+    for (int64_t r = 0; r < rows; r += TOGETHER) {
         const int32_t *q = w->q + (first + r) * d, *excess = w->excess + first + r;
         switch (rows - r) {
 #define CASE(n) score(n, now, r ? 0 : next, offset, q, excess, d, w->scores + r * TILE)
@@ -407,14 +484,12 @@ static void attend_rows(const problem *p, const task *t, scratch *w, const tile 
     range seen = {0, 0};
     for (int64_t r = 0; r < rows; r++) {
         if (r == 0 || (row + r) % p->group == 0) seen = seen_in(p, t, now, t->begin + row + r);
-        if (r % 8 == 0) stay_awake(tiles);
         float *end = states + r * STATE(d) + d;
         w->units[r] = weigh(w->scores + r * TILE, w->factors[first + r], w->key_scales,
                             w->value_scales, seen, end, end + 1, w->weights + r * TILE,
                             w->shrinks + r);
     }
-    if (tiles) add_by_tiles(p, w, row, rows);
-    for (int64_t r = 0; !tiles && r < rows; r += TOGETHER)
+    for (int64_t r = 0; r < rows; r += TOGETHER)
         for (int64_t j = 0; j < d;) {
             int wide = d - j >= COLUMNS * LANES;
 #define CASE(n, columns)                                                                \
@@ -439,9 +514,12 @@ static void attend_tile(const problem *p, const task *t, scratch *w, const tile 
     load_scales(now, p->pages->key_scale, h * size, w->key_scales);
     load_scales(now, p->pages->value_scale, h * size, w->value_scales);
     if (tiles) stage(p, now, w);
-    for (int64_t row = 0; row < rows; row += BLOCK_ROWS)
-        attend_rows(p, t, w, now, row ? 0 : next, h, row,
-                    rows - row < BLOCK_ROWS ? rows - row : BLOCK_ROWS, tiles);
+    for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
+        int64_t some = rows - row < BLOCK_ROWS ? rows - row : BLOCK_ROWS;
+        if (seen_by(p, t->sequence, t->begin + row + some - 1).end <= now->at) continue;
+        if (tiles) attend_by_tiles(p, t, w, now, row, some);
+        else attend_rows(p, t, w, now, row ? 0 : next, h, row, some);
+    }
 }
 
 /* ---- tasks ------------------------------------------------------------------------------------ */
@@ -496,7 +574,9 @@ static void begin_task(const problem *p, const task *t, scratch *w) {
         for (int64_t j = 0; j < d; j++) memcpy(w->q + i * d + j, codes + j / 4 * 4, 4);
         w->excess[i] = SIGNED ? 0 : 128 * sum;
         if (p->amx && rows > FEW)
-            memcpy(w->codes + i * ROUND_UP(d, 64), codes, (size_t)ROUND_UP(d, 64));
+            for (int64_t j = 0; j < ROUND_UP(d, 64); j += 4)
+                memcpy(w->codes + i / 32 * 32 * ROUND_UP(d, 64) + 32 * j + i % 32 * 4, codes + j,
+                       4);
         w->factors[i] = (most < INFINITY ? most / LEVELS : INFINITY) * p->factor;
     }
 }
@@ -575,14 +655,13 @@ static void *take(uintptr_t *memory, int64_t size) {
 
 /* Lay out a thread's memory; returns its end. */
 static uintptr_t divide(const problem *p, uintptr_t memory, scratch *w) {
-    int64_t most = p->group > ROWS ? p->group : ROWS;
+    int64_t most = ROUND_UP(p->group > ROWS ? p->group : ROWS, 32);
     int64_t rows = p->kv_heads * FEW > most ? p->kv_heads * FEW : most;
     w->q = take(&memory, rows * p->d);
     w->factors = take(&memory, rows);
     w->excess = take(&memory, rows);
     w->whole = take(&memory, rows * STATE(p->d));
     w->part = take(&memory, rows * STATE(p->d));
-    most = ROUND_UP(most, 32);
     w->scores = take(&memory, BLOCK_ROWS * TILE);
     w->weights = take(&memory, BLOCK_ROWS * TILE / 4);
     w->units = take(&memory, BLOCK_ROWS);
