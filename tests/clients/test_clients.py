@@ -58,9 +58,11 @@ def serving(*options: str) -> Iterator[str]:
                 break
         else:
             raise AssertionError("".join(lines))
-        yield found[0]
-        server.terminate()
-        server.communicate(timeout=60)
+        try:
+            yield found[0]
+        finally:
+            server.terminate()
+            server.communicate(timeout=60)
         assert server.returncode == 0
 
 
@@ -133,7 +135,7 @@ def test_openai_calls_tools(tmp_path: Path) -> None:
     template.write_text("{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}")
     guide = (ROOT / "minillm" / "GUIDE.md").read_text("utf-8").partition("```py\n")[2]
     script = SCRIPTS / "openai_tools.py"
-    with serving("--chat-template", str(template)) as address:
+    with serving("--chat-template", str(template), "--deterministic") as address:
         found = output_of(CLIENTS / "python", script, address, "tiny", guide.partition("```")[0])
     assert found["guide"] == ["dict", "ChatCompletionMessage", "dict", "ChatCompletionMessage"]
     named, required, auto = found["calls"]

@@ -32,7 +32,10 @@ def main(address: str, model: str, guide: str) -> None:
         with client.chat.completions.stream(
             **{k: v for k, v in common.items()}, stream_options={"include_usage": True}
         ) as stream:
-            streamed = stream.get_final_completion().choices[0].message
+            try:
+                streamed = stream.get_final_completion().choices[0].message
+            except openai.LengthFinishReasonError as error:  # which is how the client stops
+                streamed = error.completion.choices[0].message
         whole = client.chat.completions.create(**common).choices[0]
         calls = whole.message.tool_calls or []
         found["calls"].append([[each.function.name, each.function.arguments] for each in calls])
