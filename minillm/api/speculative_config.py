@@ -11,15 +11,14 @@ from minillm.errors import ConfigError
 METHODS = ("ngram", "suffix", "draft_model")
 REJECTION_METHODS = ("strict", "standard", "synthetic")
 MAX_DRAFTS = 15  # decode attention takes up to 16 query positions per row
-# Keys of one method only, with their defaults.
-OWN_KEYS: dict[str, dict[str, Any]] = {
-    "ngram": {"prompt_lookup_max": None, "prompt_lookup_min": None},
-    "suffix": {
-        "suffix_decoding_max_tree_depth": 24,
-        "suffix_decoding_max_cached_requests": 10_000,
-        "suffix_decoding_min_token_prob": 0.3,
-    },
-}
+# (method, key of this method only, its default)
+OWN_KEYS = (
+    ("ngram", "prompt_lookup_max", None),
+    ("ngram", "prompt_lookup_min", None),
+    ("suffix", "suffix_decoding_max_tree_depth", 24),
+    ("suffix", "suffix_decoding_max_cached_requests", 10_000),
+    ("suffix", "suffix_decoding_min_token_prob", 0.3),
+)
 AUTO = "auto"
 AUTO_MOST = 8  # maximum drafts per row with "auto"
 
@@ -130,16 +129,15 @@ class SpeculativeConfig(CheckedArguments):
 
     def _check_own_keys(self) -> None:
         """Set the defaults of the method's own keys, and refuse those of other methods."""
-        for method, keys in OWN_KEYS.items():
-            given = [key for key in keys if getattr(self, key) is not None]
-            if given and method != self.method:
+        for method, key, default in OWN_KEYS:
+            value = getattr(self, key)
+            if value is None and method == self.method:
+                self._set(key, default)
+            elif value is not None and method != self.method:
                 raise ConfigError(
-                    f"{' and '.join(keys)} belong to method {method!r}; leave them out of a "
-                    f"speculative_config with method {self.name!r}."
+                    f"{key} belongs to method {method!r}; leave it out of a speculative_config "
+                    f"with method {self.name!r}."
                 )
-            if method == self.method:
-                for key in keys.keys() - given:
-                    self._set(key, keys[key])
 
     def _set_lookup(self) -> None:
         """Set the n-gram lengths; if only one is given, the other is the same, as in vLLM."""

@@ -50,10 +50,10 @@ BAD = [
     (
         {"model": "tiny-draft", "num_speculative_tokens": 2, "prompt_lookup_max": 2},
         ConfigError,
-        "belong to method 'ngram'",
+        "belongs to method 'ngram'",
     ),
-    (SUFFIX | {"prompt_lookup_min": 2}, ConfigError, "belong to method 'ngram'; leave them out"),
-    (NGRAM | {"suffix_decoding_max_tree_depth": 8}, ConfigError, "belong to method 'suffix'"),
+    (SUFFIX | {"prompt_lookup_min": 2}, ConfigError, "belongs to method 'ngram'; leave them out"),
+    (NGRAM | {"suffix_decoding_max_tree_depth": 8}, ConfigError, "belongs to method 'suffix'"),
     (SUFFIX | {"suffix_decoding_max_tree_depth": 0}, ConfigError, "_depth' is 0; .* from 1 to"),
     (SUFFIX | {"suffix_decoding_max_cached_requests": -1}, ConfigError, "is -1; .* from 0 to"),
     (SUFFIX | {"suffix_decoding_min_token_prob": 1.5}, ConfigError, "is 1.5; .* from 0 to 1"),
