@@ -52,7 +52,7 @@ BAD = [
         ConfigError,
         "belongs to method 'ngram'",
     ),
-    (SUFFIX | {"prompt_lookup_min": 2}, ConfigError, "belongs to method 'ngram'; leave them out"),
+    (SUFFIX | {"prompt_lookup_min": 2}, ConfigError, "belongs to method 'ngram'; leave it out"),
     (NGRAM | {"suffix_decoding_max_tree_depth": 8}, ConfigError, "belongs to method 'suffix'"),
     (SUFFIX | {"suffix_decoding_max_tree_depth": 0}, ConfigError, "_depth' is 0; .* from 1 to"),
     (SUFFIX | {"suffix_decoding_max_cached_requests": -1}, ConfigError, "is -1; .* from 0 to"),
