@@ -18,9 +18,9 @@ from typing import NamedTuple
 from minillm.scheduling.plan import NewSequence
 from minillm.speculative.proposer import DraftRow
 
-LENGTHS = (4, 1)  # of the n-grams in the tables
-MAX_OCCURRENCES = 8  # of an n-gram that are compared, the latest first
-MAX_PAST_TOKENS = 1 << 16  # of earlier outputs, all salts together
+LENGTHS = (8, 3, 1)  # of the n-grams in the tables
+MAX_OCCURRENCES = 16  # of an n-gram that are compared, the latest first
+MAX_PAST_TOKENS = 1 << 16  # of earlier outputs, all salts together; 31 MB with their tables
 END = -1  # follows each output of an earlier request
 NUM_RATES = 16  # longer contexts share the last rate
 RATE_WEIGHT, KEEP = 8.0, 0.99  # drafts; weight of a rate's initial value, and decay of its counts
