@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minillm import LLM, SamplingParams
@@ -71,6 +71,7 @@ def test_guesses_are_those_of_a_suffix_tree(ids, parts, depth, least):
     st.lists(st.integers(0, 2), min_size=1, max_size=4),
     st.integers(0, 8),
 )
+@example([[0], [0, 1]], [2, 0], 1)
 def test_what_is_cut_is_as_if_it_had_never_been(outputs, tail, num_cut):
     """The oldest outputs are forgotten exactly, and no match reaches from one into the next."""
     text = Text([])
