@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 def most_of(size: int, mean: float, deviation: float) -> float:
     """Expected maximum of `size` samples of a normal distribution (Blom, 1958)."""
-    if size == 1:
-        return mean
     return mean + deviation * NormalDist().inv_cdf((size - 0.375) / (size + 0.25))
 
 

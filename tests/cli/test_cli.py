@@ -24,7 +24,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minillm import LLM, MinillmError, SamplingParams
-from minillm.cli import main
+from minillm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minillm.cli import generate, main
 from minillm.cli.app import COMMANDS
 from minillm.cli.options import as_options
 from minillm.cli.terminal import Terminal, amount, billions, seconds, size
@@ -339,6 +340,13 @@ def test_sampling_options_reach_the_sampler(base: Path, cli: Any) -> None:
     assert len(set(texts)) == 2
     shown = cli(*arguments(base, "def", *options)).out
     assert shown == f"[1 of 2]\n{texts[0]}\n[2 of 2]\n{texts[1]}\n"
+
+
+def test_tokens_per_second_are_those_after_the_first_pass() -> None:
+    outputs = [CompletionOutput(index=i, text="", token_ids=[5] * 9) for i in range(3)]
+    metrics = RequestMetrics(ttft=0.5, tpot=0.125, e2e=2.5)
+    output = RequestOutput("0", "x", [1], outputs, finished=True, metrics=metrics)
+    assert "| 12 tokens/s" in generate.summary(output, SamplingParams(temperature=1.0, n=3))
 
 
 def test_stop_strings_may_be_several(base: Path, cli: Any) -> None:

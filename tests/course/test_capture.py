@@ -146,6 +146,13 @@ def test_what_the_starter_gives_comes_along(book: Notebook) -> None:
     assert book.save("add").count("def shift") == 1
 
 
+def test_future_imports_stay_first(book: Notebook) -> None:
+    starter = book.at.exercise().starter
+    starter.write_text("import math\nfrom __future__ import annotations\n")
+    book.run("def add(a, b):\n    return a")
+    assert book.alone("add")["add"](1, 2) == 1
+
+
 def test_a_ring_without_a_cell_for_rotate(book: Notebook) -> None:
     """e03.2 as a reader of the notebook writes it: the class alone."""
     exercise = load_manifest()["e03.2"]

@@ -17,7 +17,7 @@ from minillm_exercises.errors import ExerciseError
 from minillm_exercises.grader import VACUOUS, Grader, grade, list_checks
 from minillm_exercises.limits import Limits
 from minillm_exercises.manifest import Exercise
-from minillm_exercises.results import Verdict
+from minillm_exercises.results import CheckResult, Status, Verdict, same_behaviour
 from minillm_exercises.server import load_checks, supervise
 from tests.course.conftest import TOY, ToyRoot
 from tests.course.submissions import Graded, solution, statuses, with_first
@@ -433,6 +433,19 @@ def test_checks_that_have_changed_are_loaded_anew(toy_root: ToyRoot) -> None:
     assert grade(exercise, exercise.answers / "solution.py").status == "pass"
     toy_root.edit("e90_windows/test_e90_1.py", "3), [6]", "3), [7]")
     assert grade(exercise, exercise.answers / "solution.py").status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "status", "same"),
+    [(10**17 + 16, 1e17, "fail", True), ([1.0, 2], [1 + 1e-9, 2], "fail", True),
+     (10**17 + 16, 10**17, "fail", False), (1.0, 1.0001, "fail", False), (1, True, "fail", False),
+     ([3, 2], [2, 3], "pass", True), ([3, 2], [2, 3], "fail", False)]
+)  # fmt: skip
+def test_behaviour_is_the_same_within_rounding(
+    one: object, other: object, status: Status, same: bool
+) -> None:
+    seen = [CheckResult("test_x", "x", 1, status, trace=(each,)) for each in (one, other)]
+    assert same_behaviour(*seen) is same
 
 
 # --- the course's own mistakes -------------------------------------------------------------------

@@ -273,6 +273,7 @@ def test_a_size_that_cannot_be_recorded_has_no_graph_and_the_others_have(folder,
     poison(llm)
     assert llm.engine.runner.graphs.sizes == (1, 2, 8, 9)
     assert caplog.text.count("Capturing a CUDA graph of 4 rows failed") == 1
+    assert llm.engine.runner.graphs.missing == "no graph: RuntimeError: out of memory"
     assert list(map(tokens, run(llm))) == expected
     whys = {record.why_eager for record in llm.trace if not record.graph_rows}
     assert whys == {"several tokens of a sequence"}

@@ -282,6 +282,11 @@ def test_right_drafts_decide_as_in_the_engine(folder):
         assert one.ended == [each._replace(time=None) for each in other.ended]
 
 
+def test_a_name_of_ones_own_is_not_given_to_another():
+    sim = Simulation(8, 4)
+    assert [sim.add(1, 1, name="r1"), sim.add(1, 1), sim.add(1, 1)] == ["r1", "r2", "r3"]
+
+
 def test_a_policy_of_ones_own():
     """The last to come is served first."""
     newest_first = Policy(lambda request, arrival, cached: (-arrival,))

@@ -294,6 +294,15 @@ def wrapped(batch: Batch) -> Tensor:
     return cpu.paged_attention(batch.q, *batch.places(), batch.scale)
 
 
+def test_the_first_columns_of_a_wide_table():
+    """Rows of a larger table, as the runner keeps one."""
+    batch = decode_batch(torch.float32, [40, 50, 3])
+    due, tables = wrapped(batch), batch.block_tables
+    wide = torch.cat((tables, torch.full_like(tables, 2**40)), 1)
+    batch.block_tables = wide[:, : tables.shape[1]]
+    assert torch.equal(wrapped(batch), due)
+
+
 def set_(name: str, index: tuple[int, ...], value: int):
     def change(batch: Batch) -> None:
         getattr(batch, name)[index] = value

@@ -57,6 +57,11 @@ def test_float32_has_its_own_rate(key, lanes, clock):
     assert DATASHEET[key].rate("float32") < DATASHEET[key].rate("bfloat16") / 1.9
 
 
+def test_eight_bits_are_as_fast_as_the_datasheet_says_and_no_slower_than_16():
+    a100 = DATASHEET["a100-sxm"]  # has int8 and no FP8
+    assert (a100.rate("int8"), a100.rate("fp8")) == (624e12, a100.rate("bfloat16"))
+
+
 def test_achieved():
     result = achieved(flops=4e9, num_bytes=10e9, seconds=0.5, hardware=MACHINE)
     assert result.bandwidth == 20e9

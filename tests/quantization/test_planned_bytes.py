@@ -86,6 +86,11 @@ def test_a_draft_model_of_another_format_is_counted(tmp_path):
     assert plan.weight_bytes - plan.draft_weight_bytes == pytest.approx(found["weights"], rel=1e-3)
 
 
+def test_random_weights_are_not_read_from_a_quantised_folder():
+    layout = Layout(BF16, torch.device("cpu"), True)
+    assert planned_sizes(open_model(GOLDEN / "nf4"), layout, dummy=True) is None
+
+
 def sizes_of(name: str, quantization: str) -> WeightSizes:
     """Sizes of a preset as it is served on a GPU."""
     layout = Layout(BF16, torch.device("cuda"), False)

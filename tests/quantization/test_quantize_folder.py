@@ -75,6 +75,7 @@ LAYOUTS = (
     ("awq", {"method": "awq", "group_size": 32}),
     ("compressed-tensors", {"method": "gptq", "act_order": True, "group_size": 32}),
     ("compressed-tensors", {"method": "gptq", "act_order": True, "static_groups": True}),
+    ("compressed-tensors", {"method": "rtn", "symmetric": True}),
     ("compressed-tensors", {"method": "fp8", "group_size": -1}),
     ("fp8", {"method": "fp8"}),
     ("bnb", {"method": "nf4"}),

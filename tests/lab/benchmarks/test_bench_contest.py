@@ -16,13 +16,14 @@ import pytest
 
 from minillm.cli.terminal import Terminal
 from minillm.lab.benchmarks import beside, compare, contest, others
-from minillm.lab.benchmarks.beside import busy_processes
+from minillm.lab.benchmarks.beside import busy_processes, fair_share
 from minillm.lab.benchmarks.ceiling import SUMS, Ceiling
 from minillm.lab.benchmarks.compare import Work
 from minillm.lab.benchmarks.compare_table import show
-from minillm.lab.benchmarks.contest import Case, Contest, Run, decode_run, prompts_of
+from minillm.lab.benchmarks.contest import Case, Contest, Run, calmest, decode_run, prompts_of
 from minillm.lab.benchmarks.engine_process import EngineFailedError
-from minillm.lab.benchmarks.others import Watch, busy_ticks, group_ticks
+from minillm.lab.benchmarks.lengths import LENGTHS
+from minillm.lab.benchmarks.others import DISTURBED, Watch, busy_ticks, group_ticks
 from minillm.lab.benchmarks.peers.protocol import Timeline
 from minillm.models.presets import preset
 
@@ -83,6 +84,14 @@ def test_every_engine_gets_the_same_prompts_and_every_repeat_others() -> None:
     assert prompts == prompts_of(case, 50, 1) != prompts_of(case, 50, 2)
     assert [len(ids) for ids in prompts] == [7, 7, 7]
     assert all(0 <= token < 49 for ids in prompts for token in ids)
+
+
+@pytest.mark.parametrize(("name", "least"), [("lognormal", 8), ("uniform", 100)])
+def test_lengths_are_seeded_and_within_their_limits(name: str, least: int) -> None:
+    prompts, lengths = made = LENGTHS[name](500, 3, 300, 120)
+    assert made == LENGTHS[name](500, 3, 300, 120) != LENGTHS[name](500, 4, 300, 120)
+    assert least <= min(prompts) < least + 20 < 280 < max(prompts) <= 300
+    assert least <= min(lengths) < least + 20 <= max(lengths) <= 120
 
 
 # ---- in turn ----------------------------------------------------------------------------------
@@ -206,6 +215,12 @@ def test_disturbed_runs_are_made_again(three: list[FakeEngine], quiet: list[floa
     assert quiet == []
 
 
+def test_the_calmest_runs_are_chosen_by_what_others_did() -> None:
+    runs = [Run(0, at, 1, 1, others) for at, others in enumerate((DISTURBED, 0.9, 0.0, 0.3))]
+    assert calmest(runs, 1) == runs[:1]
+    assert calmest(runs, 3) == [runs[0], *runs[2:]]
+
+
 # ---- beside busy processes --------------------------------------------------------------------
 
 
@@ -250,6 +265,12 @@ def test_the_table_and_the_json_have_the_speed_over_the_idle_speed(
     assert "The fair share is 50% of the idle speed: 2 threads of an engine and 2 busy" in shown
 
 
+def test_a_fair_share_is_that_of_tasks_that_take_turns() -> None:
+    """By hand, of threads, busy processes and processors."""
+    due = {(2, 1, 2): 2 / 3, (1, 1, 2): 1, (4, 2, 2): 2 / 3, (8, 3, 16): 1, (2, 16, 2): 1 / 9}
+    assert {each: fair_share(*each) for each in due} == pytest.approx(due)
+
+
 def runs(pid: int) -> bool:
     """Whether a process exists and has not ended; the parent may not have collected it yet."""
     done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True)
@@ -285,6 +306,15 @@ def test_they_end_when_their_parent_does(number: signal.Signals) -> None:
             return
         time.sleep(0.02)
     raise AssertionError("they have not ended within ten seconds")
+
+
+@posix
+def test_one_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = beside.start()
+    monkeypatch.setattr(beside, "start", [first].pop)  # there is no second one
+    with pytest.raises(IndexError), busy_processes(2):
+        raise AssertionError("the block must not run")
+    assert not runs(first.pid)
 
 
 # ---- what others use --------------------------------------------------------------------------
