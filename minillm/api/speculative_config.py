@@ -1,16 +1,24 @@
 """`speculative_config`: the proposer of drafts, their number, and the acceptance rule."""
 
 from dataclasses import MISSING, dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from minillm.api.checks import CheckedArguments, checked, choice, is_whole, whole
 from minillm.api.sampling_params import shown
 from minillm.errors import ConfigError
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "suffix", "draft_model")
 REJECTION_METHODS = ("strict", "standard", "synthetic")
 MAX_DRAFTS = 15  # decode attention takes up to 16 query positions per row
+# (method, key of this method only, its default)
+OWN_KEYS = (
+    ("ngram", "prompt_lookup_max", None),
+    ("ngram", "prompt_lookup_min", None),
+    ("suffix", "suffix_decoding_max_tree_depth", 24),
+    ("suffix", "suffix_decoding_max_cached_requests", 10_000),
+    ("suffix", "suffix_decoding_min_token_prob", 0.3),
+)
 AUTO = "auto"
 AUTO_MOST = 8  # maximum drafts per row with "auto"
 
@@ -22,12 +30,18 @@ class SpeculativeConfig(CheckedArguments):
     Attributes:
         num_speculative_tokens: maximum drafts per sequence and step (k); "auto" chooses the fastest
             number in each step, 0 if plain decoding is faster.
-        method: "ngram" looks up the latest tokens earlier in the sequence, "draft_model" runs a
-            small model (`model`), and an object with a method ``propose``
+        method: "ngram" looks up the latest tokens earlier in the sequence, "suffix" also in earlier
+            outputs, and drafts only what is probable (`speculative/suffix.py`); "draft_model" runs
+            a small model (`model`), and an object with a method ``propose``
             (`speculative/proposer.py`) is a custom proposer. Optional if `model` is given.
         model: name, hub id or folder of the draft model, which must have the target's vocabulary.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that "ngram" looks up; the
             longest is tried first.
+        suffix_decoding_max_tree_depth: maximum tokens of a match of "suffix".
+        suffix_decoding_max_cached_requests: number of earlier outputs that "suffix" keeps (at most
+            65,536 tokens), the latest; 0 keeps none.
+        suffix_decoding_min_token_prob: a draft of "suffix" ends where the estimated probability
+            that all of it is accepted falls below this.
         disable_by_batch_size: no drafts if more sequences than this are running.
         max_model_len: context length of the draft model, if shorter than its own.
         rejection_sample_method: "strict" (the default; vLLM's is "standard") accepts a draft if it
@@ -62,6 +76,11 @@ class SpeculativeConfig(CheckedArguments):
     model: str | None = checked(None, str, "a name, a hub id or a folder", bool)
     prompt_lookup_max: int | None = whole(None, 1, 64)
     prompt_lookup_min: int | None = whole(None, 1, 64)
+    suffix_decoding_max_tree_depth: int | None = whole(None, 1, 1024)
+    suffix_decoding_max_cached_requests: int | None = whole(None, 0, 2**31)
+    suffix_decoding_min_token_prob: float | None = checked(
+        None, Real, "a probability from 0 to 1", lambda p: 0 <= p <= 1
+    )
     disable_by_batch_size: int | None = whole(None, 1, 2**31)
     max_model_len: int | None = whole(None, 1, 2**31)
     rejection_sample_method: str = choice("strict", *REJECTION_METHODS)
@@ -70,6 +89,7 @@ class SpeculativeConfig(CheckedArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_method()
+        self._check_own_keys()
         self._set_lookup()
         self._check_rates()
 
@@ -107,16 +127,23 @@ class SpeculativeConfig(CheckedArguments):
                 f"out with method {self.name!r}."
             )
 
+    def _check_own_keys(self) -> None:
+        """Set the defaults of the method's own keys, and refuse those of other methods."""
+        for method, key, default in OWN_KEYS:
+            value = getattr(self, key)
+            if value is None and method == self.method:
+                self._set(key, default)
+            elif value is not None and method != self.method:
+                raise ConfigError(
+                    f"{key} belongs to method {method!r}; leave it out of a speculative_config "
+                    f"with method {self.name!r}."
+                )
+
     def _set_lookup(self) -> None:
         """Set the n-gram lengths; if only one is given, the other is the same, as in vLLM."""
-        longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
         if self.method != "ngram":
-            if longest is not None or shortest is not None:
-                raise ConfigError(
-                    "prompt_lookup_max and prompt_lookup_min belong to method 'ngram'; leave them "
-                    f"out of a speculative_config with method {self.name!r}."
-                )
             return
+        longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
         longest, shortest = longest or shortest or 4, shortest or longest or 2
         if shortest > longest:
             raise ConfigError(

@@ -72,6 +72,7 @@ def add_engine_options(parser: ArgumentParser) -> None:
                        help="speculative decoding, such as "
                             '{"method": "ngram", "num_speculative_tokens": 4} or '
                             '{"model": "tiny-draft", "num_speculative_tokens": "auto"}; '
+                            "methods: ngram, suffix, draft_model; "
                             "the output stays the same, except with "
                             "rejection_sample_method standard (vLLM's default)",
                        )  # fmt: skip

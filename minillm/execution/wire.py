@@ -23,10 +23,7 @@ DEFAULTS = SamplingParams()
 
 def plan_to_bytes(plan: StepPlan) -> bytes:
     """Serialise a plan. Sampling parameters with default values are omitted."""
-    new = [
-        [*each[:4], params_to_plain(each.params), each.seed, each.stop_ids, each.bad_words_ids]
-        for each in plan.new
-    ]
+    new = [[*each[:4], params_to_plain(each.params), *each[5:]] for each in plan.new]
     moves = [plan.swap_out, plan.copies, plan.swap_in]
     rows, learned = _columns(plan.rows), list(plan.learned.items())
     parts = [plan.step, plan.dropped, new, moves, rows, learned, plan.rebalance]
@@ -78,6 +75,7 @@ def _new_sequence(
     seed: int,
     stop_ids: list[int],
     bad_words_ids: list[list[int]],
+    cache_salt: str,
 ) -> NewSequence:
     return NewSequence(
         seq_id,
@@ -88,6 +86,7 @@ def _new_sequence(
         seed,
         tuple(stop_ids),
         tuple(map(tuple, bad_words_ids)),
+        cache_salt,
     )
 
 

@@ -59,6 +59,7 @@ class NewSequence(NamedTuple):
     seed: int
     stop_ids: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    cache_salt: str = ""
 
 
 @dataclass(slots=True)

@@ -139,4 +139,5 @@ def described(sequence: Sequence) -> NewSequence:
         request.seed,
         request.stop_ids,
         request.bad_words_ids,
+        request.cache_salt,
     )

@@ -15,6 +15,7 @@ from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
 from minillm.speculative.ngram import NGrams
 from minillm.speculative.proposer import Proposer
+from minillm.speculative.suffix import Suffixes
 from minillm.text.tokenizer import Tokenizer
 
 
@@ -106,6 +107,12 @@ def build_proposer(config: SpeculativeConfig) -> Proposer:
     """The proposer of a method without a draft model."""
     if config.method == "ngram":
         return NGrams(config.prompt_lookup_min or 1, config.prompt_lookup_max or 1)
+    if config.method == "suffix":
+        return Suffixes(
+            config.suffix_decoding_min_token_prob or 0.0,
+            config.suffix_decoding_max_tree_depth or 1,
+            config.suffix_decoding_max_cached_requests or 0,
+        )
     return config.method
 
 

@@ -42,6 +42,8 @@ class Speculator:
         are stored in `SequenceRow.drafts`."""
         self.forget(plan.dropped)  # first: a dropped sequence may also be among the new ones
         self._call("follow", plan)
+        for new in plan.new:
+            self._call("begin", new, states[new.seq_id].token_ids)
         asked = [row for row in plan.rows if row.num_logits > 1]
         if not asked:
             return plan.rows
@@ -126,13 +128,13 @@ class Speculator:
                     f"is {off:.6g} off 1; each row must be probabilities that sum to 1"
                 )
 
-    def _call(self, name: str, argument: Any) -> Any:
+    def _call(self, name: str, *arguments: Any) -> Any:
         """Call an optional method of the proposer; None if it is missing or fails."""
         method = getattr(self.proposer, name, None)
         if method is None:
             return None
         try:
-            return method(argument)
+            return method(*arguments)
         except Exception as error:
             self._give_up(error)
             return None

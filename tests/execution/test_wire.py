@@ -133,7 +133,7 @@ def test_results_survive():
 
 def test_a_plan_with_everything_survives():
     params = SamplingParams(**KINDS["edited"])
-    new = NewSequence(1, 2, 3, (4, 5, 6, 7), params, 2**63 - 1, (8,), ((9, 10), (11,)))
+    new = NewSequence(1, 2, 3, (4, 5, 6, 7), params, 2**63 - 1, (8,), ((9, 10), (11,)), "a")
     plan = StepPlan(7, [1, 2], [new], rebalance=3)
     assert plan_from_bytes(plan_to_bytes(plan)) == plan
     for moved in ("request", "prompt", "arrival"):

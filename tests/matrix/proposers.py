@@ -110,6 +110,12 @@ def config_of(name: str, known: Known, vocab_size: int) -> dict[str, Any]:
             "prompt_lookup_max": 3,
             "prompt_lookup_min": 1,
         }
+    if name == "suffix":  # all it finds is drafted
+        return {
+            "method": "suffix",
+            "num_speculative_tokens": K,
+            "suffix_decoding_min_token_prob": 0.0,
+        }
     made: dict[str, Callable[[], Any]] = {
         "right": lambda: Right(known),
         "mostly right": lambda: Right(known, error=0.25),
@@ -126,4 +132,7 @@ def config_of(name: str, known: Known, vocab_size: int) -> dict[str, Any]:
     return {"method": made[name](), "num_speculative_tokens": K}
 
 
-SOUND = ("ngram", "right", "mostly right", "wrong", "anything", "nothing", "some rows", "too many")
+SOUND = (
+    "ngram", "suffix", "right", "mostly right", "wrong", "anything", "nothing", "some rows",
+    "too many",
+)  # fmt: skip

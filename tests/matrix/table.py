@@ -33,7 +33,8 @@ def allowed(cell: Cell) -> bool:
     one, quantised = cell.ranks == "one", cell.model in QUANTISED
     if cell.model not in AXES["model"] or cell.model not in RANKS[cell.ranks][1]:
         return False
-    if not one and cell.drafts not in (("none",) if "pp" in cell.ranks else ("none", "ngram")):
+    named = ("none",) if "pp" in cell.ranks else ("none", "ngram", "suffix")
+    if not one and cell.drafts not in named:
         return False  # a proposer that is an object belongs to one process
     if quantised and cell.drafts == "draft model":
         return False

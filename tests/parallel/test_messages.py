@@ -29,6 +29,7 @@ SYNTHETIC = {
         {"model": "tiny"},
         {"model": Path("preset:smollm2-135m"), "seed": 7, "speculative_config": DRAFTED},
         {"model": "tiny", "swap_space": 1, "speculative_config": SYNTHETIC, "dtype": "half"},
+        {"model": "tiny", "speculative_config": {"method": "suffix", "num_speculative_tokens": 2}},
         {"model": "tiny", "deterministic": True, "max_model_len": 64, "prefix_cache": "radix"},
     ],
 )

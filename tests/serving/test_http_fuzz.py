@@ -4,11 +4,13 @@ generation after every hundred."""
 import json
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from pydantic import BaseModel
 
@@ -174,13 +176,80 @@ def receive(wire: socket.socket) -> bytes:
         return b""
 
 
-def fuzz(server: Served, count: int, seed: int) -> None:
+KEYWORDS: dict[str, tuple[Any, ...]] = {  # of each type, with values right and wrong
+    "string": (("minLength", 3), ("maxLength", 5), ("pattern", "^a+(b|c)$"), ("pattern", "(("),
+               ("format", "date"), ("format", "?"), ("maxLength", -1)),
+    "integer": (("minimum", -3), ("maximum", 12), ("multipleOf", 3), ("exclusiveMaximum", "x")),
+    "number": (("minimum", 0.5), ("maximum", 1e300), ("multipleOf", 0.25)),
+    "array": (("minItems", 1), ("maxItems", 2), ("uniqueItems", True), ("prefixItems", [{}])),
+    "object": (("additionalProperties", False), ("minProperties", 9), ("patternProperties", {})),
+    "boolean": (), "null": (),
+}  # fmt: skip
+REFERENCES = ("#/$defs/a", "#", "#/$defs/none", "http://x.test/schema", "")
+
+
+def schema_of(rng: random.Random, depth: int = 0) -> Any:
+    """A JSON schema, more often right than wrong."""
+    kind = rng.choice((*KEYWORDS, *KEYWORDS, "choice", "any", "$ref", "wrong"))
+    if kind == "wrong":
+        return value(rng)
+    if kind == "choice":
+        return rng.choice(({"enum": ["a", 1, None]}, {"const": {"b": [2]}}, {"enum": []}))
+    if kind == "$ref":
+        return {"$ref": rng.choice(REFERENCES), "$defs": {"a": {"type": "boolean"}}}
+    some = [schema_of(rng, depth + 1) for _ in range(rng.randrange(3))] if depth < 4 else []
+    if kind == "any":
+        return {rng.choice(("anyOf", "oneOf", "allOf")): some}
+    made: dict[str, Any] = {
+        "type": kind,
+        **dict(rng.sample(KEYWORDS[kind], len(KEYWORDS[kind]) // 3)),
+    }
+    if kind == "object":
+        made |= {
+            "properties": dict(zip("xyz", some, strict=False)),
+            "required": list("xyw")[: len(some)],
+        }
+    elif kind == "array" and some:
+        made["items"] = some[0]
+    return made | (
+        {rng.choice(("$defs", "not", "if", "x")): value(rng)} if rng.random() < 0.1 else {}
+    )
+
+
+def one_schema(server: Served, number: int, seed: int) -> None:
+    """A text under a random schema: valid if it is finished, or the schema is refused."""
+    rng = random.Random(f"schema {seed} {number}")
+    schema = schema_of(rng)
+    given = {"prompt": "x", "max_tokens": 24, "seed": 1, "structured_outputs": {"json": schema}}
+    reply = server.send("/v1/completions", given)
+    shown = (number, schema, reply.status, reply.body[:300])
+    assert reply.status in (200, 400), shown
+    if reply.status == 400:
+        assert reply.message.endswith("."), shown
+        assert "\n" not in reply.message, shown
+    elif reply.data["choices"][0]["finish_reason"] == "stop":
+        text = reply.data["choices"][0]["text"]
+        with suppress(RecursionError):  # jsonschema's, where a schema refers to itself at once
+            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+WORKS = (one_request, one_request, one_wire)
+
+
+def fuzz(
+    server: Served,
+    count: int,
+    seed: int,
+    works: Sequence[Callable[[Served, int, int], None]] = WORKS,
+) -> None:
     """`count` requests in hundreds, four at a time, each hundred followed by a healthy one."""
     right = server.send("/v1/completions", HEALTHY).data["choices"][0]["text"]
-    works: tuple[Callable[[Served, int, int], None], ...] = (one_request, one_request, one_wire)
     with ThreadPoolExecutor(4) as pool:
         for begin in range(0, count, 100):
-            tasks = [pool.submit(works[i % 3], server, i, seed) for i in range(begin, begin + 100)]
+            tasks = [
+                pool.submit(works[i % len(works)], server, i, seed)
+                for i in range(begin, begin + 100)
+            ]
             for each in tasks:
                 each.result(120)
             healthy = server.send("/v1/completions", HEALTHY)
@@ -205,3 +274,13 @@ def test_two_hundred_requests(server: Served, caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize("seed", range(1, 11))
 def test_ten_thousand_requests(server: Served, seed: int) -> None:
     fuzz(server, 1_000, seed)
+
+
+def test_a_hundred_schemas(server: Served) -> None:
+    fuzz(server, 100, 0, [one_schema])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_ten_thousand_schemas(server: Served, seed: int) -> None:
+    fuzz(server, 1_000, seed, [one_schema])

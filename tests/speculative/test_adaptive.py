@@ -74,6 +74,20 @@ def test_wrong_drafts_cost_less_than_three_percent(law, batch, noise, seed):
     assert sum(map(bool, made.asked(300))) <= 12
 
 
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(
+    "habit", [Habit(0.5, 0.25, 0.5), Habit(0.9, 0.3, 0.9)], ids=["bad", "good"]
+)
+def test_drafts_that_end_where_they_are_improbable(law, batch, habit):
+    """Suffixes answer seldom, and with fewer drafts than they are asked for."""
+    speeds = [fixed_speed(LAWS[law], [habit] * batch, most) for most in (0, 2, 8)]
+    made = machine(LAWS[law], [habit] * batch, seed=1)
+    made.run(500)
+    assert made.speed(500) > 0.98 * speeds[0]
+    assert made.speed(300) > 0.9 * max(speeds)
+
+
 @pytest.mark.parametrize("answered", [0.0, 0.3])
 def test_a_proposer_without_good_answers_costs_less_than_three_percent(answered):
     for batch in (1, 16):

@@ -10,6 +10,7 @@ from minillm.cli import main
 from minillm.errors import ConfigError, UnknownArgumentError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
 
 
 class Silent:
@@ -49,8 +50,16 @@ BAD = [
     (
         {"model": "tiny-draft", "num_speculative_tokens": 2, "prompt_lookup_max": 2},
         ConfigError,
-        "belong to method 'ngram'",
+        "belongs to method 'ngram'",
     ),
+    (SUFFIX | {"prompt_lookup_min": 2}, ConfigError, "belongs to method 'ngram'; leave it out"),
+    (NGRAM | {"suffix_decoding_max_tree_depth": 8}, ConfigError, "belongs to method 'suffix'"),
+    (SUFFIX | {"suffix_decoding_max_tree_depth": 0}, ConfigError, "_depth' is 0; .* from 1 to"),
+    (SUFFIX | {"suffix_decoding_max_cached_requests": -1}, ConfigError, "is -1; .* from 0 to"),
+    (SUFFIX | {"suffix_decoding_min_token_prob": 1.5}, ConfigError, "is 1.5; .* from 0 to 1"),
+    (SUFFIX | {"suffix_decoding_min_token_prob": "x"}, ConfigError, "'x'; it must be a prob"),
+    (SUFFIX | {"suffix_min_token_prob": 0.1}, UnknownArgumentError, "'suffix_decoding_min_token"),
+    (SUFFIX | {"model": "tiny-draft"}, ConfigError, "'suffix' and model 'tiny-draft'"),
 ]
 
 
@@ -68,6 +77,12 @@ def test_what_is_left_out_has_a_default():
     only = SpeculativeConfig.of(NGRAM | {"prompt_lookup_max": 3})
     assert (only.prompt_lookup_min, only.prompt_lookup_max) == (3, 3)  # as in vLLM
     assert ngram.rejection_sample_method == "strict"
+    suffix = SpeculativeConfig.of(SUFFIX | {"suffix_decoding_max_cached_requests": 0})
+    assert suffix.suffix_decoding_max_cached_requests == 0
+    assert suffix.suffix_decoding_max_tree_depth == 24
+    assert suffix.suffix_decoding_min_token_prob == 0.3
+    assert suffix.prompt_lookup_min is suffix.prompt_lookup_max is None
+    assert SpeculativeConfig.of(suffix) is suffix
     draft = SpeculativeConfig.of({"model": "tiny-draft", "num_speculative_tokens": "auto"})
     assert (draft.method, draft.adapts, draft.most) == ("draft_model", True, AUTO_MOST)
     own = SpeculativeConfig.of({"method": Silent(), "num_speculative_tokens": 3})

@@ -22,10 +22,12 @@ Law = Callable[[int, int, bool], float]  # seconds of (sequences, tokens, whethe
 
 @dataclass
 class Habit:
-    """How a sequence's drafts fare: an answer with one probability, each draft with another."""
+    """How a sequence's drafts fare: probabilities of an answer, that a draft is accepted, and that
+    another one follows it."""
 
     accepted: float
     answered: float = 1.0
+    followed: float = 1.0
 
 
 @dataclass
@@ -93,10 +95,13 @@ class Machine:
         habit = self.habits[sequence.request.request_id]
         if wanted < 1 or self.random.random() >= habit.answered:
             return 0, 0
+        drafted = 1
+        while drafted < wanted and (habit.followed == 1 or self.random.random() < habit.followed):
+            drafted += 1
         accepted = 0
-        while accepted < wanted and self.random.random() < habit.accepted:
+        while accepted < drafted and self.random.random() < habit.accepted:
             accepted += 1
-        return wanted, accepted
+        return drafted, accepted
 
     def speed(self, last: int) -> float:
         """Tokens per second of the last steps."""

@@ -21,6 +21,7 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
             f"{one['tokens_per_second']['median']:,.0f}",
             ratio(one),
             f"{one['tokens_per_step']:.2f}",
+            drafted_per_accepted(one),
             " ".join(f"{rate:.2f}" for rate in one["acceptance"]) or "-",
             f"{one['others']:.0%}",
         ]
@@ -28,7 +29,7 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
     ]
     terminal.table(
         ["workload", "batch", "variant", "tok/s", "over plain", "tokens per step",
-         "acceptance of draft 1, 2, ...", "others"],
+         "drafted per accepted", "acceptance of draft 1, 2, ...", "others"],
         rows,
     )  # fmt: skip
     if found["transformers"]:
@@ -55,6 +56,12 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
         )
     for line in [*found["statement"], *found["left_out"].values()]:
         terminal.paragraph(line)
+
+
+def drafted_per_accepted(one: Mapping[str, Any]) -> str:
+    """Drafted tokens for each accepted one, "-" without any."""
+    accepted = sum(one["acceptance"]) * one["num_drafts"]
+    return f"{one['num_draft_tokens'] / accepted:.2f}" if accepted else "-"
 
 
 def ratio(one: Mapping[str, Any]) -> str:

@@ -66,14 +66,19 @@ def work_of(args: Namespace) -> "SpeculationWork":
 
 
 def real_variants(draft: str | None, vocab_size: int) -> dict[str, Mapping[str, Any] | None]:
-    """Plain decoding, n-gram drafts, a draft model, and random drafts (the worst case)."""
+    """Plain decoding, n-grams, suffixes, a draft model, and random drafts (the worst case).
+
+    Repeats have the same prompts, so suffixes of earlier outputs are a variant of its own."""
     from minillm.lab.benchmarks.speculation import PLAIN, RandomDrafts
 
     variants: dict[str, Mapping[str, Any] | None] = {PLAIN: None}
     for number in (NUM_DRAFTS, "auto"):
         variants[f"ngram {number}"] = {"method": "ngram", "num_speculative_tokens": number}
+        suffix = {"method": "suffix", "num_speculative_tokens": number}
+        variants[f"suffix {number}"] = suffix | {"suffix_decoding_max_cached_requests": 0}
         if draft is not None:
             variants[f"{draft} {number}"] = {"model": draft, "num_speculative_tokens": number}
+    variants["suffix auto, seen before"] = {"method": "suffix", "num_speculative_tokens": "auto"}
     wrong = RandomDrafts(vocab_size)
     variants["random auto"] = {"method": wrong, "num_speculative_tokens": "auto"}
     return variants
