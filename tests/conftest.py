@@ -8,6 +8,7 @@ because the workers already fill the cores and a second thread only makes them w
 import gc
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,9 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 os.environ.update(ENVIRONMENT)
+
+# In the background a shell has Ctrl-C ignored, and what tests start and interrupt would go on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No limit of time: a shared machine may stop for a minute, and no test may depend on a clock. The
 # same examples every time in continuous integration, new ones on a developer's machine.

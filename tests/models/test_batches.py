@@ -12,6 +12,7 @@ from minillm.execution import graphs
 from minillm.execution.graphs import CudaCapture
 from minillm.execution.state import DeviceRows
 from minillm.models.batches import BlockTables, make_batch
+from minillm.ops.transfers import pack, unpack
 
 CPU = torch.device("cpu")
 
@@ -66,6 +67,15 @@ def test_a_row_moves_with_all_it_has():
     rows.move(3, 1)
     assert rows.tables.device[1].tolist() == [5, 6, 7]
     assert rows.last.tolist() == [0, 42, 0, 42]
+
+
+def test_one_copy_holds_them_all():
+    turned, empty = np.arange(6, dtype=np.float32).reshape(2, 3).T, np.zeros((3, 0), np.int64)
+    arrays = [np.arange(5, dtype=np.int32), turned, empty, np.array([1.5]), np.arange(3)[::-1]]
+    together, starts = pack(arrays)
+    assert [start % 8 for start in starts] == [0] * 5
+    for i, tensor in enumerate(unpack(torch.from_numpy(together), arrays, starts)):
+        np.testing.assert_array_equal(tensor.numpy(), arrays[i], strict=True)
 
 
 # ---- what only a GPU runs: the calls exist, and come in the right order --------------------------

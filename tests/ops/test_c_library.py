@@ -238,11 +238,17 @@ def test_a_compiler_that_cannot_be_started(monkeypatch, tmp_path, reason):
     assert reason().startswith("the library cannot be built: ")
 
 
-def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path, reason):
+@pytest.mark.parametrize("name", ["file", "too long" * 40])
+def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path, reason, name):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
     assert reason().startswith("the library cannot be built: ")
-    assert str(tmp_path / "file") in reason()
+    assert str(tmp_path / name) in reason()
+
+
+def test_sources_that_are_not_there(monkeypatch, tmp_path, reason):
+    monkeypatch.setattr(c_library, "SOURCES", tmp_path)
+    assert reason() == "its sources are missing"
 
 
 def test_a_file_that_is_no_library_is_built_again(sources, runs, tmp_path, monkeypatch):

@@ -279,3 +279,8 @@ def test_what_multiplies_is_named(build, monkeypatch):
 def test_inner_sizes_that_no_tile_has_are_not_taken(size, monkeypatch):
     monkeypatch.setenv(cpu.PANELS, "1")
     assert not cpu.takes_panels(torch.zeros(32, size, dtype=BF16))
+
+
+def test_types_without_c_functions_are_not_packed():
+    with pytest.raises(RuntimeError, match=r"no C functions for torch\.float64"):
+        cpu.pack_panels(torch.zeros(32, 32).double(), torch.zeros(1, 16, 32, 2).double())

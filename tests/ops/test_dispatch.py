@@ -41,6 +41,9 @@ def test_another_maker_s_gpu_has_plain_torch(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert gpu(monkeypatch, (9, 4)).name == "reference"
     assert dispatch.backend_of.__wrapped__(torch.device("mps")).name == "reference"
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    assert gpu(monkeypatch, (9, 0)).why == "plain torch: Triton is not installed"
 
 
 def test_info_says_which_path_a_cpu_takes(capsys):

@@ -14,7 +14,7 @@ import torch
 from minillm.errors import UnsupportedFeatureError
 from minillm.ops.c_library import NoLibrary
 from minillm.parallel import shared_memory
-from minillm.parallel.communicator import CommunicationError
+from minillm.parallel.communicator import Alone, CommunicationError
 from minillm.parallel.shared_memory import SharedGroup, SharedMemoryCommunicator
 from tests.parallel.rank_groups import (
     COUNTS,
@@ -49,6 +49,11 @@ def test_sums_are_ordered_and_rounded_once(kind, size):
             wanted = ordered_sum(parts)
             for got in call(group, "sum", parts):
                 assert same_bits(got, wanted), (dtype, count)
+
+
+def test_one_rank_alone():
+    for name, wanted in (("sum", [0, 1, 2]), ("gather", [[0, 1, 2]])):
+        assert getattr(Alone(), name)(torch.arange(3.0)).tolist() == wanted
 
 
 def test_a_row_has_the_same_sum_alone_and_among_others(kind):

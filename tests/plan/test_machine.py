@@ -74,9 +74,11 @@ def test_memory_is_that_of_the_container(tree, files, available, total):
     assert machine.total_memory_bytes(root) == total * GIB
 
 
-def test_without_proc_half_of_the_physical_memory(tmp_path):
+def test_without_proc_half_of_the_physical_memory(tmp_path, monkeypatch):
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert machine.available_memory_bytes(tmp_path) == physical // 2
+    monkeypatch.delattr(os, "sysconf")  # Windows
+    assert machine.total_memory_bytes(tmp_path) == machine.UNKNOWN_MEMORY
 
 
 @pytest.mark.parametrize(
