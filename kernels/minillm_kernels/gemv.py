@@ -17,8 +17,8 @@ twice that in flight.
   at least 64 rows, which W provides and x does not. W is prefetched to shared memory, three tiles
   ahead, and WGMMA reads it from there without passing through registers.
 * A weight with few rows gives too few programs to fill the GPU. Then `in` is split, partial sums go
-  to a workspace, and a second kernel adds them in a fixed order. There are no atomics: the same
-  input always gives the same bits.
+  to a workspace, and the program of a tile that arrives last adds them. It adds in the order of
+  the splits, so the same input always gives the same bits, whichever program is last.
 
 `norm_linear` fuses the preceding RMSNorm, which saves a launch and the round trip of the normalised
 rows through memory. RMSNorm scales each row by a factor and each column by the norm's weight. The
@@ -36,14 +36,14 @@ Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillm_kernels.launch import (
-    INTERPRETED,
     KernelError,
     arch,
     check_contiguous,
@@ -159,27 +159,46 @@ def norm_scales(
 
 
 @triton.jit
-def store_tile(total, bias_ptr, out_ptr, out, row, num_rows, num_out, out_stride):
-    """Store a tile of y^T [BLOCK_OUT, ROWS], plus the bias."""
+def store_tile(
+    total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, split, out, row,
+    num_rows, num_out, out_stride, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of y^T [BLOCK_OUT, ROWS], plus the bias.
+
+    Of several splits each stores its part [splits, M, out]; the last to arrive adds them all and
+    sets the tile's counter back to 0.
+    """
     here = out < num_out
+    stored = num_rows
+    if SPLITS > 1:
+        mask = here[:, None] & (row < num_rows)[None, :]
+        part = parts_ptr + row.to(tl.int64)[None, :] * num_out + out[:, None]
+        step = num_rows.to(tl.int64) * num_out
+        tl.store(part + split * step, total, mask=mask)
+        tl.debug_barrier()  # all threads have stored before the arrival is signalled
+        last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        stored = tl.where(last, num_rows, 0)
+        if last:
+            total = tl.zeros_like(total)
+            for each in tl.static_range(SPLITS):
+                total += tl.load(part + each * step, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(arrivals_ptr + tile, 0)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + out, mask=here, other=0.0).to(tl.float32)[:, None]
     place = out_ptr + row.to(tl.int64)[None, :] * out_stride + out[:, None]
-    mask = here[:, None] & (row < num_rows)[None, :]
+    mask = here[:, None] & (row < stored)[None, :]
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _several_rows(
-    x_ptr, weight_ptr, norm_weight_ptr, bias_ptr, out_ptr, eps, num_rows, num_out,
-    x_stride, weight_stride, out_stride, split_stride,
-    SIZE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr, NORM_BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    x_ptr, weight_ptr, norm_weight_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr,
+    eps, num_rows, num_out, x_stride, weight_stride, out_stride,
+    SIZE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, NORM_BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCK_OUT` columns of y [M, out] for all rows, from `SPLIT` columns of W and x.
-
-    With one split, `out` is y; with several, a float32 workspace with a matrix per split.
-    """
+    """`BLOCK_OUT` columns of y [M, out] for all rows, from `SPLIT` columns of W and x."""
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     row = tl.arange(0, ROWS)
     live = (row < num_rows)[:, None]
@@ -201,26 +220,10 @@ def _several_rows(
             normed = x.to(tl.float32) * scale * norm_weight.to(tl.float32)[None, :]
             x = normed.to(x.dtype)  # rounded, as if the norm had stored it
         total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
-    out_ptr += tl.program_id(1).to(tl.int64) * split_stride
-    store_tile(total, bias_ptr, out_ptr, out, row, num_rows, num_out, out_stride)
-
-
-@triton.jit
-def _sum_splits(
-    parts_ptr, bias_ptr, out_ptr, num_numbers, num_out, out_stride,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add partial results [splits, M, out] to y, in the order of the splits."""
-    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = number < num_numbers
-    row, column = (number // num_out).to(tl.int64), number % num_out
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(parts_ptr + split * num_numbers + number, mask=mask, other=0.0)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    place = out_ptr + row * out_stride + column
-    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=mask)
+    store_tile(
+        total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tl.program_id(0), tl.program_id(1),
+        out, row, num_rows, num_out, out_stride, SPLITS,
+    )  # fmt: skip
 
 
 # ---- launchers --------------------------------------------------------------------------------
@@ -332,32 +335,37 @@ def launch_tiles(
 ) -> None:
     """Launch a kernel that computes y^T [out, M] in tiles: a program per block and split of `size`.
 
-    Several splits go to a float32 workspace, and `_sum_splits` adds them. Each split has whole
-    tiles; rounding up may give fewer splits than configured.
+    Each split has whole tiles; rounding up may give fewer splits than configured. `kernel` ends
+    with `store_tile`.
     """
-    size, shape = x.shape[1], out.shape
+    size, shape, device = x.shape[1], out.shape, out.device
     tiles = triton.cdiv(max(size, 1), config.block_in)
     split = triton.cdiv(tiles, config.splits) * config.block_in
     splits = max(1, triton.cdiv(size, split))
-    target = out
+    parts = arrivals = None
     if splits > 1:
-        target = torch.empty(splits, *shape, dtype=torch.float32, device=out.device)
+        parts = torch.empty(splits, *shape, dtype=torch.float32, device=device)
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        arrivals = _counters(device, stream, padded(prod(blocks), 256))
     kernel[(*blocks, splits)](
-        *(x, weight, *others, None if splits > 1 else bias, target, *numbers, *shape),
-        *(x.stride(0), weight.stride(0), target.stride(-2), target.stride(0)),
+        *(x, weight, *others, bias, out, parts, arrivals, *numbers, *shape),
+        *(x.stride(0), weight.stride(0), out.stride(0)),
         SIZE=size,
         SPLIT=split,
+        SPLITS=splits,
         BLOCK_OUT=config.block_out,
         BLOCK_IN=config.block_in,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **constants,
     )
-    if splits > 1:
-        block = 8192 if INTERPRETED else 512
-        _sum_splits[(triton.cdiv(shape.numel(), block),)](
-            *(target, bias, out, shape.numel(), shape[1], out.stride(0)),
-            SPLITS=splits,
-            BLOCK=block,
-            num_warps=4,
-        )
+
+
+@cache
+def _counters(device: torch.device, stream: int, count: int) -> Tensor:
+    """Arrivals at each tile, int32 [count]: 0 before and after every launch.
+
+    Launches of a stream follow each other, so they share counters. A graph has those of the stream
+    that captured it: graphs of one such stream must not run at the same time.
+    """
+    return torch.zeros(count, dtype=torch.int32, device=device)

@@ -135,15 +135,12 @@ def _from_e4m3(bits, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _int4_tile(
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, minima_ptr, bias_ptr, out_ptr, num_rows, num_out,
-    x_stride, codes_stride, out_stride, split_stride,
-    SIZE: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, minima_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr,
+    num_rows, num_out, x_stride, codes_stride, out_stride,
+    SIZE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y^T [BLOCK_OUT, BLOCK_ROWS] from `SPLIT` columns of W and x.
-
-    With one split, `out` is y; with several, a float32 workspace with a matrix per split.
-    """
+    """A tile of y^T [BLOCK_OUT, BLOCK_ROWS] from `SPLIT` columns of W and x."""
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     here = out < num_out
@@ -173,16 +170,19 @@ def _int4_tile(
             minimum = tl.load(minima_ptr + number, mask=here, other=0.0).to(tl.float32)
             sums = tl.sum(low_x.to(tl.float32) + high_x.to(tl.float32), axis=1)
             total += minimum[:, None] * sums[None, :]
-    out_ptr += tl.program_id(2).to(tl.int64) * split_stride
-    store_tile(total, bias_ptr, out_ptr, out, row, num_rows, num_out, out_stride)
+    tile = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
+    store_tile(
+        total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, tl.program_id(2),
+        out, row, num_rows, num_out, out_stride, SPLITS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _scaled_tile(
-    x_ptr, codes_ptr, scales_ptr, bias_ptr, out_ptr, num_scales, num_rows, num_out,
-    x_stride, codes_stride, out_stride, split_stride,
-    SIZE: tl.constexpr, SPLIT: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
-    INTEGERS: tl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr,
+    num_scales, num_rows, num_out, x_stride, codes_stride, out_stride,
+    SIZE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, INTEGERS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
     """The same with 8-bit codes: int8 if `INTEGERS`, else the bits of e4m3."""
@@ -211,8 +211,11 @@ def _scaled_tile(
     if channels:
         scale = tl.load(scales_ptr + out // SCALE_ROWS, mask=here, other=0.0).to(tl.float32)
         total *= scale[:, None]
-    out_ptr += tl.program_id(2).to(tl.int64) * split_stride
-    store_tile(total, bias_ptr, out_ptr, out, row, num_rows, num_out, out_stride)
+    tile = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
+    store_tile(
+        total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, tl.program_id(2),
+        out, row, num_rows, num_out, out_stride, SPLITS,
+    )  # fmt: skip
 
 
 # ---- launchers --------------------------------------------------------------------------------

@@ -12,17 +12,23 @@ pytest.importorskip("triton")
 
 from minillm import LLM, SamplingParams
 from minillm.api.arguments import EngineArgs
+from minillm.cache.spec import cache_spec
 from minillm.cli import main as minillm_main
 from minillm.engine.setup import with_defaults_of
+from minillm.execution.state import DeviceRows
 from minillm.lab import ceilings
 from minillm.lab.commands import bench_compare
 from minillm.lab.gpu import engine, families, speed, stages, warm
-from minillm.lab.gpu.emulate import emulated
+from minillm.lab.gpu.emulate import emulated, first_layers
 from minillm.lab.gpu.worker import Case, Context, tried
+from minillm.layers.kv_cache import KVCache
+from minillm.models.batches import make_batch
+from minillm.models.decoder import Decoder
 from minillm.models.forward_pass import ForwardPass
 from minillm.models.presets import preset
 from minillm.plan import machine
 from minillm_kernels import families as kernel_families
+from minillm_kernels import reference
 from minillm_kernels.check.case import Mismatch
 
 
@@ -170,6 +176,32 @@ def test_nothing_compiles_while_requests_run():
                 prompts = [[1 + i] * (rows + 5 * i % 17) for i in range(rows)]
                 llm.generate(prompts, params, use_tqdm=False)
         assert kinds() == start
+
+
+@pytest.mark.slow
+def test_a_layer_of_a_decode_step_has_so_many_launches(monkeypatch):
+    """Two norms, four products, rotation and writes, attention, the merge of its splits, SwiGLU.
+    A product is one launch, by a kernel or by cuBLAS; long batches have no splits."""
+    config = replace(first_layers(preset("qwen3-0.6b"), 2), vocab_size=64)
+    cublas, plain = [], reference.linear
+    monkeypatch.setattr(reference, "linear", lambda *given: cublas.append(1) or plain(*given))
+    with emulated() as kernels, torch.inference_mode():
+        model = Decoder(config, torch.bfloat16, "cpu", 4096)
+        kv = KVCache(cache_spec(config), 2, 32, 16, model.dtype, model.device, "fast")
+
+        def launches(rows: int) -> int:
+            kernels.clear()
+            cublas.clear()
+            tables = DeviceRows(rows, 32, model.device).tables
+            tables.write([(row, 0, list(range(32))) for row in range(rows)])
+            places = range(rows), [500] * rows, [1] * rows, [1] * rows
+            model(make_batch(tables, 16, *places), kv)
+            return len(kernels) + len(cublas)
+
+        both = [launches(rows) for rows in (1, 4, 8, 16, 256)]
+        model.layers = model.layers[:1]
+        one = [launches(rows) for rows in (1, 4, 8, 16, 256)]
+    assert [x - y for x, y in zip(both, one, strict=True)] == [10, 10, 10, 10, 9]
 
 
 def test_what_a_gpu_gets_without_being_asked(monkeypatch):
