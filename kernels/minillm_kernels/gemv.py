@@ -36,7 +36,7 @@ Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
 """
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -46,6 +46,7 @@ from torch import Tensor
 from minillm_kernels.launch import (
     KernelError,
     arch,
+    arrival_counters,
     check_contiguous,
     check_device,
     check_last_contiguous,
@@ -163,11 +164,8 @@ def store_tile(
     total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, split, out, row,
     num_rows, num_out, out_stride, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of y^T [BLOCK_OUT, ROWS], plus the bias.
-
-    Of several splits each stores its part [splits, M, out]; the last to arrive adds them all and
-    sets the tile's counter back to 0.
-    """
+    """Store a tile of y^T [BLOCK_OUT, ROWS], plus the bias. Of several splits each stores its part
+    [splits, M, out]; the last to arrive adds them all and sets the tile's counter back to 0."""
     here = out < num_out
     stored = num_rows
     if SPLITS > 1:
@@ -345,8 +343,7 @@ def launch_tiles(
     parts = arrivals = None
     if splits > 1:
         parts = torch.empty(splits, *shape, dtype=torch.float32, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        arrivals = _counters(device, stream, padded(prod(blocks), 256))
+        arrivals = arrival_counters(device, padded(prod(blocks), 256))
     kernel[(*blocks, splits)](
         *(x, weight, *others, bias, out, parts, arrivals, *numbers, *shape),
         *(x.stride(0), weight.stride(0), out.stride(0)),
@@ -359,13 +356,3 @@ def launch_tiles(
         num_stages=config.num_stages,
         **constants,
     )
-
-
-@cache
-def _counters(device: torch.device, stream: int, count: int) -> Tensor:
-    """Arrivals at each tile, int32 [count]: 0 before and after every launch.
-
-    Launches of a stream follow each other, so they share counters. A graph has those of the stream
-    that captured it: graphs of one such stream must not run at the same time.
-    """
-    return torch.zeros(count, dtype=torch.int32, device=device)

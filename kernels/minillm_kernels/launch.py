@@ -7,6 +7,7 @@ launcher checks its arguments first, because a kernel with a wrong shape reads o
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -264,3 +265,16 @@ def check_block_tables(
                     f"block_tables[{row}, {place}] is {block}; the cache has blocks 0 to "
                     f"{num_blocks - 1}."
                 )
+
+
+def arrival_counters(device: torch.device, count: int) -> Tensor:
+    """Programs that have arrived at each tile, int32 [count]: 0 before and after every launch.
+    Launches of a stream share them, and so do the graphs that it captured: these must not overlap.
+    """
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return _counters(device, stream, count)
+
+
+@cache
+def _counters(device: torch.device, stream: object, count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
