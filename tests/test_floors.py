@@ -47,7 +47,7 @@ FLOORS = {
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
     "minillm": 54_950, "minillm/lab": 17_025, "kernels": 11_630, "notebooks": 2_040,
-    "exercises/minillm_exercises": 17_840, "tests": 72_360,
+    "exercises/minillm_exercises": 17_840, "tests": 72_370,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

@@ -1,13 +1,22 @@
 """Every test here runs in a process with TRITON_INTERPRET=1, its interpreter mended."""
 
+from collections.abc import Iterator
+
 import pytest
 from triton.runtime.interpreter import GridExecutor
 
 from minillm.ops import dispatch
 from minillm.ops.dispatch import Backend
-from minillm_kernels import interpreter
+from minillm_kernels import interpreter, launch
 
 interpreter.install()
+
+
+@pytest.fixture(autouse=True)
+def own_counters() -> Iterator[None]:
+    """A planted bug may leave counters of arrivals behind."""
+    yield
+    launch._counters.cache_clear()
 
 
 @pytest.fixture
