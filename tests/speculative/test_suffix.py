@@ -55,6 +55,7 @@ def searched(texts: list[list[int]], tail: list[int], count: int, least: float) 
 
 @patch.object(suffix, "MAX_OCCURRENCES", 1000)
 @given(TOKENS, st.lists(st.integers(1, 5)), st.integers(1, 12), st.sampled_from([0.0, 0.4, 0.8]))
+@example([1, 2, 3, 4, 5, 0, 2, 3, 4, 6, 1, 2, 3, 4], [], 4, 0.0)
 def test_guesses_are_those_of_a_suffix_tree(ids, parts, depth, least):
     """While a text grows by any parts."""
     text = Text([])
