@@ -37,6 +37,7 @@ CHUNK_VALUES_GPU = 2**23  # temporaries below 1 GB
 RECENT = 2048
 ROOM = 64  # initial capacity for new tokens of a row with penalties
 ALWAYS = 2**62  # larger than any position
+Ints = Sequence[int]
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
@@ -88,6 +89,7 @@ class Edits:
         each = torch.arange(256)[:, None] >> torch.arange(8) & 1
         # float32 [256, 8]: mask byte -> values to add
         self._numbers = torch.where(each > 0, 0.0, -math.inf).to(device)
+        self._space = torch.empty(0, 8, device=device)  # for values of masks
         self.grammars: Grammars | None = None  # for structured_outputs
         self._constraints: dict[int, Constraint] = {}  # by row
         self._filled: Tensor | None = None  # uint8 [positions of this step, bytes]
@@ -102,8 +104,7 @@ class Edits:
     @property
     def num_bytes(self) -> int:
         """Memory of the persistent state."""
-        tables = [self._penalties, self._masks, self._recent]
-        kept = sum(each.nbytes for each in tables if each is not None)
+        kept = sum(t.nbytes for t in (self._penalties, self._masks, self._recent) if t is not None)
         return kept + self._entries.num_bytes + self._seen.num_bytes
 
     # ---- assigning rows --------------------------------------------------------------------
@@ -160,8 +161,7 @@ class Edits:
         """Indices into `rows` of those with edits at their position."""
         if not self._until:
             return []
-        until = self._until
-        return [i for i, row in enumerate(rows) if positions[i] < until.get(row, -1)]
+        return [i for i, row in enumerate(rows) if positions[i] < self._until.get(row, -1)]
 
     def _set_mask(self, row: int, ids: Sequence[int]) -> None:
         if self._masks is None:
@@ -217,12 +217,7 @@ class Edits:
     # ---- editing ---------------------------------------------------------------------------
 
     def masks(
-        self,
-        members: list[int],
-        rows: Sequence[int],
-        positions: Sequence[int],
-        drafts: Mapping[int, Sequence[int]],
-        logits: Tensor,
+        self, members: Ints, rows: Ints, positions: Ints, drafts: Mapping[int, Ints], logits: Tensor
     ) -> list[Tensor | None] | None:
         """Fill this step's masks. Returns the mask of each of the logits, uint8 [bytes] or None, if
         C samples and `members` have no other edits."""
@@ -259,8 +254,7 @@ class Edits:
         columns = (self.vocab_size // 16 + 1) * 16
         wide = logits.new_empty(len(rows), columns, dtype=torch.float32)
         wide[:, self.vocab_size :] = 0.0
-        edited = wide[:, : self.vocab_size]
-        edited.copy_(logits)
+        edited = wide[:, : self.vocab_size].copy_(logits)
         members = list(enumerate(rows))
         self._apply_masks(edited, self._masks, {i: r for i, r in members if r in self._masked})
         filled = {i: self._places[r] + positions[i] for i, r in members if r in self._constraints}
@@ -279,8 +273,15 @@ class Edits:
         if not of or table is None:
             return
         where, chosen = indices(self.device, [list(of), list(of.values())])
-        numbers = self._numbers[table.index_select(0, chosen).int()]  # [P, bytes, 8]
-        edited.index_add_(0, where, numbers.flatten(1)[:, : self.vocab_size])
+        codes = table.index_select(0, chosen).flatten().int()
+        if len(self._space) < len(codes):  # kept: fresh pages would take longer than the rest
+            self._space = torch.empty(len(codes), 8, device=self.device)
+        numbers = torch.index_select(self._numbers, 0, codes, out=self._space[: len(codes)])
+        numbers, first = numbers.view(len(of), -1)[:, : self.vocab_size], next(iter(of))
+        if list(of) == list(range(first, first + len(of))):  # adjacent: six times as fast
+            edited[first : first + len(of)].add_(numbers)
+        else:
+            edited.index_add_(0, where, numbers)
 
     def _add_entries(self, wide: Tensor, place: Tensor, positions: Sequence[int]) -> None:
         """Add the values of active entries: -inf for a ban, or a bias."""
@@ -322,8 +323,7 @@ class Edits:
             self._recent[where, at % RECENT] = tokens
         members = [i for i, row in enumerate(rows) if row in self._room]
         if members:
-            own = tokens[indices(self.device, members)]
-            self._count([rows[i] for i in members], own)
+            self._count([rows[i] for i in members], tokens[indices(self.device, members)])
 
     def follows(self, row: int) -> bool:
         """Whether the edits of a row depend on its tokens (bad words or penalties)."""
