@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minillm.api.structured_outputs import StructuredOutputsParams
@@ -57,14 +57,15 @@ PIECES = [WHOLE, "<think>", "</think>", "<tool_call>", "\n", " ", "</tool_call>"
     st.sampled_from(THOUGHTS),
     st.sampled_from([(), NAMES]),
     st.booleans(),
-    st.data(),
+    st.lists(st.integers(0, 200), max_size=5),
 )
+@example(WHOLE, "never", NAMES, True, [])
 def test_any_division_gives_the_same(
-    text: str, thoughts: Thoughts, names: list[str], tagged: bool, data: st.DataObject
+    text: str, thoughts: Thoughts, names: list[str], tagged: bool, cuts: list[int]
 ) -> None:
     whole = read([text], thoughts, names, tagged)
     assert read([*text, ""], thoughts, names, tagged) == whole
-    borders = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    borders = sorted(cut % (len(text) + 1) for cut in cuts)
     parts = [text[a:b] for a, b in zip([0, *borders], [*borders, len(text)], strict=True)]
     assert read(parts, thoughts, names, tagged) == whole
     if thoughts == "never" and not names:
@@ -87,6 +88,7 @@ values = st.recursive(
         max_size=3,
     ),
 )
+@example("a", "b ", [("f", {"a": '"}{\\'}, None), ("f2", {}, 1)])
 def test_what_was_written_is_read(
     thought: str | None, content: str, calls: list[tuple[str, dict, int | None]]
 ) -> None:
