@@ -11,7 +11,7 @@ from minillm.lab.quantise.making import Made
 from minillm.lab.quantise.nf4 import NESTED_BLOCK
 from minillm.lab.quantise.recipe import NF4_BLOCK
 from minillm.lab.quantise.writers.writer import Writer
-from minillm.quantization.llm_int8 import THRESHOLD
+from minillm.quantization.outliers import THRESHOLD
 
 
 class BitsAndBytesWriter(Writer):
