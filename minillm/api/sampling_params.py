@@ -56,14 +56,9 @@ def check_float(name: str, value: Any, low: float, high: float, above: bool = Fa
     return float(value)
 
 
-def _int(default: int | None, low: int, high: int) -> Any:
-    """A dataclass field holding an integer in [low, high]."""
-    return field(default=default, metadata={"check": check_int, "limits": (low, high)})
-
-
-def _optional_int(default: int | None, low: int, high: int) -> Any:
-    """A dataclass field holding None or an integer in [low, high]."""
-    limits = {"check": check_int, "limits": (low, high), "optional": True}
+def _int(default: int | None, low: int, high: int, optional: bool = False) -> Any:
+    """A dataclass field holding an integer in [low, high], or None if `optional`."""
+    limits = {"check": check_int, "limits": (low, high), "optional": optional}
     return field(default=default, metadata=limits)
 
 
@@ -98,11 +93,11 @@ class SamplingParams:
     presence_penalty: float = _float(0.0, -2.0, 2.0)  # subtracted from tokens in the output
     frequency_penalty: float = _float(0.0, -2.0, 2.0)  # the same, times their counts
     repetition_penalty: float = _float(1.0, 0.01, 100.0)  # prompt and output (CTRL, 1909.05858)
-    max_tokens: int | None = _optional_int(16, 1, INT32_MAX)  # None: up to the context length
+    max_tokens: int | None = _int(16, 1, INT32_MAX, True)  # None: up to the context length
     min_tokens: int = _int(0, 0, INT32_MAX)  # no end of sequence and no stop token before
-    seed: int | None = _optional_int(None, -(2**63), 2**63 - 1)  # None or -1: a new random one
-    logprobs: int | None = _optional_int(None, 0, 20)  # 0: the sampled token only
-    prompt_logprobs: int | None = _optional_int(None, 0, 20)
+    seed: int | None = _int(None, -(2**63), 2**63 - 1, True)  # None or -1: a new random one
+    logprobs: int | None = _int(None, 0, 20, True)  # 0: the sampled token only
+    prompt_logprobs: int | None = _int(None, 0, 20, True)
     stop: Sequence[str] = ()  # one string or several; the text ends before the first match
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
@@ -154,7 +149,7 @@ class SamplingParams:
     def _check_number_or_flag(self, item: Field) -> None:
         value = getattr(self, item.name)
         if "check" in item.metadata:
-            if value is not None or "optional" not in item.metadata:
+            if value is not None or not item.metadata.get("optional"):
                 self._set(
                     item.name, item.metadata["check"](item.name, value, *item.metadata["limits"])
                 )

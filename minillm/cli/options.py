@@ -7,7 +7,7 @@ import json
 import random
 import re
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,67 +15,92 @@ from minillm.api.arguments import EngineArgs
 from minillm.api.sampling_params import SamplingParams
 from minillm.errors import ConfigError
 
-ENGINE = ("model", "tokenizer", "dtype", "device", "load_format", "max_model_len",
-          "kv_cache_dtype",
-          "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
-          "deterministic", "speculative_config", "tensor_parallel_size",
-          "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
-          "enable_eplb", "eplb_config",
-          "distributed_executor_backend", "master_addr", "master_port")  # fmt: skip
-SAMPLING = ("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-            "presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "seed", "stop",
-            "ignore_eos", "logprobs", "prompt_logprobs")  # fmt: skip
+Option = tuple[str, str, type | Callable[[str], Any], str]  # name, metavar, type, help
+
+
+def json_object(text: str) -> Any:
+    """Parse an option whose value is JSON, as on vLLM's command line."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ArgumentTypeError(
+            f"{text[:60]!r} is not JSON ({error.msg} at character {error.pos + 1}); put names in "
+            "double quotes and the whole in single quotes: '{\"num_speculative_tokens\": 4}'."
+        ) from error
+
+
+# All but --model, whose default depends on the command.
+ENGINE_OPTIONS: tuple[Option, ...] = (
+    ("dtype", "NAME", str, "auto, bfloat16, float16 or float32"),
+    ("device", "NAME", str, "auto, cpu, cuda or cuda:N"),
+    ("max_model_len", "N", int, "longest context, in tokens"),
+    ("load_format", "NAME", str, "auto, or dummy for random weights"),
+    ("tokenizer", "DIR", str, "folder of the tokenizer (the model's)"),
+    ("gpu_memory_utilization", "X", float,
+     "fraction of the free memory to use, also on a CPU (0.9)"),
+    ("kv_cache_dtype", "NAME", str,
+     "auto, or int8: half the memory of 16 bits for cached keys and values"),
+    ("max_num_seqs", "N", int, "maximum number of running sequences (256)"),
+    ("max_num_batched_tokens", "N", int, "maximum number of tokens in one step (2048)"),
+    ("deterministic", "", bool, "batch-invariant: identical results in any batch; slower"),
+    ("tensor_parallel_size", "N", int, "tensor parallelism: ranks that split every layer (1)"),
+    ("pipeline_parallel_size", "N", int, "pipeline parallelism: number of stages (1)"),
+    ("data_parallel_size", "N", int, "data parallelism: copies of the model (1)"),
+    ("enable_expert_parallel", "", bool,
+     "expert parallelism, with -tp or -dp: distribute whole experts over the ranks"),
+    ("enable_eplb", "", bool, "with -ep: rebalance experts by their measured load"),
+    ("eplb_config", "JSON", json_object,
+     'expert load balancing, such as {"step_interval": 3000, "num_redundant_experts": 2}'),
+    ("distributed_executor_backend", "NAME", str,
+     "where ranks run: mp (processes), threads (of this process), external (started by 'minillm "
+     "node') or ray (mp)"),
+    ("master_addr", "HOST", str, "external: interface where ranks connect (127.0.0.1)"),
+    ("master_port", "PORT", int,
+     "external: port where ranks connect (0: the system chooses one)"),
+    ("speculative_config", "JSON", json_object,
+     'speculative decoding, such as {"method": "ngram", "num_speculative_tokens": 4} or {"model": '
+     '"tiny-draft", "num_speculative_tokens": "auto"}; methods: ngram, suffix, draft_model; the '
+     "output stays the same, except with rejection_sample_method standard (vLLM's default)"),
+)  # fmt: skip
+SHORT = MappingProxyType(
+    {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp",
+     "enable_expert_parallel": "-ep"}
+)  # fmt: skip
+SAMPLING_OPTIONS: tuple[Option, ...] = (
+    ("max_tokens", "N", int, "maximum number of output tokens ({max_tokens:g})"),
+    ("temperature", "T", float, "sampling temperature; 0 is greedy ({temperature:g})"),
+    ("top_p", "P", float,
+     "sample from the most probable tokens whose probabilities sum to P ({top_p:g})"),
+    ("top_k", "K", int, "sample from the K most probable tokens (all)"),
+    ("min_p", "P", float, "exclude tokens less probable than P times the most probable (0)"),
+    ("repetition_penalty", "X", float,
+     "above 1: penalise tokens of the prompt and the output (1)"),
+    ("presence_penalty", "X", float, "-2 to 2: penalise tokens that are in the output (0)"),
+    ("frequency_penalty", "X", float, "-2 to 2: penalise output tokens by their count (0)"),
+    ("seed", "N", int, "the same seed gives the same text (random)"),
+    ("stop", "TEXT", list, "stop before TEXT; may be repeated"),
+    ("min_tokens", "N", int, "minimum number of output tokens (0)"),
+    ("ignore_eos", "", bool, "continue after the end-of-text token"),
+)  # fmt: skip
+ENGINE = ("model", *(name for name, *_ in ENGINE_OPTIONS))
+SAMPLING = (*(name for name, *_ in SAMPLING_OPTIONS), "n", "logprobs", "prompt_logprobs")
 
 
 def add_engine_options(parser: ArgumentParser) -> None:
-    """Declare the engine's options, except --model, whose default depends on the command."""
-    group = parser.add_argument_group("engine")
-    group.add_argument("--dtype", metavar="NAME", help="auto, bfloat16, float16 or float32")
-    group.add_argument("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N")
-    group.add_argument("--max-model-len", metavar="N", type=int, help="longest context, in tokens")
-    group.add_argument("--load-format", metavar="NAME", help="auto, or dummy for random weights")
-    group.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (the model's)")
-    group.add_argument("--gpu-memory-utilization", metavar="X", type=float,
-                       help="fraction of the free memory to use, also on a CPU (0.9)")  # fmt: skip
-    group.add_argument("--kv-cache-dtype", metavar="NAME",
-                       help="auto, or int8: half the memory of 16 bits for cached keys and "
-                            "values")  # fmt: skip
-    group.add_argument("--max-num-seqs", metavar="N", type=int,
-                       help="maximum number of running sequences (256)")  # fmt: skip
-    group.add_argument("--max-num-batched-tokens", metavar="N", type=int,
-                       help="maximum number of tokens in one step (2048)")  # fmt: skip
-    group.add_argument("--deterministic", action="store_true", default=None,
-                       help="batch-invariant: identical results in any batch; slower")  # fmt: skip
-    group.add_argument("-tp", "--tensor-parallel-size", metavar="N", type=int,
-                       help="tensor parallelism: ranks that split every layer (1)")  # fmt: skip
-    group.add_argument("-pp", "--pipeline-parallel-size", metavar="N", type=int,
-                       help="pipeline parallelism: number of stages (1)")  # fmt: skip
-    group.add_argument("-dp", "--data-parallel-size", metavar="N", type=int,
-                       help="data parallelism: copies of the model (1)")  # fmt: skip
-    group.add_argument("-ep", "--enable-expert-parallel", action="store_true", default=None,
-                       help="expert parallelism, with -tp or -dp: distribute whole "
-                            "experts over the ranks")  # fmt: skip
-    group.add_argument("--enable-eplb", action="store_true", default=None,
-                       help="with -ep: rebalance experts by their measured load")  # fmt: skip
-    group.add_argument("--eplb-config", metavar="JSON", type=json_object,
-                       help="expert load balancing, such as "
-                            '{"step_interval": 3000, "num_redundant_experts": 2}')  # fmt: skip
-    group.add_argument("--distributed-executor-backend", metavar="NAME",
-                       help="where ranks run: mp (processes), threads (of this process), "
-                            "external (started by 'minillm node') or ray (mp)")  # fmt: skip
-    group.add_argument("--master-addr", metavar="HOST",
-                       help="external: interface where ranks connect (127.0.0.1)")  # fmt: skip
-    group.add_argument("--master-port", metavar="PORT", type=int,
-                       help="external: port where ranks connect (0: the system "
-                            "chooses one)")  # fmt: skip
-    group.add_argument("--speculative-config", metavar="JSON", type=json_object,
-                       help="speculative decoding, such as "
-                            '{"method": "ngram", "num_speculative_tokens": 4} or '
-                            '{"model": "tiny-draft", "num_speculative_tokens": "auto"}; '
-                            "methods: ngram, suffix, draft_model; "
-                            "the output stays the same, except with "
-                            "rejection_sample_method standard (vLLM's default)",
-                       )  # fmt: skip
+    """Declare the engine's options, except --model."""
+    _declare(parser, "engine", ENGINE_OPTIONS)
+
+
+def _declare(parser: ArgumentParser, title: str, options: Iterable[Option]) -> None:
+    add = parser.add_argument_group(title).add_argument
+    for name, metavar, kind, text in options:
+        flags = [*filter(None, [SHORT.get(name)]), f"--{name.replace('_', '-')}"]
+        if kind is bool:
+            add(*flags, action="store_true", default=None, help=text)
+        elif kind is list:
+            add(*flags, metavar=metavar, action="append", help=text)
+        else:
+            add(*flags, metavar=metavar, type=kind, help=text)
 
 
 def add_model_options(parser: ArgumentParser, help: str) -> None:
@@ -91,45 +116,11 @@ def chosen_model(args: Namespace) -> str | None:
     return args.model or args.model_option
 
 
-def json_object(text: str) -> Any:
-    """Parse an option whose value is JSON, as on vLLM's command line."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ArgumentTypeError(
-            f"{text[:60]!r} is not JSON ({error.msg} at character {error.pos + 1}); put names in "
-            "double quotes and the whole in single quotes: '{\"num_speculative_tokens\": 4}'."
-        ) from error
-
-
 def add_sampling_options(parser: ArgumentParser, **defaults: Any) -> None:
     """Declare the sampling options; `sampling_params` applies the command's `defaults`."""
     parser.set_defaults(sampling=defaults)
-    shown = {name: f"{value:g}" for name, value in defaults.items()}
-    group = parser.add_argument_group("sampling")
-    option = group.add_argument
-    option("--max-tokens", metavar="N", type=int,
-           help=f"maximum number of output tokens ({shown['max_tokens']})")  # fmt: skip
-    option("--temperature", metavar="T", type=float,
-           help=f"sampling temperature; 0 is greedy ({shown['temperature']})")  # fmt: skip
-    option("--top-p", metavar="P", type=float,
-           help="sample from the most probable tokens whose probabilities sum to P "
-                f"({shown['top_p']})")  # fmt: skip
-    option("--top-k", metavar="K", type=int, help="sample from the K most probable tokens (all)")
-    option("--min-p", metavar="P", type=float,
-           help="exclude tokens less probable than P times the most probable (0)")  # fmt: skip
-    option("--repetition-penalty", metavar="X", type=float,
-           help="above 1: penalise tokens of the prompt and the output (1)")  # fmt: skip
-    option("--presence-penalty", metavar="X", type=float,
-           help="-2 to 2: penalise tokens that are in the output (0)")  # fmt: skip
-    option("--frequency-penalty", metavar="X", type=float,
-           help="-2 to 2: penalise output tokens by their count (0)")  # fmt: skip
-    option("--seed", metavar="N", type=int, help="the same seed gives the same text (random)")
-    option("--stop", metavar="TEXT", action="append",
-           help="stop before TEXT; may be repeated")  # fmt: skip
-    option("--min-tokens", metavar="N", type=int, help="minimum number of output tokens (0)")
-    option("--ignore-eos", action="store_true", default=None,
-           help="continue after the end-of-text token")  # fmt: skip
+    shown = [(*option[:3], option[3].format(**defaults)) for option in SAMPLING_OPTIONS]
+    _declare(parser, "sampling", shown)
 
 
 def as_options(message: str) -> str:

@@ -6,7 +6,7 @@
 | `types.py` | bytes and weights per block of each tensor type |
 | `settings.py` | the metadata as the fields of a config.json |
 | `names.py` | where each tensor of a model is in the file |
-| `writing.py` | writes a file |
 
-`text/gguf.py` builds the tokenizer, `quantization/gguf/` reads and writes the weights.
+`text/gguf.py` builds the tokenizer, `quantization/gguf/` reads the weights; `lab/quantise/` writes
+files.
 """

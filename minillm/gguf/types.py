@@ -38,26 +38,7 @@ TYPES: Mapping[int, BlockType] = MappingProxyType(
 )
 # Types of other engines' files, for the error message. 4, 5 and 31 to 38 were removed from GGUF.
 UNSUPPORTED: Mapping[int, str] = MappingProxyType(
-    {
-        9: "Q8_1",
-        15: "Q8_K",
-        16: "IQ2_XXS",
-        17: "IQ2_XS",
-        18: "IQ3_XXS",
-        19: "IQ1_S",
-        20: "IQ4_NL",
-        21: "IQ3_S",
-        22: "IQ2_S",
-        23: "IQ4_XS",
-        24: "I8",
-        25: "I16",
-        26: "I32",
-        27: "I64",
-        28: "F64",
-        29: "IQ1_M",
-        34: "TQ1_0",
-        35: "TQ2_0",
-        39: "MXFP4",
-        40: "NVFP4",
-    }
-)
+    {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
+     21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
+)  # fmt: skip

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minillm.lab.hardware import Hardware
 from minillm.plan import machine
-from minillm.plan.hardware import Hardware
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,7 @@
-"""A step-time model of decoding: the counts of `plan/cost.py` divided by five measured rates.
+"""A step-time model of decoding: the counts of `roofline.py` divided by five measured rates.
 
-The roofline (`cost.step_time`) is a lower bound that assumes the fastest read for all bytes. This
-model has three parts, each with its own rate, which do not overlap:
+The roofline (`roofline.step_time`) is a lower bound that assumes the fastest read for all bytes.
+This model has three parts, each with its own rate, which do not overlap:
 
     products   matrix products: the larger of weight bytes / `stream`, the rate of a product with
                one row, and operations / `matrix`
@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from math import isfinite
 
 from minillm.errors import ConfigError
-from minillm.plan.cost import StepCost
+from minillm.lab.roofline import StepCost
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@
     expert parallel   the communication of tensor parallelism; the most loaded device sets the time
     own attention     data-parallel attention: no all-reduces, but two all-to-alls per layer
 
-`plan/cost.py` counts operations and bytes of the part of a device (`parallel_layout.py`), so one
-device takes the time of `cost.step_time`. Communication is added to it, without overlap.
+`roofline.py` counts operations and bytes of the part of a device (`parallel_layout.py`), so one
+device takes the time of `roofline.step_time`. Communication is added to it, without overlap.
 
     time of a microbatch on a stage = max(bytes / bandwidth, operations / rate) + launches + link
     time per token of all sequences = max(sum of the stages, m x slowest stage)
@@ -21,6 +21,7 @@ from typing import NamedTuple
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError
 from minillm.lab.expert_load import expert_balance, most_experts_read, ranks_of_a_token
+from minillm.lab.hardware import DATASHEET, Hardware
 from minillm.lab.links import (
     LINKS,
     Link,
@@ -37,9 +38,9 @@ from minillm.lab.parallel_layout import (
     device_config,
     device_memory,
 )
+from minillm.lab.roofline import StepCost, StepTime, step_cost, step_time
 from minillm.models.presets import preset
-from minillm.plan.cost import MemoryPlan, StepCost, StepTime, step_cost, step_time
-from minillm.plan.hardware import DATASHEET, Hardware
+from minillm.plan.cost import MemoryPlan
 from minillm.plan.parameters import all_products, norm_parameters
 from minillm.plan.weight_sizes import WeightSizes, dtype_bytes
 
@@ -118,7 +119,7 @@ class Precision(NamedTuple):
 
 
 def precision(config: ModelConfig, dtype: str | None, kv_dtype: str | None) -> Precision:
-    """The dtypes with defaults as in `cost.step_cost`."""
+    """The dtypes with defaults as in `roofline.step_cost`."""
     dtype = dtype or config.dtype
     return Precision(dtype, kv_dtype or dtype)
 
@@ -131,7 +132,7 @@ def stage_times(
     types: Precision,
     num_logits: int,
 ) -> tuple[StageTime, ...]:
-    """The time of one microbatch on each stage; the arguments are those of `cost.step_cost`."""
+    """The time of one microbatch on each stage; the arguments are those of `roofline.step_cost`."""
     layout, size = devices.layout, devices.layout.tensor
     value_bytes, tokens = dtype_bytes(types.dtype), sum(query_lens)
     if layout.own_attention:  # the device with the most sequences

@@ -6,7 +6,7 @@
     own attention     data-parallel attention: each of n devices holds E/n experts and the whole
                       attention, and has its own sequences
 
-The part of a device is described by a smaller `ModelConfig` (`device_config`), so `plan/cost.py`
+The part of a device is described by a smaller `ModelConfig` (`device_config`), so `roofline.py`
 computes its weights, KV cache and steps like those of any model.
 """
 

@@ -25,9 +25,10 @@ from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError, UnknownArgumentError, did_you_mean
+from minillm.lab.hardware import Hardware
+from minillm.lab.roofline import step_cost, step_time
 from minillm.lab.simulated_drafts import SimulatedDrafts
-from minillm.plan.cost import block_bytes, step_cost, step_time
-from minillm.plan.hardware import Hardware
+from minillm.plan.cost import block_bytes
 from minillm.scheduling.admission import check_fits
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.plan import Row
@@ -62,7 +63,7 @@ def roofline(
     dtype: str | None = None,
     link: float = math.inf,
 ) -> StepLaw:
-    """The roofline time of `cost.step_time`, plus the transfer of swapped blocks over a `link` of
+    """The time of `roofline.step_time`, plus the transfer of swapped blocks over a `link` of
     so many bytes/s between device and host. `block_size` is that of the simulation.
 
     Raises:

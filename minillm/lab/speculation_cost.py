@@ -19,10 +19,10 @@ from operator import mul
 
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError
-from minillm.plan.cost import StepCost, step_cost
+from minillm.lab.roofline import StepCost, step_cost
 
 StepSeconds = Callable[[int, int], float]  # of (sequences, drafts of all of them to verify)
-CostSeconds = Callable[[StepCost], float]  # `cost.step_time` or `decode_law.decode_time`
+CostSeconds = Callable[[StepCost], float]  # `roofline.step_time` or `decode_law.decode_time`
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minillm.config import ModelConfig
 from minillm.layers.linear import Embedding, Linear
@@ -110,8 +110,8 @@ def unpack_others(model: Decoder) -> None:
         )
 
 
-def list_matrices(model: Decoder) -> list[Matrix]:
-    """All matrices of a model."""
+def list_matrices(model: nn.Module) -> list[Matrix]:
+    """All matrices of a model, or of its layers."""
     return [each for each in model.modules() if isinstance(each, Matrix)]
 
 

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minillm.layers.linear import Embedding
 from minillm.layers.linear_methods import Matrix, WeightSlice
@@ -21,6 +21,7 @@ from minillm.layers.norm import RMSNorm
 from minillm.models.checkpoint import ModelSource, read_tensors
 from minillm.models.decoder import Decoder
 from minillm.models.loader import checked_files
+from minillm.models.packing import list_matrices
 from minillm.models.quantize import Rounding, rounded_matrices
 from minillm.ops.cpu_quantized import PANEL
 from minillm.plan.parameters import parameter_count
@@ -78,7 +79,7 @@ class Examples:
         self.roundings: dict[int, Rounding] = {id(matrix): each for matrix, each in pairs}
         self.by_key: dict[Key, tuple[Matrix, Rounding | None]] = {}
         self.keys: dict[int, Key] = {}
-        for matrix in matrices(self.model):
+        for matrix in list_matrices(self.model):
             self._add(matrix)
 
     def _add(self, matrix: Matrix) -> None:
@@ -128,8 +129,10 @@ class Examples:
         """The mean bytes of a weight in each part of the model."""
         count = parameter_count(self.model.config)
         found = dict.fromkeys(PARTS, 0.0)
-        found["norms"] = sum(norm.weight.nbytes for norm in norms(self.model))
-        for matrix in matrices(self.model):
+        found["norms"] = sum(
+            each.weight.nbytes for each in self.model.modules() if isinstance(each, RMSNorm)
+        )
+        for matrix in list_matrices(self.model):
             example = self.by_key[self.keys[id(matrix)]][0]
             found[part_of(matrix, self.model)] += bytes_like(matrix, example)
         means = {part: found[part] / max(getattr(count, part), 1) for part in PARTS}
@@ -138,7 +141,9 @@ class Examples:
 
     def _products(self) -> str | None:
         """ "int8" if products of the layers' matrices round their activations to 8 bits."""
-        examples = [self.by_key[self.keys[id(each)]][0] for each in matrices(self.model.layers)]
+        examples = [
+            self.by_key[self.keys[id(each)]][0] for each in list_matrices(self.model.layers)
+        ]
         layers = [member for each in examples for member in members(each)]
         methods = [each.method for each in layers]
         rounds = any(
@@ -183,16 +188,6 @@ def tensors(matrix: Matrix) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a matrix, by name."""
     yield from matrix.named_parameters(recurse=False)
     yield from matrix.named_buffers(recurse=False)
-
-
-def matrices(model: nn.Module) -> Iterator[Matrix]:
-    """All matrices of a model, or of its layers."""
-    return (each for each in model.modules() if isinstance(each, Matrix))
-
-
-def norms(model: Decoder) -> Iterator[RMSNorm]:
-    """All norms of a model."""
-    return (each for each in model.modules() if isinstance(each, RMSNorm))
 
 
 def part_of(matrix: Matrix, model: Decoder) -> str:

@@ -1,4 +1,4 @@
-"""Quantised weights: reading public checkpoint formats, making them, and computing with them.
+"""Quantised weights: reading public checkpoint formats, and computing with them.
 
 | file | contents |
 |---|---|
@@ -12,9 +12,4 @@
 | `consistency.py` | whether `quantization_config` and the tensors of the files agree |
 | `readers/` | one file per checkpoint format |
 | `rounding.py` | round-to-nearest quantisation, also while a 16-bit checkpoint is loaded |
-| `recipe.py` | a method with its settings, and the formats that can hold the result |
-| `gptq.py`, `awq.py`, `smoothquant.py` | calibrated methods; `statistics.py`: what they record |
-| `llm_int8.py`, `nf4.py`, `fp8.py` | methods without calibration |
-| `making.py` | quantises one matrix by a recipe; `models/quantize_layers.py` runs it |
-| `writers/` | one file per checkpoint format |
 """

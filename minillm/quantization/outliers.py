@@ -1,11 +1,12 @@
-"""LLM.int8() in C panels: outlying inputs in 16 bits, others in 8 (`llm_int8.py` has the paper).
+"""LLM.int8() (Dettmers et al., 2022, arXiv 2208.07339) in C panels: outlying inputs in 16 bits.
 
     x W^T = x_8 W^T + o W^T,   o: the entries of x with |x| >= threshold, x_8: the others
 
-`x_8 W^T` is the product of the panels, which rounds each row to 8 bits. `o W^T` reads only the
-columns of W that some row needs. An entry of o is a multiple of 2^-5 (bfloat16 from 4 on), so its
-products with codes and their sums are exact in float64: a row's result does not depend on other
-rows. bitsandbytes takes whole columns of the batch instead.
+A single outlier would take the precision of all other entries of its row. `x_8 W^T` is the product
+of the panels, which rounds each row to 8 bits. `o W^T` reads only the columns of W that some row
+needs. An entry of o is a multiple of 2^-5 (bfloat16 from 4 on), so its products with codes and
+their sums are exact in float64. The paper, as bitsandbytes, takes whole columns of the batch: those
+with an outlier in any row. Here a row's result does not depend on other rows.
 """
 
 from collections.abc import Iterable
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from minillm.layers.linear_methods import Matrix
 from minillm.quantization.panels import PanelQuantizedMethod
+
+THRESHOLD = 6.0
 
 
 class OutlierMethod(PanelQuantizedMethod):

@@ -25,7 +25,7 @@ from minillm.serving.gate import Gate
 from minillm.serving.generation import Generation
 from minillm.serving.guard import Guard
 from minillm.serving.metrics import Metrics, ResponseCounter
-from minillm.serving.openapi import document
+from minillm.serving.openapi import SCHEMAS, document
 from minillm.serving.params import Job, Limits, chat_job, completion_job, conversation, listed
 from minillm.serving.protocol import (
     ApiRequest,
@@ -323,8 +323,8 @@ def json_reply(content: Mapping[str, Any], body: ApiRequest) -> Response:
 
 def schema(kind: type[ApiRequest]) -> dict[str, Any]:
     """The body's schema for the OpenAPI document."""
-    content = {"application/json": {"schema": kind.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
+    body = kind.model_json_schema(ref_template=SCHEMAS + "{model}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
 
 
 def build_app(engine: AsyncLLMEngine, settings: Settings) -> FastAPI:

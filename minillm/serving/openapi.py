@@ -1,13 +1,6 @@
-"""The OpenAPI document of the server, as served at GET /openapi.json.
+"""The OpenAPI document of the server, as served at GET /openapi.json."""
 
-python -m minillm.serving.openapi              print it
-python -m minillm.serving.openapi schema.json  write it to a file
-"""
-
-import json
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,7 +8,6 @@ from fastapi.openapi.utils import get_openapi
 
 from minillm.serving.request_trace import LAST, MOST
 
-DEFS = "#/$defs/"
 SCHEMAS = "#/components/schemas/"
 
 
@@ -81,49 +73,6 @@ def operations(made: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]
 def take_schemas(body: dict[str, Any], schemas: dict[str, Any]) -> None:
     """Move a body's schema and its definitions to the components."""
     whole = body["schema"]
-    schemas |= {name: renamed(each) for name, each in whole.pop("$defs", {}).items()}
-    schemas[whole["title"]] = renamed(whole)
+    schemas |= whole.pop("$defs", {})
+    schemas[whole["title"]] = whole
     body["schema"] = {"$ref": SCHEMAS + whole["title"]}
-
-
-def renamed(part: Any) -> Any:
-    """A part of a schema with references to the components."""
-    if isinstance(part, list):
-        return [renamed(each) for each in part]
-    if not isinstance(part, dict):
-        return part
-    made = {key: renamed(value) for key, value in part.items()}
-    if isinstance(made.get("$ref"), str):
-        made["$ref"] = made["$ref"].replace(DEFS, SCHEMAS)
-    return made
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Write the document; returns the exit code."""
-    if len(arguments) > 1 or any(each.startswith("-") for each in arguments):
-        sys.stderr.write("usage: python -m minillm.serving.openapi [FILE]\n")
-        return 2
-    from minillm.api.arguments import AsyncEngineArgs
-    from minillm.serving.app import build_app
-    from minillm.serving.async_engine import AsyncLLMEngine
-    from minillm.serving.settings import Settings
-
-    engine = AsyncLLMEngine(AsyncEngineArgs("tiny", disable_log_stats=True, max_model_len=64))
-    try:
-        made = build_app(engine, Settings(("tiny",))).openapi()
-    finally:
-        engine.shutdown()
-    text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
-    if not arguments:
-        sys.stdout.write(text)
-        return 0
-    try:
-        Path(arguments[0]).write_text(text, "utf-8")
-    except OSError as error:
-        sys.stderr.write(f"error: {arguments[0]!r} cannot be written: {error.strerror}.\n")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

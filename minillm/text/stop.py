@@ -1,9 +1,9 @@
 """Finds stop strings in streamed text, holding back as little text as possible.
 
-Each stop string has a Knuth-Morris-Pratt automaton (Knuth, Morris, Pratt, "Fast pattern matching in
-strings", 1977), whose state is the number of its characters that the text ends with. So the work
-per character is constant, the result does not depend on token boundaries, and only characters that
-may be the start of a stop string are held back.
+The state is one integer with a bit for each character of each stop string (Shift-And: Baeza-Yates
+and Gonnet, "A new approach to text searching", 1992): the bit is set if the text ends with the stop
+string up to there. So the work per character is constant, the result does not depend on token
+boundaries, and only characters that may be the start of a stop string are held back.
 
     text so far   ........................|<- held ->|
                   already returned         may be the start of a stop string
@@ -25,11 +25,14 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], include_stop_str: bool = False) -> None:
-        # Longest first, so that the first automaton that completes is the longest match.
-        self._stops = sorted(set(stops), key=len, reverse=True)
-        self._borders = [_borders(stop) for stop in self._stops]
-        self._states = [0] * len(self._stops)
-        self._firsts = frozenset(stop[0] for stop in self._stops)
+        # Longest first, so that the first one that is complete is the longest match.
+        ordered = sorted(set(stops), key=len, reverse=True)
+        self._stops = [(s, sum(map(len, ordered[:i]))) for i, s in enumerate(ordered)]  # first bits
+        self._firsts = sum(1 << first for _, first in self._stops)
+        self._bits: dict[str, int] = {}  # of each character
+        for bit, char in enumerate("".join(ordered)):
+            self._bits[char] = self._bits.get(char, 0) | 1 << bit
+        self._state = 0
         self._include = include_stop_str
         self._held = ""
         self.matched: str | None = None
@@ -45,14 +48,15 @@ class StopStrings:
         """
         if self.matched is not None or not text or not self._stops:
             return "" if self.matched is not None else text
-        if not any(self._states) and self._firsts.isdisjoint(text):
+        if not self._state and self._bits.keys().isdisjoint(text):
             return text  # no stop string begins here
         for position, char in enumerate(text):
-            done = self._advance(char)
-            if done is not None and may_stop:
-                return self._finish(done, self._held + text[: position + 1])
+            self._state = (self._state << 1 | self._firsts) & self._bits.get(char, 0)
+            for stop, first in self._stops if may_stop and self._state else ():
+                if self._state >> first + len(stop) - 1 & 1:
+                    return self._finish(stop, self._held + text[: position + 1])
         text = self._held + text
-        keep = 0 if self._include else max(self._states)
+        keep = 0 if self._include else max(self._begun(*each) for each in self._stops)
         shown = len(text) - keep
         self._held = text[shown:]
         return text[:shown]
@@ -62,32 +66,10 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, char: str) -> str | None:
-        """Advance every automaton by one character; return the longest completed stop string."""
-        done = None
-        for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
-            state = self._states[i]
-            while state and stop[state] != char:
-                state = borders[state - 1]
-            state += stop[state] == char
-            if state == len(stop):
-                done = done or stop
-                state = borders[state - 1]
-            self._states[i] = state
-        return done
+    def _begun(self, stop: str, first: int) -> int:
+        """The number of characters of a stop string, fewer than all, that the text ends with."""
+        return (self._state >> first & (1 << len(stop) - 1) - 1).bit_length()
 
     def _finish(self, stop: str, text: str) -> str:
         self.matched, self._held = stop, ""
         return text if self._include else text[: len(text) - len(stop)]
-
-
-def _borders(stop: str) -> list[int]:
-    """``borders[i]``: length of the longest proper prefix of ``stop[:i+1]`` that is its suffix."""
-    borders = [0] * len(stop)
-    length = 0
-    for i in range(1, len(stop)):
-        while length and stop[i] != stop[length]:
-            length = borders[length - 1]
-        length += stop[i] == stop[length]
-        borders[i] = length
-    return borders

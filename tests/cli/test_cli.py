@@ -33,13 +33,13 @@ from minillm.lab.benchmarks.others import Watch
 from minillm.lab.ceilings import DISTURBED, MEASURED
 from minillm.lab.commands import demo, place, plan
 from minillm.lab.commands.bench_options import BENCHMARKS
+from minillm.lab.hardware import DATASHEET
+from minillm.lab.roofline import step_cost
 from minillm.models import checkpoint
 from minillm.models.decoder import Decoder
 from minillm.models.families import parse_config
 from minillm.models.presets import PRESETS
 from minillm.ops import cpu
-from minillm.plan.cost import step_cost
-from minillm.plan.hardware import DATASHEET
 from tests.text.build import byte_level, write_folder
 
 CONFIG: dict[str, Any] = {

@@ -59,7 +59,7 @@ def bug(names: str, *places: str) -> Callable[[Callable[..., Any]], None]:
 
 # ---- Counting: what a step reads ----------------------------------------------------------------
 
-STEP_COST = "plan.cost:step_cost"
+STEP_COST = "lab.roofline:step_cost"
 
 
 @bug("00", STEP_COST)
@@ -70,7 +70,7 @@ def _(right, config, query_lens, seq_lens, **settings):
     return replace(found, weight_bytes=found.weight_bytes + table * int(config.tie_word_embeddings))
 
 
-@bug("01", "plan.cost:_attention_widths")
+@bug("01", "lab.roofline:attention_widths")
 def _(right, config):
     """Grouped-query attention is counted by its key-value heads: the queries per head are lost."""
     return (config.num_kv_heads * config.head_dim,) * 2
@@ -415,7 +415,7 @@ def _(right, matrix, *arguments):
 
 
 # NF4 has eight levels below 0 and seven above: the table is mirrored.
-bug("13_levels", "quantization.nf4:nf4_levels")(lambda right: -right().flip(0))
+bug("13_levels", "lab.quantise.nf4:nf4_levels")(lambda right: -right().flip(0))
 # The first code of a byte is in its high half when it is read.
 bug("13_nibbles", "quantization.quantized:split_bytes")(
     lambda right, packed: torch.stack((packed >> 4, packed & 15), dim=-1).flatten(-2)
@@ -429,14 +429,14 @@ def _(right, grid, weights):
     return right(grid, largest * weights.new_tensor([-1.0, 1.0]))
 
 
-@bug("14", "quantization.gptq:inverse_factor")
+@bug("14", "lab.quantise.gptq:inverse_factor")
 def _(right, hessian, damp):
     """GPTQ moves the later columns in the direction of the error instead of against it."""
     upper = right(hessian, damp)
     return 2 * upper.diagonal().diag() - upper
 
 
-@bug("14_factor", "quantization.gptq:inverse_factor")
+@bug("14_factor", "lab.quantise.gptq:inverse_factor")
 def _(right, hessian, damp):
     """GPTQ takes the Cholesky factor of H instead of that of its inverse."""
     damped = hessian.double()
@@ -445,9 +445,9 @@ def _(right, hessian, damp):
 
 
 # AWQ divides by the importance instead of multiplying: large channels are made smaller.
-bug("14_scales", "quantization.awq:candidate")(lambda right, *arguments: 1 / right(*arguments))
+bug("14_scales", "lab.quantise.awq:candidate")(lambda right, *arguments: 1 / right(*arguments))
 # SmoothQuant forgets the inputs: its scales come from the weights alone.
-bug("14_smooth", "quantization.smoothquant:smooth_scales")(
+bug("14_smooth", "lab.quantise.smoothquant:smooth_scales")(
     lambda right, weight, statistics, alpha=0.5: (
         1 / weight.abs().amax(0).clamp(min=1e-5) ** (1 - alpha)
     )

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from notebook_chapter import NOTEBOOKS, Chapter, called, chapters
 
+from minillm.lab.hardware import DATASHEET
+from minillm.lab.roofline import step_cost, step_time
 from minillm.models.presets import preset
 from minillm.ops import c_library
 from minillm.plan import machine
-from minillm.plan.cost import step_cost, step_time
-from minillm.plan.hardware import DATASHEET
 from minillm_exercises.chapters import ch00
 
 LAPTOP = DATASHEET["laptop-ddr5"]

@@ -8,9 +8,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from minillm.config import ModelConfig
+from minillm.lab.roofline import step_cost
 from minillm.models.decoder import Decoder
 from minillm.models.forward_pass import Chunk, ForwardPass
-from minillm.plan.cost import step_cost
 from minillm_exercises import record
 from minillm_exercises.chapters.ch01 import (
     attention_pass,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
+from minillm.lab.hardware import DATASHEET
 from minillm.models.presets import preset
-from minillm.plan.hardware import DATASHEET
 from minillm_exercises.chapters import ch03
 from minillm_exercises.errors import ExerciseError
 

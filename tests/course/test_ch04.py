@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from minillm.config import ModelConfig
+from minillm.lab.roofline import step_cost
 from minillm.lab.training.variants import MLA, VARIANTS
 from minillm.models.decoder import Decoder
 from minillm.models.presets import preset
-from minillm.plan.cost import step_cost
 from minillm_exercises.chapters import ch04, ch04_variants
 from minillm_exercises.chapters.ch04_variants import Record, Run, Verdict
 from minillm_exercises.errors import ExerciseError

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from minillm import LLM
+from minillm.lab.hardware import DATASHEET
+from minillm.lab.roofline import step_time
 from minillm.models.presets import preset
-from minillm.plan.cost import kv_bytes_per_token, step_time
-from minillm.plan.hardware import DATASHEET
+from minillm.plan.cost import kv_bytes_per_token
 from minillm_exercises.chapters import ch05
 from minillm_exercises.errors import ExerciseError
 

@@ -3,10 +3,11 @@
 import pytest
 
 from minillm import LLM
+from minillm.lab.hardware import DATASHEET
+from minillm.lab.roofline import step_cost
 from minillm.lab.simulation import Simulation, linear
 from minillm.models.presets import preset
-from minillm.plan.cost import kv_bytes_per_token, step_cost
-from minillm.plan.hardware import DATASHEET
+from minillm.plan.cost import kv_bytes_per_token
 from minillm_exercises.chapters import ch08, ch08_pictures
 from minillm_exercises.errors import ExerciseError
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from notebook_chapter import NOTEBOOKS, Chapter
 
+from minillm.lab.hardware import DATASHEET
 from minillm.models.presets import preset
-from minillm.plan.hardware import DATASHEET
 from minillm_exercises.chapters import ch10, ch10_pictures, ch10_tables
 from minillm_exercises.errors import ExerciseError
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minillm.plan.hardware import DATASHEET
+from minillm.lab.hardware import DATASHEET
 from minillm_exercises.chapters import ch11, ch11_compiled, ch11_gpu, ch11_ladder
 from minillm_exercises.chapters.ch11_elsewhere import changed, compiled, count, source_of
 from minillm_exercises.chapters.ch11_traffic import Traffic, counting

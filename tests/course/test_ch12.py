@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import LLM
 from minillm.execution.graphs import has_graphs
+from minillm.lab.hardware import DATASHEET
 from minillm.ops import c_library, cpu
-from minillm.plan.hardware import DATASHEET
 from minillm_exercises.chapters import ch12
 from minillm_exercises.chapters.ch12 import DecodeStep, Rung, calls_of
 from minillm_exercises.chapters.ch12_device import Job, bubbles, drive

@@ -7,8 +7,8 @@ import torch
 from notebook_chapter import chapters
 
 from minillm import LLM
-from minillm.plan.cost import step_cost
-from minillm.plan.hardware import DATASHEET, Hardware
+from minillm.lab.hardware import DATASHEET, Hardware
+from minillm.lab.roofline import step_cost
 from minillm_exercises.chapters import ch12
 from minillm_exercises.chapters.ch12 import DecodeStep
 from minillm_exercises.chapters.ch12_recordings import Again

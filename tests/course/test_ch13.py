@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from minillm.lab.roofline import step_cost
 from minillm.models.presets import preset
-from minillm.plan.cost import step_cost, weight_bytes
+from minillm.plan.cost import weight_bytes
 from minillm_exercises.chapters import ch13
 from minillm_exercises.chapters.quality import Subject
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
+from minillm.lab.hardware import DATASHEET
 from minillm.models.presets import preset
-from minillm.plan.hardware import DATASHEET
 from minillm.speculative.proposer import DraftRow
 from minillm_exercises.chapters import ch16
 from minillm_exercises.chapters.ch16 import Round, Verified

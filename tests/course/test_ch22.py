@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from minillm.lab.benchmarks.serving.reply import Reply
+from minillm.lab.hardware import DATASHEET
 from minillm.lab.links import LINKS
 from minillm.lab.parallel_cost import Devices, precision, stage_times
 from minillm.lab.parallel_layout import Layout
 from minillm.models.presets import preset
-from minillm.plan.hardware import DATASHEET
 from minillm_exercises.chapters import ch22, ch22_ship
 from minillm_exercises.errors import ExerciseError
 

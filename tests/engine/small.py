@@ -14,7 +14,7 @@ from minillm import LLM
 from minillm.api.outputs import RequestOutput
 from minillm.engine.loop import Engine
 from minillm.scheduling.data_parallel import schedulers_of
-from minillm.scheduling.invariants import check_invariants
+from tests.scheduling.invariants import check_invariants
 
 EOS = 256
 BLOCK_SIZE = 4

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.cache.spec import CacheSpec, cache_spec
+from minillm.lab.roofline import step_cost
 from minillm.layers.kv_cache import KVCache
 from minillm.models.presets import preset
-from minillm.plan.cost import block_bytes, kv_bytes_per_token, memory_plan, step_cost
+from minillm.plan.cost import block_bytes, kv_bytes_per_token, memory_plan
 from tests.matrix.cells import folder_of
 
 # Bytes of one token in one layer, and over all layers, in float32. GQA keeps K and V of 2 heads of

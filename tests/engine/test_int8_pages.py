@@ -9,9 +9,10 @@ import torch
 from minillm import LLM, EngineArgs, SamplingParams
 from minillm.cache.spec import cache_spec
 from minillm.errors import ConfigError, UnsupportedFeatureError
+from minillm.lab.roofline import step_cost
 from minillm.layers.kv_cache import KVCache
 from minillm.models.presets import preset
-from minillm.plan.cost import kv_bytes_per_token, memory_plan, step_cost
+from minillm.plan.cost import kv_bytes_per_token, memory_plan
 from tests.engine.small import make
 from tests.models.tiny import MLA, Tiny
 

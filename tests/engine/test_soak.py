@@ -25,9 +25,9 @@ from minillm.engine.loop import Engine
 from minillm.errors import EngineDeadError
 from minillm.scheduling import record
 from minillm.scheduling.data_parallel import schedulers_of
-from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.scheduler import Scheduler
 from minillm.trace.recorder import Trace
+from tests.scheduling.invariants import check_invariants
 
 SEATS, PROMPT, OUTPUT, BLOCK = 24, 28, 24, 4
 POOL = round(0.3 * SEATS * (PROMPT + OUTPUT) / 2 / BLOCK)  # blocks

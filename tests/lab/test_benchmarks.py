@@ -8,8 +8,8 @@ from minillm.lab.benchmarks import scheduler as bench
 from minillm.lab.benchmarks.scheduler import Series, Workload
 from minillm.lab.benchmarks.step_times import Sizes, Times, measure, opened
 from minillm.models.deterministic import TiledDecoder
-from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.policies import POLICIES
+from tests.scheduling.invariants import check_invariants
 
 # ---- what the numbers say ---------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ import pytest
 
 from minillm.errors import ConfigError
 from minillm.lab.decode_law import DecodeRates, decode_time
+from minillm.lab.roofline import step_cost
 from minillm.models.presets import preset
-from minillm.plan.cost import step_cost
 
 RATES = DecodeRates(stream=10e9, matrix=500e9, pages=5e9, step_seconds=0.001, row_seconds=0.0001)
 CONFIG = preset("smollm2-135m")

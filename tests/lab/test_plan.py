@@ -10,12 +10,12 @@ from minillm.cli.terminal import seconds
 from minillm.errors import ConfigError
 from minillm.lab.commands.plan_parallel import layouts
 from minillm.lab.commands.quantised_weights import check_fetched
+from minillm.lab.hardware import DATASHEET
 from minillm.lab.links import LINKS, all_reduce
 from minillm.lab.parallel_cost import Devices, decode_time
 from minillm.lab.parallel_layout import Layout
 from minillm.models.checkpoint import open_model
 from minillm.models.presets import preset
-from minillm.plan.hardware import DATASHEET
 from minillm.plan.weight_sizes import WeightSizes
 from tests.quantization.test_golden import GOLDEN
 

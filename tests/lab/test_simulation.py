@@ -8,11 +8,11 @@ import pytest
 from minillm import SamplingParams
 from minillm.api.outputs import PrefixReport
 from minillm.errors import ConfigError, InvalidRequestError, UnknownArgumentError
+from minillm.lab.hardware import DATASHEET
+from minillm.lab.roofline import step_cost, step_time
 from minillm.lab.simulated_drafts import SimulatedDrafts
 from minillm.lab.simulation import Simulation, every_step, linear, roofline
 from minillm.models.presets import preset
-from minillm.plan.cost import step_cost, step_time
-from minillm.plan.hardware import DATASHEET
 from minillm.scheduling.plan import Row
 from minillm.scheduling.policies import Policy
 from minillm.scheduling.record import Blocked, StepRecord

@@ -21,9 +21,9 @@ import pytest
 from minillm.cli import main
 from minillm.errors import CheckpointError, MinillmError, ModelNotFoundError
 from minillm.lab.commands import info
+from minillm.lab.quantise.gguf_export import write_model
 from minillm.models import checkpoint, packaged
 from minillm.models.checkpoint import open_model
-from minillm.models.gguf_export import write_model
 from minillm.models.packaged import Package, packaged_file
 
 CONTENT = b"weights" * 5000

@@ -22,7 +22,6 @@ from minillm.parallel import rank
 from minillm.parallel.communicator import Traffic
 from minillm.parallel.experts import DispatchedExperts
 from minillm.scheduling.data_parallel import schedulers_of
-from minillm.scheduling.invariants import check_invariants
 from minillm.speculative.proposer import DraftRow
 from minillm.trace.replay import Replay
 from tests.engine.small import make
@@ -31,6 +30,7 @@ from tests.matrix.jobs import Job, generate
 from tests.pairs import some
 from tests.parallel.rank_groups import KINDS as GROUPS
 from tests.parallel.rank_groups import on_all, ranks
+from tests.scheduling.invariants import check_invariants
 
 
 class Told:

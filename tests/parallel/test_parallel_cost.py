@@ -15,6 +15,7 @@ from minillm.api.arguments import EngineArgs
 from minillm.config import MoEConfig
 from minillm.errors import ConfigError
 from minillm.lab.expert_load import expert_balance, most_experts_read, ranks_of_a_token
+from minillm.lab.hardware import DATASHEET
 from minillm.lab.links import (
     LINKS,
     Direct,
@@ -40,13 +41,13 @@ from minillm.lab.parallel_layout import (
     device_config,
     device_memory,
 )
+from minillm.lab.roofline import step_cost, step_time
 from minillm.models.checkpoint import open_model
 from minillm.models.presets import PRESETS, preset
 from minillm.parallel.communicator import ThreadGroup
 from minillm.parallel.place import Place
 from minillm.parallel.rank import load_rank
-from minillm.plan.cost import step_cost, step_time, weight_bytes
-from minillm.plan.hardware import DATASHEET
+from minillm.plan.cost import weight_bytes
 from minillm.plan.parameters import parameter_count
 
 H100, H200 = DATASHEET["h100-sxm"], DATASHEET["h200"]

@@ -15,16 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minillm.config import MLAConfig, ModelConfig, MoEConfig
 from minillm.errors import ConfigError
+from minillm.lab.hardware import DATASHEET
+from minillm.lab.roofline import step_cost, step_time
 from minillm.models.presets import PRESETS, preset
-from minillm.plan.cost import (
-    activation_peak_bytes,
-    kv_bytes_per_token,
-    memory_plan,
-    step_cost,
-    step_time,
-    weight_bytes,
-)
-from minillm.plan.hardware import DATASHEET
+from minillm.plan.cost import activation_peak_bytes, kv_bytes_per_token, memory_plan, weight_bytes
 from minillm.plan.parameters import expected_distinct, parameter_count
 from tests.plan.hf_shapes import hf_model
 

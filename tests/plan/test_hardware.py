@@ -9,15 +9,15 @@ import torch
 from minillm.errors import ConfigError, MinillmError
 from minillm.lab import ceilings
 from minillm.lab.ceilings import measure
-from minillm.models.presets import preset
-from minillm.plan.cost import step_cost
-from minillm.plan.hardware import (
+from minillm.lab.hardware import (
     DATASHEET,
     Hardware,
     ImpossibleMeasurementError,
     achieved,
     check_physical,
 )
+from minillm.lab.roofline import step_cost
+from minillm.models.presets import preset
 
 MACHINE = Hardware("this", 2**34, 50e9, 800e9, 1e-6, "measured", peak_flops_fp32=200e9)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from minillm.lab.quantise.fp8 import round_fp8
 from minillm.ops import cpu
 from minillm.ops.cpu_quantized import quantized_linear
-from minillm.quantization.fp8 import round_fp8
 from minillm.quantization.panels import arranged
 from minillm.quantization.quantized import Quantized
 from tests.ops import c_variants

@@ -9,6 +9,7 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError
+from minillm.lab.kernel_names import kernel_of
 from minillm.layers.linear_methods import Matrix, WeightSlice
 from minillm.models.checkpoint import open_model
 from minillm.models.loader import load_model
@@ -17,7 +18,7 @@ from minillm.ops import cpu
 from minillm.quantization import outliers
 from minillm.quantization.methods import install
 from minillm.quantization.outliers import OutlierMethod, separate_outliers
-from minillm.quantization.panels import PanelQuantizedMethod, kernel_of, pack_quantized
+from minillm.quantization.panels import PanelQuantizedMethod, pack_quantized
 from minillm.quantization.quantized import Quantized
 from minillm.quantization.rounding import round_symmetric
 from tests.quantization.test_golden import GOLDEN

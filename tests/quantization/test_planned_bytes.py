@@ -10,13 +10,14 @@ from minillm import LLM
 from minillm.errors import UnsupportedFeatureError
 from minillm.lab.parallel_layout import Layout as Parallel
 from minillm.lab.parallel_layout import device_memory
+from minillm.lab.roofline import step_cost
 from minillm.models.checkpoint import ModelSource, open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 from minillm.models.packing import pack_weights
 from minillm.models.quantize import quantize_weights
 from minillm.models.weight_sizes import Layout, planned_sizes
-from minillm.plan.cost import step_cost, weight_bytes
+from minillm.plan.cost import weight_bytes
 from minillm.plan.weight_sizes import WeightSizes
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.tiny import CASES

@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM
 
 from minillm.cli import main
 from minillm.errors import ConfigError, UnsupportedFeatureError
+from minillm.lab.quantise.quantize_folder import quantize_folder
+from minillm.lab.quantise.recipe import Recipe
 from minillm.models.checkpoint import open_model
 from minillm.models.loader import load_model
-from minillm.models.quantize_folder import quantize_folder
 from minillm.quantization.methods import QuantizedMethod
-from minillm.quantization.recipe import Recipe
 from minillm.quantization.rounding import round_symmetric
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.parity import whole

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from minillm.lab.quantise.fp8 import round_fp8
 from minillm.layers.linear_methods import Matrix, frozen
 from minillm.layers.mla import MLAttention
 from minillm.layers.moe import Router
 from minillm.models.packing import list_matrices, pack_weights
 from minillm.models.quantize import quantize_weights
 from minillm.ops import cpu
-from minillm.quantization.fp8 import round_fp8
 from minillm.quantization.methods import QuantizedMethod, install
 from minillm.quantization.panels import PanelQuantizedMethod
 from tests.ops.small_decoders import CONFIGS, TOLERANCE, forward, new_cache, steps, unpacked

@@ -18,10 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minillm.lab.quantise.quantize_folder import quantize_folder
+from minillm.lab.quantise.recipe import Recipe
 from minillm.models.checkpoint import open_model, shard_files
 from minillm.models.loader import load_model
-from minillm.models.quantize_folder import quantize_folder
-from minillm.quantization.recipe import Recipe
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.parity import FlatRunner
 from tests.models.tiny import FAMILY, Checkpoint, Tiny, prompt

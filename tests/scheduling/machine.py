@@ -38,7 +38,6 @@ from minillm.cache.hash_chain import HashChain, Place
 from minillm.cache.manager import BlockManager, BlockTable
 from minillm.errors import InvalidRequestError
 from minillm.scheduling.config import SchedulerConfig
-from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.policies import POLICIES
 from minillm.scheduling.record import Counters
@@ -53,6 +52,7 @@ from tests.scheduling.drafting import (
     guess,
     without_drafts,
 )
+from tests.scheduling.invariants import check_invariants
 from tests.scheduling.oracle import (
     VOCABULARY,
     Broken,

@@ -9,10 +9,10 @@ from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.drafts import Drafts
-from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.request import Request, Sequence
 from minillm.scheduling.scheduler import Scheduler
+from tests.scheduling.invariants import check_invariants
 
 
 def scheduler_of(num_blocks: int = 8, **fields: Any) -> Scheduler:

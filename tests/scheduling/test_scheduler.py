@@ -21,10 +21,10 @@ from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.errors import ConfigError, InvalidRequestError
 from minillm.scheduling.config import SchedulerConfig
-from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.request import Request, Sequence, Status
 from minillm.scheduling.scheduler import Scheduler
+from tests.scheduling.invariants import check_invariants
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,12 +16,12 @@ import pytest
 
 from minillm import AsyncLLMEngine, SamplingParams
 from minillm.engine.loop import Engine
-from minillm.scheduling.invariants import check_invariants
 from minillm.scheduling.request import Status
 from minillm.serving import async_engine
 from minillm.serving.step_thread import Ticket
 from tests.engine.small import make, tokens
 from tests.pairs import some
+from tests.scheduling.invariants import check_invariants
 from tests.serving.async_small import Gate, idle, in_loop, make_async, run
 
 NUM_REQUESTS = 500

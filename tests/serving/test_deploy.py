@@ -294,13 +294,3 @@ def test_the_document_says_what_each_route_replies(app):
 def test_the_document_is_valid_openapi(app):
     validator = pytest.importorskip("openapi_spec_validator")
     validator.validate(app.openapi())
-
-
-def test_the_command_writes_the_document(tmp_path, capsys):
-    file = tmp_path / "schema.json"
-    assert openapi.main([str(file)]) == 0
-    assert json.loads(file.read_text())["openapi"].startswith("3.1")
-    assert openapi.main(["a", "b"]) == openapi.main(["--help"]) == 2
-    assert openapi.main([str(tmp_path / "no" / "schema.json")]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.endswith("cannot be written: No such file or directory.")

@@ -9,9 +9,9 @@ from minillm.api.speculative_config import AUTO_MOST, SpeculativeConfig
 from minillm.plan.step_times import StepTimes
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
-from minillm.scheduling.invariants import check_invariants
 from minillm.speculative.setup import build_drafts
 from tests.pairs import pairwise
+from tests.scheduling.invariants import check_invariants
 from tests.speculative.virtual import Habit, Machine
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from minillm.errors import ConfigError
+from minillm.lab.hardware import DATASHEET
+from minillm.lab.roofline import step_cost, step_time
 from minillm.lab.speculation_cost import best, speculation, survival, verification_seconds
 from minillm.models.presets import preset
-from minillm.plan.cost import step_cost, step_time
-from minillm.plan.hardware import DATASHEET
 
 H200 = next(value for key, value in DATASHEET.items() if key.startswith("h200"))
 

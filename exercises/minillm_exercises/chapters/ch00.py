@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from minillm.lab.hardware import DATASHEET, Hardware, ImpossibleMeasurementError, check_physical
+from minillm.lab.roofline import StepCost, StepTime, step_cost, step_time
 from minillm.models.presets import preset
 from minillm.ops import c_library
 from minillm.plan import machine
-from minillm.plan.cost import StepCost, StepTime, step_cost, step_time
-from minillm.plan.hardware import DATASHEET, Hardware, ImpossibleMeasurementError, check_physical
 from minillm_exercises.chapters.ch01 import count_calls, product_pass
 from minillm_exercises.chapters.common import rounds
 from minillm_exercises.plots import bars, bound, figure, series, show

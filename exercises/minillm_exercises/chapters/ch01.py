@@ -15,14 +15,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from minillm import ops
 from minillm.cache.spec import cache_spec
 from minillm.config import ModelConfig
+from minillm.lab.hardware import DATASHEET, Hardware
+from minillm.lab.roofline import step_cost, step_time
 from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear import Linear
 from minillm.models.decoder import Decoder
 from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.models.presets import preset
 from minillm.ops.batch import Batch
-from minillm.plan.cost import step_cost, step_time
-from minillm.plan.hardware import DATASHEET, Hardware
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.plots import COLOURS, bound, figure, show

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from minillm import LLM
 from minillm.config import ModelConfig
+from minillm.lab.hardware import DATASHEET, Hardware
+from minillm.lab.roofline import StepCost, step_cost, step_time
 from minillm.models.presets import preset
-from minillm.plan.cost import StepCost, kv_bytes_per_token, step_cost, step_time, weight_bytes
-from minillm.plan.hardware import DATASHEET, Hardware
+from minillm.plan.cost import kv_bytes_per_token, weight_bytes
 from minillm_exercises.chapters.ch01 import knee as knee
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
@@ -214,7 +215,7 @@ def twice_from(saved: Gains) -> int | None:
 
 def draw_gains(model: str, prompt: int, machine: str, new: int = 2048) -> None:
     """Draw what a cache saves of positions and of time, token by token, on a machine of
-    `minillm.plan.hardware.DATASHEET`."""
+    `minillm.lab.hardware.DATASHEET`."""
     config, device = preset(model), DATASHEET[machine]
     saved, tokens = gains(config, prompt, new, device), range(1, new + 1)
     fig, ax = figure(

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from minillm import LLM
 from minillm.config import ModelConfig
+from minillm.lab.hardware import DATASHEET, Hardware
+from minillm.lab.roofline import StepCost, step_cost, step_time
 from minillm.models.forward_pass import Chunk
 from minillm.models.presets import preset
-from minillm.plan.cost import StepCost, step_cost, step_time
-from minillm.plan.hardware import DATASHEET, Hardware
 from minillm_exercises.chapters.ch01 import count_calls as calls_of
 from minillm_exercises.chapters.ch01 import product_pass as product_pass
 from minillm_exercises.chapters.ch03 import counted as counted

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.config import ModelConfig
+from minillm.lab.hardware import DATASHEET, Hardware
+from minillm.lab.roofline import step_cost, step_time
 from minillm.lab.simulation import Simulation, StepLaw
 from minillm.models.forward_pass import Chunk
 from minillm.models.presets import preset
-from minillm.plan.cost import kv_bytes_per_token, step_cost, step_time
-from minillm.plan.hardware import DATASHEET, Hardware
+from minillm.plan.cost import kv_bytes_per_token
 from minillm.trace.recorder import Trace
 from minillm_exercises.chapters.ch01 import knee as knee
 from minillm_exercises.chapters.common import chosen

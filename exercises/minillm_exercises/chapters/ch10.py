@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minillm.config import ModelConfig
-from minillm.plan.cost import step_cost
-from minillm.plan.hardware import Hardware
+from minillm.lab.hardware import Hardware
+from minillm.lab.roofline import step_cost
 from minillm.plan.weight_sizes import dtype_bytes
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.counting import Counts, counting

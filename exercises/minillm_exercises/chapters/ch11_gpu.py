@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from minillm.plan.hardware import DATASHEET, Hardware
+from minillm.lab.hardware import DATASHEET, Hardware
 from minillm_exercises.chapters.ch11 import DEVICE, Batch, batch
 from minillm_exercises.chapters.common import show_table
 from minillm_exercises.notebook import say

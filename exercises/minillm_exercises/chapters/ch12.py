@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from minillm import LLM, SamplingParams
 from minillm.lab import ceilings
+from minillm.lab.hardware import Hardware
 from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder, LayersMethod
 from minillm.models.forward_pass import Chunk
@@ -24,7 +25,6 @@ from minillm.models.packing import pack_weights
 from minillm.ops import c_library, cpu
 from minillm.ops.batch import Batch
 from minillm.plan import machine
-from minillm.plan.hardware import Hardware
 from minillm_exercises.chapters import common
 from minillm_exercises.chapters.ch01 import product_pass as product_pass
 from minillm_exercises.chapters.common import nearest as nearest

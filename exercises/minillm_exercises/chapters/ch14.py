@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.lab.quantise.smoothquant import smooth_scales
+from minillm.lab.quantise.statistics import InputStatistics, output_error
 from minillm.layers.linear import Linear
 from minillm.quantization.methods import install
 from minillm.quantization.panels import pack_quantized
 from minillm.quantization.quantized import Quantized
-from minillm.quantization.smoothquant import smooth_scales
-from minillm.quantization.statistics import InputStatistics, output_error
 from minillm_exercises.chapters.quality import Change, Subject
 
 Statistics = Mapping[str, InputStatistics]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.config import ModelConfig
+from minillm.lab.hardware import Hardware
+from minillm.lab.roofline import StepCost, step_cost, step_time
 from minillm.models.forward_pass import Chunk, ForwardPass
-from minillm.plan.cost import StepCost, step_cost, step_time
-from minillm.plan.hardware import Hardware
 from minillm.sampling.sampler import SamplingRow, sample
 from minillm.speculative.proposer import DraftRow
 from minillm_exercises.chapters import common

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from minillm import LLM, ops
 from minillm.config import ModelConfig
+from minillm.lab.hardware import Hardware
+from minillm.lab.roofline import step_cost, step_time
 from minillm.layers.moe import Router
 from minillm.models.families import qwen3_moe
 from minillm.models.forward_pass import Chunk
-from minillm.plan.cost import step_cost, step_time
-from minillm.plan.hardware import Hardware
 from minillm.plan.parameters import parameter_count
 from minillm_exercises.chapters.common import show_table as show_table
 

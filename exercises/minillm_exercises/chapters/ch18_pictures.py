@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minillm.config import ModelConfig
-from minillm.plan.hardware import Hardware
+from minillm.lab.hardware import Hardware
 from minillm.plan.parameters import expected_distinct
 from minillm_exercises.chapters import ch18
 from minillm_exercises.plots import bound, figure, series, show

@@ -14,6 +14,7 @@ from torch import Tensor
 from minillm import LLM, SamplingParams
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError
+from minillm.lab.hardware import Hardware
 from minillm.lab.links import LINKS
 from minillm.lab.parallel_cost import Devices, ParallelTime, decode_time, prefill_time
 from minillm.lab.parallel_layout import Layout, device_memory
@@ -23,7 +24,6 @@ from minillm.parallel import sampler
 from minillm.parallel.communicator import Communicator, ThreadGroup
 from minillm.parallel.split import Split, rank_config
 from minillm.plan.cost import MemoryPlan, kv_bytes_per_token, weight_bytes
-from minillm.plan.hardware import Hardware
 from minillm_exercises.chapters.ch02 import logprobs
 from minillm_exercises.chapters.common import show_table as show_table
 

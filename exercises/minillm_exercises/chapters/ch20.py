@@ -17,11 +17,11 @@ from torch import Tensor
 from minillm import LLM, SamplingParams, ops
 from minillm.cache.manager import BlockManager
 from minillm.config import ModelConfig, MoEConfig
+from minillm.lab.hardware import Hardware
 from minillm.lab.links import LINKS
 from minillm.lab.parallel_cost import Devices, ParallelTime, decode_time, prefill_time
 from minillm.lab.parallel_layout import Layout, device_memory
 from minillm.parallel.split import cut_layers, layer_costs
-from minillm.plan.hardware import Hardware
 from minillm.scheduling import scheduler as scheduler_file
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.plan import StepPlan

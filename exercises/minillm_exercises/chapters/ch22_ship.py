@@ -1,7 +1,7 @@
 """Chapter 22, the last section: configurations of Llama-3.1-70B on a virtual clock, and prices.
 
 The engine's own scheduler decides. A step takes the time of the roofline model, which is computed
-here from a few constants: `cost.step_cost` for each of a million steps would take minutes.
+here from a few constants: `roofline.step_cost` for each of a million steps would take minutes.
 """
 
 import gc
@@ -16,13 +16,13 @@ from typing import Any
 from minillm.config import ModelConfig
 from minillm.lab.benchmarks.serving.reply import Reply
 from minillm.lab.benchmarks.serving.slo import Objectives, evaluate
+from minillm.lab.hardware import Hardware
 from minillm.lab.links import Link, all_gather_seconds, all_reduce
 from minillm.lab.parallel_cost import CANDIDATE_BYTES
 from minillm.lab.parallel_layout import Layout, device_config
+from minillm.lab.roofline import step_cost
 from minillm.lab.simulated_drafts import SimulatedDrafts
 from minillm.lab.simulation import MADE_UP, Simulation
-from minillm.plan.cost import step_cost
-from minillm.plan.hardware import Hardware
 from minillm.plan.weight_sizes import dtype_bytes
 from minillm.scheduling.record import StepRecord
 from minillm_exercises.chapters.ch22 import answered

@@ -1,7 +1,7 @@
 """`minillm bench decode|prefill|offline`: minillm and other engines against the roofline bound.
 
-`plan/cost.py` counts the bytes and operations of a step, `ceiling.py` measures the machine's rates
-before and after, and `contest.py` runs the engines in turn.
+`lab/roofline.py` counts the bytes and operations of a step, `ceiling.py` measures the machine's
+rates before and after, and `contest.py` runs the engines in turn.
 """
 
 import platform
@@ -22,7 +22,8 @@ from minillm.lab.benchmarks.contest import Case, Contest, OfflineRun, Run, Score
 from minillm.lab.benchmarks.engine_process import OWN, EngineProcess, MissingPeerError
 from minillm.lab.benchmarks.lengths import LENGTHS
 from minillm.lab.benchmarks.processor import processor
-from minillm.plan.cost import StepCost, kv_bytes_per_token, step_cost
+from minillm.lab.roofline import StepCost, step_cost
+from minillm.plan.cost import kv_bytes_per_token
 from minillm.plan.weight_sizes import WeightSizes
 
 BUDGET = 2048  # tokens of a step, or all prompts of the batch: prompts are not chunked

@@ -28,6 +28,7 @@ from minillm.lab.benchmarks.calm import Calm, calmest, calmly
 from minillm.lab.benchmarks.checkpoint import ARCHITECTURES, huggingface_config, write_tokenizer
 from minillm.lab.benchmarks.decode_steps import DecodeSteps, fill_with_numbers
 from minillm.lab.decode_law import DecodeRates
+from minillm.lab.roofline import step_cost
 from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear import Linear
 from minillm.layers.linear_methods import PackedLinearMethod, frozen, packed
@@ -35,7 +36,6 @@ from minillm.models.loader import DTYPES
 from minillm.models.packing import into_panels
 from minillm.ops import cpu
 from minillm.ops.batch import Batch
-from minillm.plan.cost import step_cost
 from minillm.plan.parameters import all_products
 
 MOST_BYTES = 2**28  # weights of a probe: larger than any cache, read in milliseconds

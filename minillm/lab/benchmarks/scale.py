@@ -2,8 +2,8 @@
 
 Every round measures the rates of `lab/decode_law.py` and then every case, so that disturbances
 affect both. Disturbed measurements are repeated, and figures are medians over the undisturbed
-rounds. The prediction of a case uses counts (`cost.step_cost`) and these rates; no rate is fitted
-to the cases.
+rounds. The prediction of a case uses counts (`roofline.step_cost`) and these rates; no rate is
+fitted to the cases.
 """
 
 from argparse import Namespace
@@ -32,8 +32,9 @@ from minillm.lab.benchmarks.scale_plot import check_plot, draw
 from minillm.lab.commands.bench import finish, progress
 from minillm.lab.commands.plan import find_config
 from minillm.lab.decode_law import DecodeRates, decode_time
+from minillm.lab.roofline import StepCost, step_cost
 from minillm.plan import machine
-from minillm.plan.cost import StepCost, memory_plan, step_cost
+from minillm.plan.cost import memory_plan
 
 TOLERANCE = 0.25  # largest relative error of a prediction that explains a case
 AIM, AIM_BATCH = 0.05, 64  # target for the fraction of host overhead, and its batch size

@@ -27,9 +27,9 @@ from minillm.cli.terminal import Terminal, amount, billions, digits, plural, sec
 from minillm.lab.benchmarks.others import DISTURBED as MUCH
 from minillm.lab.benchmarks.others import reported, watching
 from minillm.lab.ceilings import DISTURBED, measure
+from minillm.lab.hardware import Hardware
+from minillm.lab.roofline import StepCost, step_cost, step_time
 from minillm.plan import machine
-from minillm.plan.cost import StepCost, step_cost, step_time
-from minillm.plan.hardware import Hardware
 from minillm.plan.parameters import parameter_count
 
 if TYPE_CHECKING:

@@ -112,11 +112,11 @@ def kinds_of(model: "Decoder", reference: "dict[str, Tensor] | None" = None) -> 
     """The matrices of a loaded model, grouped by how they are stored. Packs the model."""
     import torch
 
+    from minillm.lab.kernel_names import kernel_of
     from minillm.layers.linear_methods import Matrix
     from minillm.layers.panel_methods import PanelHeadsMethod
     from minillm.models.packing import pack_weights
     from minillm.quantization.mixed import holders
-    from minillm.quantization.panels import kernel_of
 
     found: dict[tuple[object, ...], Kind] = {}
     members: list[tuple[Kind, Matrix]] = []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError, did_you_mean
 from minillm.lab.ceilings import measure
-from minillm.plan.hardware import DATASHEET, Hardware
+from minillm.lab.hardware import DATASHEET, Hardware
 
 UNITS: Mapping[str, float] = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12,
          "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip

@@ -18,16 +18,10 @@ from minillm.errors import ConfigError
 from minillm.lab.commands import plan_parallel, plan_speculation
 from minillm.lab.commands.place import Place, find_place
 from minillm.lab.commands.quantised_weights import check_quantization, weights_of
+from minillm.lab.hardware import DATASHEET, Hardware
+from minillm.lab.roofline import StepCost, StepTime, step_cost, step_time
 from minillm.models.presets import preset
-from minillm.plan.cost import (
-    MemoryPlan,
-    StepCost,
-    StepTime,
-    memory_plan,
-    step_cost,
-    step_time,
-)
-from minillm.plan.hardware import DATASHEET, Hardware
+from minillm.plan.cost import MemoryPlan, memory_plan
 from minillm.plan.weight_sizes import WeightSizes, dtype_bytes
 
 USAGE = "MODEL [options]"

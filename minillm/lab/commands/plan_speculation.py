@@ -12,6 +12,7 @@ from minillm.config import ModelConfig
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.lab.commands.place import Place
 from minillm.lab.decode_law import decode_time
+from minillm.lab.roofline import step_cost, step_time
 from minillm.lab.speculation_cost import (
     CostSeconds,
     Speculation,
@@ -19,7 +20,6 @@ from minillm.lab.speculation_cost import (
     speculation,
     verification_seconds,
 )
-from minillm.plan.cost import step_cost, step_time
 
 NGRAM = "ngram"
 BATCHES, COUNTS = (1, 4, 16, 64), (1, 2, 4, 8)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from minillm.cli.terminal import Terminal, size
 from minillm.errors import ConfigError
-from minillm.quantization.recipe import FORMATS, METHODS, Recipe
+from minillm.lab.quantise.recipe import FORMATS, METHODS, Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from minillm.lab.quantise.quantize_folder import Report
     from minillm.models.checkpoint import ModelSource
-    from minillm.models.quantize_folder import Report
 
 USAGE = "MODEL [--method METHOD | --type TYPE] --out PATH"
 EXAMPLES = """\
@@ -65,8 +65,8 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Quantise, and return the exit code."""
+    from minillm.lab.quantise.quantize_folder import quantize_folder
     from minillm.models.checkpoint import open_model
-    from minillm.models.quantize_folder import quantize_folder
 
     if args.type is not None or args.format == "gguf":
         return write_file(args, terminal)
@@ -82,8 +82,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 def write_file(args: Namespace, terminal: Terminal) -> int:
     """Write a GGUF file, and return the exit code."""
+    from minillm.lab.quantise.gguf_export import write_model
     from minillm.models.checkpoint import open_model
-    from minillm.models.gguf_export import write_model
 
     if args.type is None:
         raise ConfigError("A GGUF file needs --type, for example --type Q8_0.")
@@ -153,7 +153,7 @@ def recipe_of(args: Namespace) -> Recipe:
 
 def windows_of(args: Namespace, recipe: Recipe, source: "ModelSource") -> "Tensor | None":
     """The calibration text, if the method needs one."""
-    from minillm.models.calibration_text import calibration_windows, read_text
+    from minillm.lab.quantise.calibration_text import calibration_windows, read_text
     from minillm.text.tokenizer import Tokenizer
 
     if not recipe.calibrated or source.folder is None:

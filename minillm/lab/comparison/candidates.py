@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError, did_you_mean
+from minillm.lab.quantise.calibration import layer_of, quantizable
+from minillm.lab.quantise.making import Made
+from minillm.lab.quantise.quantize_layers import quantized_model
+from minillm.lab.quantise.recipe import METHODS, Recipe
 from minillm.layers.linear import Embedding
 from minillm.layers.linear_methods import Matrix
-from minillm.models.calibration import layer_of, quantizable
 from minillm.models.checkpoint import HUB_ID, ModelSource, embedded_models, open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 from minillm.models.packaged import PACKAGED
 from minillm.models.quantize import ROUNDINGS, quantize_weights
-from minillm.models.quantize_layers import quantized_model
-from minillm.quantization.making import Made
 from minillm.quantization.methods import QuantizedMethod, install, unpack
 from minillm.quantization.mixed import MixedMethod, holders, members
-from minillm.quantization.recipe import METHODS, Recipe
 from minillm.quantization.rounding import round_symmetric
 
 WORDS: Mapping[str, tuple[str, Any]] = MappingProxyType(

@@ -26,8 +26,8 @@ from minillm.lab.comparison.candidates import (
 from minillm.lab.comparison.metrics import Scores, hidden_states, perplexity, quality, score
 from minillm.lab.comparison.speed import Speed
 from minillm.lab.comparison.windows import LENGTH, WINDOWS, Windows, cut_windows, read_text
-from minillm.models.calibration_text import calibration_windows
-from minillm.models.calibration_text import read_text as read_calibration
+from minillm.lab.quantise.calibration_text import calibration_windows
+from minillm.lab.quantise.calibration_text import read_text as read_calibration
 from minillm.models.checkpoint import ModelSource, open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import DTYPES

@@ -17,8 +17,8 @@ from minillm.api.arguments import EngineArgs
 from minillm.execution.runner import runner_of
 from minillm.lab.benchmarks.decode_steps import DecodeSteps
 from minillm.lab.gpu.worker import Case, Context
+from minillm.lab.roofline import step_cost
 from minillm.models.presets import preset
-from minillm.plan.cost import step_cost
 
 STEPS, EAGER_STEPS, REPLAYS, PROFILED = 64, 8, 20, 5
 # Rows and context of a decode step, the most important first; then in blocks of 64.

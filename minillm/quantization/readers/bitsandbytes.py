@@ -33,7 +33,7 @@ from torch import Tensor
 from minillm.errors import CheckpointError, UnsupportedFeatureError
 from minillm.layers.linear_methods import TensorSlice, WeightSlice
 from minillm.quantization.formats import Format, Stored
-from minillm.quantization.llm_int8 import THRESHOLD
+from minillm.quantization.outliers import THRESHOLD
 from minillm.quantization.quantized import Quantized
 
 STATE = "weight.quant_state.bitsandbytes__"

@@ -20,9 +20,9 @@ from minillm.lab.benchmarks.compare import Work, cost_of, options, result, state
 from minillm.lab.benchmarks.compare_table import remarks, table
 from minillm.lab.benchmarks.contest import Case, Run, Score
 from minillm.lab.benchmarks.engine_process import EngineFailedError
+from minillm.lab.hardware import Hardware
 from minillm.models.families import parse_config
 from minillm.models.presets import PRESETS, preset
-from minillm.plan.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parents[3]
 CEILING = Ceiling({SUMS: 10e9, ONEDNN: 20e9, OWN: 15e9}, 1e12, 1e11)

@@ -43,9 +43,9 @@ from minillm.lab.benchmarks.scale import (
 )
 from minillm.lab.benchmarks.scale_plot import check_plot
 from minillm.lab.decode_law import DecodeRates, decode_time
+from minillm.lab.roofline import step_cost
 from minillm.models.presets import preset
 from minillm.ops.batch import Batch
-from minillm.plan.cost import step_cost
 
 CONFIG = replace(preset("smollm2-135m"), num_layers=3, vocab_size=640, intermediate_size=256)
 CEILING = Ceiling({SUMS: 20e9}, 1e12, 1e11, machine="a machine")

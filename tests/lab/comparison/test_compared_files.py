@@ -11,9 +11,9 @@ from minillm.errors import ConfigError
 from minillm.lab.comparison import run
 from minillm.lab.comparison.candidates import facts, open_candidate, parse
 from minillm.lab.comparison.sizes import disk_sizes, memory_sizes, packed_sizes, stored_bits
+from minillm.lab.quantise.quantize_folder import quantize_folder
+from minillm.lab.quantise.recipe import Recipe
 from minillm.models.checkpoint import ASSETS, open_model
-from minillm.models.quantize_folder import quantize_folder
-from minillm.quantization.recipe import Recipe
 from tests.models.tiny import CASES
 from tests.quantization.gguf.export import export
 from tests.quantization.gguf.test_gguf_tokenizer import with_vocabulary

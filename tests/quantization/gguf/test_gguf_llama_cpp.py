@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from minillm.lab.quantise.gguf_export import write_model
 from minillm.models.checkpoint import open_model
-from minillm.models.gguf_export import write_model
 from minillm.models.loader import load_model
 from minillm.quantization.mixed import MixedMethod
 from minillm.text.tokenizer import Tokenizer

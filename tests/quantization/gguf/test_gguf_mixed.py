@@ -9,13 +9,14 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from minillm.cli import main
+from minillm.lab.kernel_names import kernel_of
 from minillm.layers.linear_methods import Matrix
 from minillm.models.checkpoint import open_model
 from minillm.models.loader import load_model
 from minillm.models.packing import pack_weights
 from minillm.ops import cpu
 from minillm.quantization.mixed import MixedMethod, members
-from minillm.quantization.panels import PanelQuantizedMethod, kernel_of
+from minillm.quantization.panels import PanelQuantizedMethod
 from tests.models.parity import whole
 from tests.models.tiny import Tiny, prompt
 from tests.ops.small_decoders import bits, forward, new_cache, steps

@@ -11,10 +11,10 @@ from gguf import GGMLQuantizationType as Type
 
 from minillm.cli import main
 from minillm.errors import CheckpointError, ConfigError, UnsupportedFeatureError
+from minillm.lab.quantise import gguf_encode
+from minillm.lab.quantise.gguf_export import write_model
 from minillm.models.checkpoint import ASSETS, open_model
-from minillm.models.gguf_export import write_model
 from minillm.models.loader import load_model
-from minillm.quantization.gguf import encode
 from minillm.text.gguf_splits import SPLITS
 from minillm.text.tokenizer import Tokenizer
 from tests.models.parity import whole
@@ -46,20 +46,20 @@ def values(rows=64):
     return x
 
 
-@pytest.mark.parametrize("kind", encode.ENCODERS)
+@pytest.mark.parametrize("kind", gguf_encode.ENCODERS)
 def test_blocks_are_those_of_the_gguf_package(kind):
     x = values()
     expected = gguf.quants.quantize(x, Type[kind]).tobytes()
-    assert encode.encoded("x", torch.from_numpy(x), kind) == expected
+    assert gguf_encode.encoded("x", torch.from_numpy(x), kind) == expected
 
 
 def test_numbers_that_no_block_can_hold_are_refused():
     for bad in (torch.inf, torch.nan, 1e9):
         with pytest.raises(UnsupportedFeatureError, match="choose BF16"):
-            encode.encoded("x", torch.full((1, 32), bad), "Q4_0")
-    assert encode.encoded("x", torch.full((1, 32), 1e9), "BF16")
+            gguf_encode.encoded("x", torch.full((1, 32), bad), "Q4_0")
+    assert gguf_encode.encoded("x", torch.full((1, 32), 1e9), "BF16")
     with pytest.raises(UnsupportedFeatureError, match="too large for F16"):
-        encode.encoded("x", torch.full((1, 32), 1e9), "F16")
+        gguf_encode.encoded("x", torch.full((1, 32), 1e9), "F16")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.errors import ConfigError
+from minillm.lab.quantise.making import Made
+from minillm.lab.quantise.recipe import Recipe
 from minillm.quantization.integers import split_bytes
-from minillm.quantization.making import Made
 from minillm.quantization.quantized import Quantized
-from minillm.quantization.recipe import Recipe
 
 
 class Writer(ABC):

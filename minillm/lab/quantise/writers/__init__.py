@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from minillm.quantization.writers.awq import AWQWriter
-from minillm.quantization.writers.bitsandbytes import BitsAndBytesWriter
-from minillm.quantization.writers.compressed_tensors import CompressedTensorsWriter
-from minillm.quantization.writers.fp8 import FP8Writer
-from minillm.quantization.writers.gptq import GPTQWriter
-from minillm.quantization.writers.writer import Writer
+from minillm.lab.quantise.writers.awq import AWQWriter
+from minillm.lab.quantise.writers.bitsandbytes import BitsAndBytesWriter
+from minillm.lab.quantise.writers.compressed_tensors import CompressedTensorsWriter
+from minillm.lab.quantise.writers.fp8 import FP8Writer
+from minillm.lab.quantise.writers.gptq import GPTQWriter
+from minillm.lab.quantise.writers.writer import Writer
 
 WRITERS: Mapping[str, Callable[..., Writer]] = MappingProxyType(
     {

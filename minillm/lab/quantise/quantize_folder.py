@@ -20,9 +20,19 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minillm.errors import CheckpointError, ConfigError, UnsupportedFeatureError
+from minillm.lab.quantise.calibration import layer_of, quantizable
+from minillm.lab.quantise.making import eight_bit_head
+from minillm.lab.quantise.quantize_layers import (
+    LayerResult,
+    checkpoint_tensors,
+    group_size,
+    quantize_layers,
+)
+from minillm.lab.quantise.recipe import Recipe
+from minillm.lab.quantise.writers import WRITERS
+from minillm.lab.quantise.writers.writer import Writer
 from minillm.layers.linear import Embedding
 from minillm.layers.linear_methods import CheckpointTensor, Matrix
-from minillm.models.calibration import layer_of, quantizable
 from minillm.models.checkpoint import (
     INDEX,
     ModelSource,
@@ -34,19 +44,9 @@ from minillm.models.checkpoint import (
 )
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.models.loader import DTYPES, fill, load_model
-from minillm.models.quantize_layers import (
-    LayerResult,
-    checkpoint_tensors,
-    group_size,
-    quantize_layers,
-)
 from minillm.quantization.formats import format_of
-from minillm.quantization.making import eight_bit_head
 from minillm.quantization.methods import LoadingMethod
 from minillm.quantization.readers import READERS
-from minillm.quantization.recipe import Recipe
-from minillm.quantization.writers import WRITERS
-from minillm.quantization.writers.writer import Writer
 
 STATE = "quantize.json"
 COPIED = ("*.json", "*.jinja", "*.model", "merges.txt", "LICENSE*")
@@ -75,7 +75,7 @@ def quantize_folder(
     """Quantise the checkpoint of `source` into the folder `out`, or continue a stopped run.
 
     Args:
-        windows: token ids [W, T] of a calibration text (`models/calibration_text.py`).
+        windows: token ids [W, T] of a calibration text (`lab/quantise/calibration_text.py`).
         format: one of WRITERS; None: the usual one of the method.
 
     Memory: the model in its own type, one layer in float32 with its Hessians, and the activations

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minillm.lab.quantise.awq import clipped
+from minillm.lab.quantise.fp8 import round_fp8
+from minillm.lab.quantise.gptq import GPTQOptions, gptq
+from minillm.lab.quantise.nf4 import NestedScales, nf4
+from minillm.lab.quantise.recipe import BLOCK, Recipe
+from minillm.lab.quantise.statistics import InputStatistics, output_error
 from minillm.layers.linear_methods import Matrix
-from minillm.quantization.awq import clipped
-from minillm.quantization.fp8 import round_fp8
-from minillm.quantization.gptq import GPTQOptions, gptq
-from minillm.quantization.nf4 import NestedScales, nf4
 from minillm.quantization.quantized import Quantized
-from minillm.quantization.recipe import BLOCK, Recipe
 from minillm.quantization.rounding import Grid, round_symmetric, round_to_grid
-from minillm.quantization.statistics import InputStatistics, output_error
 
 
 @dataclass(frozen=True)

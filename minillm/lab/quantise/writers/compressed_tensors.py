@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.lab.quantise.making import Made
+from minillm.lab.quantise.writers.writer import Writer, group_index, padded, unsigned
 from minillm.quantization.integers import pack_words
-from minillm.quantization.making import Made
 from minillm.quantization.quantized import Quantized
-from minillm.quantization.writers.writer import Writer, group_index, padded, unsigned
 
 
 class CompressedTensorsWriter(Writer):

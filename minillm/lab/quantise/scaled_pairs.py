@@ -16,15 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minillm.lab.quantise.calibration import Recorded
+from minillm.lab.quantise.statistics import InputStatistics
 from minillm.layers.attention import Attention
 from minillm.layers.linear import Linear
 from minillm.layers.linear_methods import Matrix
 from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import MoE
-from minillm.models.calibration import Recorded
 from minillm.models.decoder import DecoderLayer
-from minillm.quantization.statistics import InputStatistics
 
 ScalesOf = Callable[[Tensor, InputStatistics], Tensor]  # weight [rows, in] and inputs -> s [in]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minillm import ops
 from minillm.cache.spec import cache_spec
+from minillm.lab.quantise.statistics import InputStatistics
 from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear_methods import Matrix, PlainLinearMethod
 from minillm.layers.mla import MLAttention
@@ -16,7 +17,6 @@ from minillm.layers.moe import Router
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.ops.batch import Batch
-from minillm.quantization.statistics import InputStatistics
 
 WINDOWS_PER_BATCH = 8
 

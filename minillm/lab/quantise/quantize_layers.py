@@ -15,18 +15,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minillm.errors import ConfigError, UnsupportedFeatureError
+from minillm.lab.quantise.awq import awq_scales
+from minillm.lab.quantise.calibration import Calibration, Recorded, layer_of, quantizable
+from minillm.lab.quantise.making import Made, quantize_parts
+from minillm.lab.quantise.recipe import BLOCK, NF4_BLOCK, Recipe
+from minillm.lab.quantise.scaled_pairs import ScalesOf, scale_pairs
+from minillm.lab.quantise.smoothquant import smooth_scales
 from minillm.layers.linear_methods import CheckpointTensor, Matrix, PlainLinearMethod, frozen
 from minillm.layers.norm import RMSNorm
-from minillm.models.calibration import Calibration, Recorded, layer_of, quantizable
 from minillm.models.decoder import Decoder, DecoderLayer
-from minillm.models.scaled_pairs import ScalesOf, scale_pairs
-from minillm.quantization.awq import awq_scales
-from minillm.quantization.making import Made, quantize_parts
 from minillm.quantization.methods import QuantizedMethod, install
 from minillm.quantization.quantized import stacked
-from minillm.quantization.recipe import BLOCK, NF4_BLOCK, Recipe
 from minillm.quantization.rounding import GROUPS, Grid
-from minillm.quantization.smoothquant import smooth_scales
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def quantized_model(
 
     Args:
         model: unquantised, as `load_model` returns it.
-        windows: token ids [W, T] of a calibration text (`models/calibration_text.py`). Without a
+        windows: token ids [W, T] of a calibration text (`calibration_text.py`). Without a
             text, methods that need none measure the errors of weights instead of outputs.
         scale_dtype: the type of stored scales; None: float16 for groups, float32 for rows.
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.quantization.making import Made
-from minillm.quantization.recipe import BLOCK
-from minillm.quantization.writers.writer import Writer
+from minillm.lab.quantise.making import Made
+from minillm.lab.quantise.recipe import BLOCK
+from minillm.lab.quantise.writers.writer import Writer
 
 
 class FP8Writer(Writer):

@@ -20,20 +20,20 @@ from minillm.errors import ConfigError, did_you_mean
 from minillm.gguf.container import SUFFIX, is_gguf
 from minillm.gguf.names import INSIDE, MIXTRAL, OUTSIDE
 from minillm.gguf.types import TYPES
-from minillm.gguf.writing import NUMBERS, NewTensor, write_gguf
-from minillm.layers.linear_methods import TensorSlice
-from minillm.models.checkpoint import ModelSource, read_tensors, shard_headers, weight_files
-from minillm.models.decoder import Decoder
-from minillm.models.gguf_metadata import (
+from minillm.lab.quantise.gguf_encode import BLOCK, ENCODERS, encoded
+from minillm.lab.quantise.gguf_fields import tokenizer_fields
+from minillm.lab.quantise.gguf_metadata import (
     ARCHITECTURES,
     FILE_TYPES,
     check_writable,
     frequency_factors,
     metadata,
 )
+from minillm.lab.quantise.gguf_writing import NUMBERS, NewTensor, write_gguf
+from minillm.layers.linear_methods import TensorSlice
+from minillm.models.checkpoint import ModelSource, read_tensors, shard_headers, weight_files
+from minillm.models.decoder import Decoder
 from minillm.models.loader import COMPUTED, LAYER, check_tensors
-from minillm.quantization.gguf.encode import BLOCK, ENCODERS, encoded
-from minillm.text.gguf_fields import tokenizer_fields
 
 TO_GGUF: Mapping[str, str] = MappingProxyType(
     {theirs: ours for ours, theirs in (*INSIDE.items(), *MIXTRAL.items()) if ours != "attn_v_b"}

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.lab.quantise.making import Made
+from minillm.lab.quantise.writers.writer import Writer, padded, unsigned
 from minillm.quantization.integers import AWQ_ORDER, pack_words
-from minillm.quantization.making import Made
-from minillm.quantization.writers.writer import Writer, padded, unsigned
 
 
 class AWQWriter(Writer):

@@ -10,7 +10,7 @@ magnitude x_j and weights with mean relative magnitude w_j,
 
     s = x^r / w^(1 - r)   r in {0, 0.05, .., 0.95}     argmin || Q(W s) (X / s) - W X ||^2
 
-The division by s is folded into the operation that produces x (`models/scaled_pairs.py`). The error
+The division by s is folded into the operation that produces x (`scaled_pairs.py`). The error
 is tr(D H D^T) for the difference D = Q(W s) / s - W, so the search needs H = X X^T and no inputs.
 """
 
@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from minillm.lab.quantise.statistics import InputStatistics, output_error
 from minillm.quantization.rounding import Grid, round_to_grid
-from minillm.quantization.statistics import InputStatistics, output_error
 
 STEPS = 20  # values of r
 CLIP_STEPS, CLIP_RANGE = 10, 0.5  # ranges from 1 down to above 0.5

@@ -15,8 +15,8 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from minillm.lab.quantise.recipe import NF4_BLOCK as BLOCK
 from minillm.quantization.quantized import Quantized, integer_codes
-from minillm.quantization.recipe import NF4_BLOCK as BLOCK
 
 OFFSET = (1 - 1 / 30 + 1 - 1 / 32) / 2  # the outermost quantile; 1 would be infinite
 NESTED_BLOCK = 256

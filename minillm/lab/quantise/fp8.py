@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minillm.lab.quantise.recipe import BLOCK
 from minillm.quantization.quantized import Quantized
-from minillm.quantization.recipe import BLOCK
 
 LARGEST = 448.0
 SMALLEST = 1e-12  # scale of zeros

@@ -6,12 +6,12 @@ Input j is divided by s_j, and column j of the weights multiplied by it:
     s_j = max |x_j|^a / max |w_j|^(1 - a)
 
 With a = 0.5 the largest input and the largest weight of a channel become equal. The division is
-folded into the norm before the matrices, at no cost (`models/scaled_pairs.py`).
+folded into the norm before the matrices, at no cost (`lab/quantise/scaled_pairs.py`).
 """
 
 from torch import Tensor
 
-from minillm.quantization.statistics import InputStatistics
+from minillm.lab.quantise.statistics import InputStatistics
 
 SMALLEST = 1e-5
 

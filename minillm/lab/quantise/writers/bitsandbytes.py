@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.quantization.llm_int8 import THRESHOLD
-from minillm.quantization.making import Made
-from minillm.quantization.nf4 import NESTED_BLOCK
-from minillm.quantization.recipe import NF4_BLOCK
-from minillm.quantization.writers.writer import Writer
+from minillm.lab.quantise.making import Made
+from minillm.lab.quantise.nf4 import NESTED_BLOCK
+from minillm.lab.quantise.recipe import NF4_BLOCK
+from minillm.lab.quantise.writers.writer import Writer
+from minillm.quantization.outliers import THRESHOLD
 
 
 class BitsAndBytesWriter(Writer):
