@@ -9,12 +9,12 @@ import torch
 from minillm.lab.quantise import making, scaled_pairs
 from minillm.lab.quantise.calibration import Calibration, layer_of
 from minillm.lab.quantise.calibration_text import calibration_windows
+from minillm.lab.quantise.grid import Grid, round_to_grid
 from minillm.lab.quantise.quantize_layers import quantized_model
 from minillm.lab.quantise.recipe import Recipe
 from minillm.layers.moe import MoE
 from minillm.models.checkpoint import open_model
 from minillm.models.loader import load_model
-from minillm.quantization.rounding import Grid, round_to_grid
 from minillm.text.tokenizer import Tokenizer
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.parity import FlatRunner

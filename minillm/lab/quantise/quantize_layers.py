@@ -17,6 +17,7 @@ from tqdm import tqdm
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.lab.quantise.awq import awq_scales
 from minillm.lab.quantise.calibration import Calibration, Recorded, layer_of, quantizable
+from minillm.lab.quantise.grid import Grid
 from minillm.lab.quantise.making import Made, quantize_parts
 from minillm.lab.quantise.recipe import BLOCK, NF4_BLOCK, Recipe
 from minillm.lab.quantise.scaled_pairs import ScalesOf, scale_pairs
@@ -26,7 +27,7 @@ from minillm.layers.norm import RMSNorm
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.quantization.methods import QuantizedMethod, install
 from minillm.quantization.quantized import stacked
-from minillm.quantization.rounding import GROUPS, Grid
+from minillm.quantization.rounding import GROUPS
 
 
 @dataclass(frozen=True)
