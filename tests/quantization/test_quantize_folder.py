@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from minillm.errors import ConfigError, UnsupportedFeatureError
+from minillm.lab.quantise import quantize_folder as folders
 from minillm.lab.quantise.quantize_folder import quantize_folder
 from minillm.lab.quantise.quantize_layers import quantized_model
 from minillm.lab.quantise.recipe import Recipe
-from minillm.models import quantize_folder as folders
 from minillm.models.checkpoint import open_model, shard_files
 from minillm.models.loader import load_model
 from minillm.quantization.methods import QuantizedMethod
