@@ -24,11 +24,11 @@ from tests.pairs import some
 
 F32 = torch.float32
 WINDOWS = torch.randint(128, (6, 24), generator=torch.Generator().manual_seed(7))
-FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "olmo2")
 
 QUICK = (
     *(("llama", method) for method in ("rtn", "awq", "smoothquant", "int8")),
-    *((family, "gptq") for family in ("qwen2", "qwen3_moe", "deepseek_v3")),
+    *((family, "gptq") for family in ("qwen2", "qwen3_moe", "deepseek_v3", "olmo2")),
 )
 
 

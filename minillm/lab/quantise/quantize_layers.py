@@ -24,7 +24,7 @@ from minillm.lab.quantise.scaled_pairs import ScalesOf, scale_pairs
 from minillm.lab.quantise.smoothquant import smooth_scales
 from minillm.layers.linear_methods import CheckpointTensor, Matrix, PlainLinearMethod, frozen
 from minillm.layers.norm import RMSNorm
-from minillm.models.decoder import Decoder, DecoderLayer
+from minillm.models.decoder import Block, Decoder
 from minillm.quantization.methods import QuantizedMethod, install
 from minillm.quantization.quantized import stacked
 from minillm.quantization.rounding import GROUPS
@@ -98,7 +98,7 @@ def quantize_layers(
 
 
 def quantize_layer(
-    layer: DecoderLayer, recipe: Recipe, group: int, recorded: Recorded, scale_dtype: torch.dtype
+    layer: Block, recipe: Recipe, group: int, recorded: Recorded, scale_dtype: torch.dtype
 ) -> tuple[list[Made], dict[str, Tensor]]:
     """Quantise a float32 layer in place. Returns its matrices and its other tensors."""
     if recipe.method in SCALES:
@@ -144,7 +144,7 @@ SCALES: Mapping[str, Callable[[Recipe, Grid, int], ScalesOf]] = MappingProxyType
 )
 
 
-def checkpoint_tensors(layer: DecoderLayer) -> Iterator[CheckpointTensor]:
+def checkpoint_tensors(layer: Block) -> Iterator[CheckpointTensor]:
     """The tensors of a layer."""
     for each in layer.modules():
         if isinstance(each, Matrix | RMSNorm):
@@ -162,7 +162,7 @@ def replace(matrix: Matrix, made: list[Made]) -> None:
     matrix.weight = frozen(dense.view(matrix.shape))
 
 
-def cast(layer: DecoderLayer, dtype: torch.dtype) -> None:
+def cast(layer: Block, dtype: torch.dtype) -> None:
     """Compute a layer in `dtype`. Codes and scales stay."""
     for parameter in layer.parameters():
         parameter.data = parameter.data.to(dtype)
