@@ -54,26 +54,14 @@ SETTINGS = {
 
 def stripped(notebook: Notebook) -> Notebook:
     """The chapter before it is run, for a learner's folder."""
-    cells = []
-    for cell in notebook["cells"]:
-        cells.append(cell)
-        if cell["cell_type"] == "code":
-            cell["outputs"], cell["execution_count"] = [], None
-            if "turn" in tags(cell):
-                cells.append(answer_to(cell))
-                cell["source"] = turns.blanked(cell["source"])
-    notebook["cells"] = cells
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
             cell["source"] = without_code_links(cell["source"])
+        elif cell["cell_type"] == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+            if "turn" in tags(cell):
+                cell["source"] = turns.blanked(cell["source"])
     return notebook
-
-
-def answer_to(cell: Notebook) -> Notebook:
-    """The folded answer to a cell tagged "turn", as a cell of its own."""
-    source = turns.answer_cell(cell["source"])
-    name = f"{cell['id']}-answer"
-    return {"cell_type": "markdown", "id": name, "metadata": {}, "source": source}
 
 
 def without_code_links(text: str) -> str:

@@ -1,13 +1,14 @@
 """Every rule of `notebook_rules` on every chapter, and on planted violations: a rule that finds
 nothing may be broken."""
 
+import ast
 import copy
 import json
 
 import notebook_rules as rules
 import pytest
 from notebook_chapter import NOTEBOOKS, Chapter, prose, report, stale
-from notebook_rules import RULES
+from notebook_rules import RULES, turns
 from toy_notebooks import FACT_TAGS, code, markdown, notebook
 
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
@@ -19,6 +20,19 @@ def test_a_chapter_keeps_every_rule(path):
     chapter = Chapter.load(path)
     broken = [line for rule in RULES for line in report(chapter, rule)]
     assert not broken, "\n".join(broken)
+
+
+def test_every_small_task_has_one_sealed_answer_and_every_answer_a_task():
+    calls = [call for path in PATHS for _, call in Chapter.load(path).calls("turn")]
+    names = [rules.first(call) for call in calls if ast.unparse(call.func) == "turn"]
+    assert sorted(names) == sorted(turns.load_turns().keys() - {"90.product"})
+
+
+@pytest.fixture(autouse=True)
+def a_toy_task(monkeypatch):
+    """The chapter below asks one more question than the course."""
+    known = turns.load_turns()
+    monkeypatch.setattr(turns, "load_turns", lambda: {"90.product": SEALED, **known})
 
 
 def test_claims_are_quoted_whole():
@@ -51,7 +65,8 @@ RESULTS = {
 # Built here, so that no path of a real machine stands in this file.
 PLACES = {name: f"/{name}/someone" for name in ("root", "tmp", "work")}
 CLAIMS = {"A24": {"figures": ["49,109", "2,461"]}}
-TURN = 'answer = 2 * 3  # answer\nturn(answer, 6, "Multiply.")'
+TURN = 'answer = 6 * 7  # answer\nturn("90.product", answer)'
+SEALED = turns.sealed("90.product", 42, "Multiply.")
 FACT, LAST = 13, 22  # positions of the fact cell and of the papers
 CELLS = [
     markdown("# Every token reads the first one again\n\n45 minutes.", "header"),
@@ -63,12 +78,12 @@ CELLS = [
     code("count = N * 2\ncount", "bottleneck"),
     code("def cached():\n    return N", "fix"),
     code("cached() == N", "equal"),
-    code('compare("90.clock", measured=f"{slow.median} times", best="b")', "again"),
+    code('compare("90.clock", measured=f"{slow.median} times", best=BEST)', "again"),
     code('show(fig, f"It is {N}: the line rises with every token.")', "plot", outputs=(PLOT,)),
     code("show(fig, caption)", outputs=(PLOT,)),
     code("show(fig, caption)", outputs=(PLOT,)),
     code(FACTS, *FACT_TAGS, says=SAID),
-    *[code(TURN, "turn", says="Right: 6.\n") for _ in range(4)],
+    *[code(TURN, "turn", says="Right: 42. Multiply.\n") for _ in range(4)],
     markdown("## It bought less than it promised", "losses"),
     code('task("e90.1")'),
     code('check("e90.1")', "check"),
@@ -251,13 +266,22 @@ PLANTED = {
         (edit(9, "90.clock", "90.other"), "'90.other' needs a predict()"),
         (edit(2, '"4"]', '"4"], choice="b"'), "chooses for the reader"),
         (edit(2, '"90.clock"', "KEY"), "literal string"),
+        (edit(9, "best=BEST", 'best="b"'), "has its letter as a literal"),
         (edit(2, "90.clock", "03.clock"), "begins with the chapter"),
         (lambda made: made.insert(14, made.pop(2)), "'90.clock' needs a predict(), and after it"),
     ],
     rules.your_turns: [
         (drop(14), '3 cells are tagged "turn"'),
-        (put(14, source='turn(1, 1, "x")'), "0 lines end in"),
-        (put(14, source="answer = 1  # answer"), "never calls turn"),
+        (put(14, source='turn("90.product", 1)'), "0 lines end in"),
+        (put(14, source="answer = 1  # answer"), "calls turn(name, answer) once"),
+        (put(14, source="answer = 1  # answer\nturn(answer, 1)"), "has no 'None'"),
+        (edit(14, "90.product", "90.sum"), "turns.json has no '90.sum'"),
+        (put(14, source="answer = 1  # answer\nturn('03.passes', answer)"), "no '03.passes'"),
+        (edit(14, "answer = 6", "# It is 42.\nanswer = 6"), "is on the page: 42"),
+        (edit(14, "answer = 6", "other = 40 + 2.0, 42\nanswer = 6"), "is on the page: 42"),
+        (lambda made: made[13].update(markdown("6 times 7 is 42.")), "is on the page: 42"),
+        (edit(14, "answer)", "answer + 1)"), "answer + 1 raises as long as"),
+        (edit(14, "answer)", "round(answer))"), "round(answer) raises as long as"),
         (put(14, outputs=[]), "the published answer is not right"),
         (run("print(answer)"), "uses ['answer'], which a learner may leave open"),
     ],
