@@ -34,7 +34,7 @@ ELEMENTS = tuple(
     "predict naive measure bottleneck fix equal again plot facts losses check quiz papers".split()  # noqa: SIM905
 )
 OTHER_TAGS = frozenset(
-    "setup header claim cover nbval-check-output example turn open".split()  # noqa: SIM905
+    "setup header claim cover nbval-check-output example turn open read".split()  # noqa: SIM905
 )
 BYTES = 400 * 1024  # a page that GitHub shows and git keeps cheaply
 EARLY = 12  # cells, prose included: setup, then the example and the picture of the mechanism
@@ -226,8 +226,10 @@ def no_clock_in_facts(chapter: Chapter) -> Violations:
 
 def bound_numbers(chapter: Chapter) -> Violations:
     """A typed number becomes wrong silently; a bound one is computed, measured or quoted."""
-    sources, code = chapter.sources, prose.free_code(chapter.notebook)
-    for index, cell in prose.prose_cells(chapter.notebook):
+    sources, code = chapter.sources, "\n".join(cell["source"] for _, cell in chapter.code())
+    for index, cell in enumerate(chapter.cells):
+        if cell["cell_type"] != "markdown" or "papers" in tags(cell):
+            continue
         yield from ((index, wrong) for wrong in spans_of(cell["source"], sources, chapter))
         opened = len(re.findall(r"<span\b", cell["source"]))
         if opened != len(list(prose.SPAN.finditer(cell["source"]))):
@@ -346,6 +348,8 @@ def your_turns(chapter: Chapter) -> Violations:
                 yield index, f"this cell uses {sorted(used)}, which a learner may leave open."
             kept |= defined(tree)
             continue
+        if taken := defined(tree) & kept:
+            yield index, f"this task overwrites {sorted(taken)} of an earlier cell."
         left_open |= defined(tree) - kept
         answers = [line for line in cell["source"].splitlines() if line.endswith("  # answer")]
         if not 1 <= len(answers) <= 6:

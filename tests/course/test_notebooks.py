@@ -4,12 +4,15 @@ nothing may be broken."""
 import ast
 import copy
 import json
+import re
 
 import notebook_rules as rules
 import pytest
 from notebook_chapter import NOTEBOOKS, Chapter, prose, report, stale
 from notebook_rules import RULES, turns
 from toy_notebooks import FACT_TAGS, code, markdown, notebook
+
+from tests.test_reading_path import STEPS
 
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 assert PATHS, "tests over an empty list of files would all pass"
@@ -26,6 +29,34 @@ def test_every_small_task_has_one_sealed_answer_and_every_answer_a_task():
     calls = [call for path in PATHS for _, call in Chapter.load(path).calls("turn")]
     names = [rules.first(call) for call in calls if ast.unparse(call.func) == "turn"]
     assert sorted(names) == sorted(turns.load_turns().keys() - {"90.product"})
+
+
+READ_BY_ALL = {
+    "Scheduler.schedule", "Runner.launch", "Decoder.forward", "Sampler.choose", "Engine.step",
+}  # fmt: skip
+
+
+def test_each_chapter_ends_with_engine_code_to_read_and_two_questions():
+    """The links name what stands at their lines, and together show most of the reading path."""
+    seen: dict[str, set[int]] = {}
+    names = set()
+    for path in (path for path in PATHS if path.stem[2] == "_"):
+        cell = Chapter.load(path).cells[-2]
+        text = cell["source"]
+        assert "read" in cell["metadata"]["tags"], (
+            f"{path.stem}: the last cell but one is no reading"
+        )
+        now = stale.pointed(text)
+        assert text == now, f"lines have moved: python notebooks/execute.py {path.stem[:2]} --fill"
+        links = re.findall(r"^\* \[`([\w.]+)`\]\(\.\./([\w/]+\.py)#L(\d+)-L(\d+)\): ", text, re.M)
+        assert text.count("](") == len(links) and 1 <= len(links) <= 4, path.stem  # noqa: PT018
+        assert text.count("**Question") == text.count("<details><summary>Answer</summary>\n\n") == 2
+        names |= {name for name, *_ in links}
+        for _, file, first, last in links:
+            seen.setdefault(file, set()).update(range(int(first), int(last) + 1))
+    on_the_path = {f"minillm/{step.file}" for step in STEPS}
+    assert sum(len(lines) for file, lines in seen.items() if file in on_the_path) >= 2500
+    assert names >= READ_BY_ALL
 
 
 @pytest.fixture(autouse=True)
@@ -281,6 +312,7 @@ PLANTED = {
         (edit(14, "answer = 6", "other = 40 + 2.0, 42\nanswer = 6"), "is on the page: 42"),
         (lambda made: made[13].update(markdown("6 times 7 is 42.")), "is on the page: 42"),
         (edit(14, "answer)", "answer + 1)"), "answer + 1 raises as long as"),
+        (edit(14, "answer = 6", "count = 6  # answer\nanswer = 6"), "overwrites ['count']"),
         (edit(14, "answer)", "round(answer))"), "round(answer) raises as long as"),
         (put(14, outputs=[]), "the published answer is not right"),
         (run("print(answer)"), "uses ['answer'], which a learner may leave open"),

@@ -145,7 +145,7 @@ def test_the_file_shows_no_answer_in_plain_text_and_hints_tell_none():
         assert right not in found, name
 
 
-def test_a_learner_gets_dots_and_no_answer():
+def test_a_learner_gets_dots_and_no_answer(tmp_path):
     assert turns.blanked(FUNCTION).splitlines()[:3] == [
         "def size(layers, width):",
         "    ...  # your turn",
@@ -153,7 +153,8 @@ def test_a_learner_gets_dots_and_no_answer():
     ]
     assert turns.blanked("a, b = 1, 2  # answer\nx(a)") == "a, b = ..., ...  # your turn\nx(a)"
     assert turns.blanked("a = 1  # answer\nb = 2  # answer").count("...") == 2
-    (task,) = lab.stripped(notebook(code(FUNCTION, "turn", says="Right: [12, 2].\n")))["cells"]
+    made = notebook(code(FUNCTION, "turn", says="Right: [12, 2].\n"))
+    (task,) = lab.stripped(made, tmp_path)["cells"]
     assert "both" not in task["source"] and not task["outputs"]  # noqa: PT018
 
 
