@@ -192,6 +192,7 @@ def test_in_the_checkout_jupyterlab_opens_at_its_root() -> None:
     words = lab.command(lab.ROOT / "work" / "notebooks", "03_kv.ipynb", browser=True, port=None)
     assert f"--ServerApp.root_dir={lab.ROOT}" in words
     assert "--LabApp.default_url=/lab/tree/work/notebooks/03_kv.ipynb" in words
+    assert any("checkpoint_dir=" in word and ".checkpoints" in word for word in words)
 
 
 def test_links_of_copies_lead_to_files(desk: Path) -> None:
