@@ -22,7 +22,6 @@ from minillm.ops.sampling import Pack, choose
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.split import Split
 from minillm.sampling.sampler import NO_DISTRIBUTIONS, NO_DRAFTS, Sampler
-from minillm.sampling.samples import Samples
 
 
 class ShardedSampler(Sampler):
@@ -83,14 +82,15 @@ class ShardedSampler(Sampler):
         self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], counts: list[int]
     ) -> tuple[Tensor, Tensor]:
         """Tokens of rows that need only the best logit of all ranks and noise."""
-        samples = Samples(len(rows), [count - 1 for count in counts], self.device)
-        pack = self._pack(rows, positions, samples.counts)
+        spread = sum(counts) > len(rows)
+        pack = self._pack(rows, positions, counts if spread else None)
         greedy = pack.temperature <= 0
         tokens, best = self._best_here(logits, pack, counts)
         largest = self._gathered(best, tokens)
         tokens, best = largest[1].long(), largest[0].float()
         if not bool(greedy.all()):
-            every = samples.take(logits)
+            samples = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
+            every = logits[samples.to(self.device)] if spread else logits
             totals, places = draw_from_shard(every, pack, self.held.start, best, self.vocab_size)
             drawn = self._gathered(totals, places + self.held.start)[1].long()
             # As on one rank, a row without a finite logit keeps its greedy token.
