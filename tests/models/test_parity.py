@@ -92,7 +92,7 @@ def test_a_field_that_faster_paths_do_not_know_switches_them_off(checkpoint_of, 
     ):
         model.config = config
         assert AllLayers.of(model) is None
-        assert cpu.functions(model.dtype) is None or "pre-norm" in why_tiles(model)
+        assert cpu.functions(model.dtype) is None or "after a norm" in why_tiles(model)
         with pytest.raises(ConfigError, match="novel"):
             check_split(config, 2)
     model.config = new(**plain)
