@@ -46,9 +46,9 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 54_923, "minillm without minillm/lab": 34_886, "minillm/lab": 20_037,
+    "minillm": 54_994, "minillm without minillm/lab": 34_957, "minillm/lab": 20_037,
     "kernels": 11_630, "notebooks": 2_035,
-    "exercises/minillm_exercises": 17_838, "tests": 72_663,
+    "exercises/minillm_exercises": 17_838, "tests": 72_676,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

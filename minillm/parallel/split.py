@@ -157,6 +157,7 @@ def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
     return replace(
         config,
         num_layers=len(layers),
+        rope_layers=config.rope_layers and config.rope_layers[own],
         sliding_windows=config.sliding_windows and config.sliding_windows[own],
         moe_layers=config.moe_layers and config.moe_layers[own],
     )
