@@ -42,14 +42,14 @@ def explore(
 
 
 def step_through(trace: Any) -> None:
-    """In a live notebook, the viewer of a `minillm.trace.Trace`: a slider over its steps, and every
+    """In a live notebook, the viewer of a `minillm.trace.Trace`: curves over its steps, and every
     request, block and number of the chosen one."""
     if is_live():
         from IPython.display import display
 
-        display(trace.widget(height=560))
+        display(trace.widget())
     else:
-        sys.stdout.write("In JupyterLab the trace viewer opens here: a slider over these steps.\n")
+        sys.stdout.write("In JupyterLab the trace viewer opens here: point at a step.\n")
 
 
 def _add_sliders(
