@@ -13,10 +13,10 @@ from minillm_exercises.plots import COLOURS, bars, bound, figure, series, show
 SHAPES = "os^DvPX*"  # markers, one for each format beside the line
 
 
-def draw_points(weights: Sequence[float], low: float, step: float) -> None:
-    """Draw weights above the 16 points of their grid, each with the line to its nearest point."""
+def draw_points(weights: Sequence[float], low: float, step: float, bits: int = 4) -> None:
+    """Draw weights above the points of their grid, each with the line to its nearest point."""
     fig, ax = figure("weight", "code below its point", size=(7.6, 2.1))
-    for code in range(16):
+    for code in range(2**bits):
         point = low + step * code
         ax.plot([point, point], [-0.08, 0.08], color="black", linewidth=1.4)
         ax.annotate(f"{code}", (point, -0.14), ha="center", va="top", fontsize=9)
@@ -31,8 +31,8 @@ def draw_points(weights: Sequence[float], low: float, step: float) -> None:
     worst = max(abs(w - low - step * round((w - low) / step)) for w in weights)
     show(
         fig,
-        f"{len(weights)} weights (dots) and the 16 points of their grid. Each weight is replaced "
-        f"by the nearest point; here the largest error is {worst / step:.2f} of a step.",
+        f"{len(weights)} weights (dots) and the {2**bits} points of their grid. Each weight is "
+        f"replaced by the nearest point; here the largest error is {worst / step:.2f} of a step.",
     )
 
 
