@@ -83,7 +83,7 @@ def python_only(chapter: Chapter) -> Violations:
 def metadata(chapter: Chapter) -> Violations:
     """What the index and the path through the course are made from."""
     about = chapter.about
-    if about.get("chapter") != chapter.stem[:2]:
+    if about.get("chapter") != chapter.number:
         yield -1, f"minillm.chapter is {about.get('chapter')!r}, the file is {chapter.stem}."
     if not str(about.get("question", "")).endswith("?"):
         yield -1, "metadata minillm.question is the chapter's question, ending in '?'."
@@ -297,7 +297,7 @@ def results_on_record(chapter: Chapter) -> Violations:
     for name in set(about.get("bands", {})) - set(known):
         yield -1, f"minillm.bands has {name!r}, which the chapter does not record."
     if names := stale.changed(about, chapter.results):
-        number = chapter.stem[:2]
+        number = chapter.number
         yield -1, f"{', '.join(names)} changed since the measurement: make stale CHAPTER={number}."
 
 
@@ -316,8 +316,8 @@ def predictions(chapter: Chapter) -> Violations:
             yield index, f"{name}() takes its key as a literal string, first."
             continue
         places[name].setdefault(key, index)
-        if not key.startswith(f"{chapter.stem[:2]}."):
-            yield index, f"the key {key!r} begins with the chapter: '{chapter.stem[:2]}.'."
+        if not key.startswith(f"{chapter.number}."):
+            yield index, f"the key {key!r} begins with the chapter: '{chapter.number}.'."
         if name == "predict" and any(keyword.arg == "choice" for keyword in call.keywords):
             yield index, f"predict({key!r}) chooses for the reader: remove choice=."
     asked, compared = places.values()
