@@ -114,37 +114,28 @@ def real() -> dict[str, Any]:
     return json.loads(REAL.read_text(encoding="utf-8"))
 
 
-def draw_map(shapes: Mapping[str, str]) -> None:
-    """The way of a text through the program: the stream of rows, and what is added to it."""
-    fig, ax = figure("way", "height", size=(7.2, 3.3))
-    ax.set(xlim=(-0.6, 10.6), ylim=(-0.2, 3.5), xticks=[], yticks=[])
+def draw_map(rows: str, layers: str) -> None:
+    """The way of a text through the program: the rows, and what is added to them."""
+    fig, ax = figure("way", "height", size=(7.4, 2.5))
+    ax.set(xlim=(-0.6, 10.6), ylim=(0, 2.9))
     ax.axis("off")
-    ax.annotate(
-        "", (10.3, 0.6), (-0.5, 0.6), arrowprops={"arrowstyle": "->", "lw": 3, "color": "gray"}
-    )
-    ax.text(4.4, 0.72, f"the rows {shapes['rows']}", ha="center", fontsize=9)
-    boxes = {"embedding": 0.1, "norm": 1.6, "rotation": 2.75, "attention": 4.0, "norm ": 6.0,
-             "MLP": 7.25, "norm  ": 8.9, "logits": 9.9}  # fmt: skip
-    colours = dict(zip(("norm", "rotation", "attention", "MLP", "logits"), COLOURS, strict=False))
-    for name, x in boxes.items():
-        y = 0.6 if name in ("embedding", "norm  ", "logits") else 2.2
-        style = {
-            "boxstyle": "round",
-            "fc": "white",
-            "ec": colours.get(name.strip(), "gray"),
-            "lw": 2,
-        }
-        ax.text(x, y, name.strip(), ha="center", va="center", bbox=style, fontsize=9)
-    for start, end, inner in ((1.0, 5.0, (1.6, 4.0)), (5.4, 8.1, (6.0, 7.25))):
-        ax.plot([start, start, inner[0] - 0.3], [0.6, 2.2, 2.2], color="gray", lw=1, zorder=0)
-        ax.plot(inner, [2.2, 2.2], color="gray", lw=1, zorder=0)
-        ax.plot([inner[1], end, end], [2.2, 2.2, 0.85], color="gray", lw=1, zorder=0)
-        ax.text(end, 0.6, "+", ha="center", va="center", fontsize=13,
-                bbox={"boxstyle": "circle,pad=0.1", "fc": "white", "ec": "black"})  # fmt: skip
-    ax.text(4.5, 3.2, f"one layer; there are {shapes['layers']}", ha="center", fontsize=9)
-    ax.plot([0.85, 0.85, 8.3, 8.3], [2.9, 3.05, 3.05, 2.9], color="gray", lw=1)
-    show(fig, "Each part reads the rows and adds its result to them; the five colours are the five "
-         "functions of this chapter.")  # fmt: skip
+    grey: dict[str, Any] = {"color": "gray", "zorder": 0, "lw": 1}
+    ax.plot([0, 10], [0.7, 0.7], **grey | {"lw": 3})
+    for start, end in ((1.0, 5.0), (5.4, 8.1)):
+        ax.plot([start, start, end, end], [0.7, 1.8, 1.8, 0.7], **grey)
+    ax.plot([0.85, 0.85, 8.3, 8.3], [2.2, 2.4, 2.4, 2.2], **grey)
+    ax.text(4.6, 2.5, layers, ha="center", fontsize=9)
+    ax.text(4.6, 0.1, rows, ha="center", fontsize=9)
+    kinds = ("norm", "rotation", "attention", "MLP", "logits", "embedding", "+")
+    colours = dict(zip(kinds, (*COLOURS[:5], "gray", "black"), strict=True))
+    upper = {1.7: "norm", 2.85: "rotation", 4.1: "attention", 6.1: "norm", 7.2: "MLP"}
+    lower = {0.1: "embedding", 5.0: "+", 8.1: "+", 8.9: "norm", 9.9: "logits"}
+    for y, names in ((1.8, upper), (0.7, lower)):
+        for x, name in names.items():
+            box = {"boxstyle": "round", "fc": "white", "ec": colours[name], "lw": 2}
+            ax.text(x, y, name, ha="center", va="center", bbox=box, fontsize=9)
+    show(fig, "Each part reads the rows and adds its result to them (+); the five colours are the "
+         "five functions of this chapter.")  # fmt: skip
 
 
 def draw_losses(models: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
@@ -155,8 +146,8 @@ def draw_losses(models: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
             loss = row["loss"]
             ax.barh(y, loss or 0, **(bars(place) if line else {"color": "black"}))
             ax.text(loss or 1.1, y, f" {loss:.1f}" if loss else "NaN", va="center", fontsize=8)
+        ax.axvline(rows[""]["loss"], color="black", linestyle="--", linewidth=1.2)
         ax.set_yticks(range(len(rows)), [line or "whole program" for line in reversed(rows)])
         ax.set(xscale="log", xlim=(1, 2000), title=name)
-    show(
-        fig, "The loss on a text with one line deleted: without the mask it falls, in both models."
-    )
+    show(fig, "The loss with one line deleted, beside that of the whole program (dashed): only "
+         "without the mask it falls, in both models.")  # fmt: skip
