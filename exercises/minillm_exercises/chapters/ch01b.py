@@ -66,14 +66,14 @@ def parts(scope: Mapping[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**chosen)
 
 
-def judge(forward: Forward, model: Any, ids: Sequence[int], law: Tensor) -> dict[str, Any]:
+def judge(forward: Forward, model: Any, ids: Sequence[int], wanted: Tensor) -> dict[str, Any]:
     """What a program makes of a text: its mean loss in nats per token, the mean divergence from
-    `law`, the log-probabilities [T, V] of the right program, and the share of the same best tokens;
+    the right program's log-probabilities `wanted` [T, V], and the share of the same best tokens;
     None where there is NaN."""
     own = forward(*model, list(ids)).double().log_softmax(-1)
     loss = -own[:-1].gather(1, torch.tensor(ids[1:])[:, None]).mean()
-    divergence = (law.exp() * (law - own)).sum(-1).mean()
-    same = (own.argmax(-1) == law.argmax(-1)).double().mean()
+    divergence = (wanted.exp() * (wanted - own)).sum(-1).mean()
+    same = (own.argmax(-1) == wanted.argmax(-1)).double().mean()
     found = {"loss": float(loss), "kl": float(divergence), "same": float(same)}
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
@@ -100,12 +100,12 @@ def measure_real(
     config = {"rms_norm_eps": c.rms_norm_eps, "rope_theta": c.rope.theta, "head_dim": c.head_dim}
     model = weights, config | {"num_hidden_layers": c.num_layers}
     ids, start = tokenizer.encode(held_out)[:256], tokenizer.encode(prompt)
-    law = quality.logits_of(decoder, ids).double().log_softmax(-1)
+    wanted = quality.logits_of(decoder, ids).double().log_softmax(-1)
     found: dict[str, Any] = {"model": name, "prompt": prompt, "rows": {}}
     for line in lines:
         forward = without(line)
         text = tokenizer.decode(greedy(forward, model, start, 12))
-        found["rows"][line] = judge(forward, model, ids, law) | {"text": text}
+        found["rows"][line] = judge(forward, model, ids, wanted) | {"text": text}
     return found
 
 
