@@ -47,8 +47,8 @@ FLOORS = {
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
     "minillm": 54_776, "minillm without minillm/lab": 34_826, "minillm/lab": 19_950,
-    "kernels": 11_630, "notebooks": 2_035,
-    "exercises/minillm_exercises": 17_837, "tests": 72_421,
+    "kernels": 11_630, "notebooks": 2_050,
+    "exercises/minillm_exercises": 18_083, "tests": 72_573,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

@@ -138,7 +138,7 @@ def draw_map(rows: str, layers: str) -> None:
          "five functions of this chapter.")  # fmt: skip
 
 
-def draw_losses(models: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+def draw_losses(models: Mapping[str, dict[str, dict[str, Any]]]) -> None:
     """The loss of each program with a line deleted, for each model; NaN is written as a word."""
     fig, axes = figure("loss (nats per token, log)", "deleted line", cols=2, size=(8.4, 3.6))
     for place, (ax, (name, rows)) in enumerate(zip(axes, models.items(), strict=True)):
