@@ -48,7 +48,7 @@ FLOORS = {
 LINES = {
     "minillm": 54_776, "minillm without minillm/lab": 34_826, "minillm/lab": 19_950,
     "kernels": 11_630, "notebooks": 2_050,
-    "exercises/minillm_exercises": 18_083, "tests": 72_573,
+    "exercises/minillm_exercises": 18_083, "tests": 72_574,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25
