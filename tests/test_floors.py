@@ -46,9 +46,9 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 54_776, "minillm without minillm/lab": 34_826, "minillm/lab": 19_950,
+    "minillm": 55_032, "minillm without minillm/lab": 34_996, "minillm/lab": 20_036,
     "kernels": 11_630, "notebooks": 2_050,
-    "exercises/minillm_exercises": 18_083, "tests": 72_574,
+    "exercises/minillm_exercises": 18_084, "tests": 73_057,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25
