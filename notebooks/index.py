@@ -24,7 +24,7 @@ PARTS = (
     ("13", "IV. Fewer bytes, more tokens per step"),
     ("19", "V. More machines, real users"),
 )
-CORE_PATH = ("00", "01", "03", "05", "06", "07", "10")
+CORE_PATH = ("00", "01", "01b", "03", "05", "06", "07", "10")
 PAGES = ("README.md", "SELFTEST.md", "GLOSSARY.md")  # what a reader needs beside the chapters
 TOP = """\
 # The course

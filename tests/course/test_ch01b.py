@@ -101,7 +101,7 @@ def test_what_checks_e01_3_agrees_with_transformers():
 def test_each_deleted_line_is_one_line_and_matters(line):
     weights, config, wanted = model_of("qwen3")
     assert sum(text.endswith(ch01b.MARK + line) for text in ch01b.LINES) == 1
-    found = ch01b.without(line)(weights, config, IDS)
+    found = ch01b.program(line)(weights, config, IDS)
     assert found.shape == wanted.shape
     assert not torch.allclose(found, wanted, atol=1e-2)
 

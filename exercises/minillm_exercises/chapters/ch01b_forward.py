@@ -27,10 +27,8 @@ def rotate(x: Tensor, theta: float) -> Tensor:
     half = x.shape[-1] // 2
     speed = theta ** (-torch.arange(half) / half)
     angle = torch.arange(x.shape[1])[:, None] * speed  # [T, D/2]
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat(
-        (first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()), -1
-    )
+    p, q, cos, sin = x[..., :half], x[..., half:], angle.cos(), angle.sin()
+    return torch.cat((p * cos - q * sin, p * sin + q * cos), -1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -89,5 +87,5 @@ def forward(weights: dict[str, Tensor], config: dict[str, Any], ids: list[int]) 
 def of_layer(weights: dict[str, Tensor], number: int) -> dict[str, Tensor]:
     """The weights of one layer by their short names."""
     start = f"model.layers.{number}."
-    found = {name.removeprefix(start): each for name, each in weights.items() if start in name}
-    return {name.removesuffix(".weight"): each for name, each in found.items()}
+    names = {name: name.removeprefix(start).removesuffix(".weight") for name in weights}
+    return {short: weights[name] for name, short in names.items() if start in name}
