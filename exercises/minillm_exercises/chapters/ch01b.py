@@ -111,7 +111,8 @@ def draw_map(rows: str, layers: str) -> None:
     ax.axis("off")
     grey: dict[str, Any] = {"color": "gray", "zorder": 0}
     ax.plot([0, 10], [0.7, 0.7], lw=3, **grey)
-    for start, end, low, high in ((1.0, 5.0, 0.7, 1.8), (5.4, 8.1, 0.7, 1.8), (0.85, 8.3, 2.2, 2.4)):
+    lines = ((1.0, 5.0, 0.7, 1.8), (5.4, 8.1, 0.7, 1.8), (0.85, 8.3, 2.2, 2.4))
+    for start, end, low, high in lines:
         ax.plot([start, start, end, end], [low, high, high, low], lw=1, **grey)
     ax.text(4.6, 2.5, layers, ha="center", fontsize=9)
     ax.text(4.6, 0.1, rows, ha="center", fontsize=9)
