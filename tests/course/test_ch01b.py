@@ -119,13 +119,13 @@ def test_the_page_uses_what_is_written_and_right():
 def test_what_a_program_is_judged_by():
     """The right one has no divergence; one that knows nothing has the loss of the uniform
     distribution; NaN has no numbers."""
-    law = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).double().log()
-    same = ch01b.judge(lambda ids: law, (), [0, 1], law)
+    log_p = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).double().log()
+    same = ch01b.judge(lambda ids: log_p, (), [0, 1], log_p)
     assert (same["kl"], same["same"]) == (0, 1)
-    uniform = ch01b.judge(lambda ids: torch.zeros(2, 3), (), [0, 1], law)
+    uniform = ch01b.judge(lambda ids: torch.zeros(2, 3), (), [0, 1], log_p)
     assert uniform["loss"] == pytest.approx(1.0986, abs=1e-4)
     assert uniform["kl"] == pytest.approx(1.0986 - 1.0397, abs=1e-4)
-    assert ch01b.judge(lambda ids: torch.full((2, 3), torch.nan), (), [0, 1], law)["loss"] is None
+    assert ch01b.judge(lambda ids: torch.full((2, 3), torch.nan), (), [0, 1], log_p)["loss"] is None
 
 
 def test_the_record_has_every_line_but_the_one_that_a_llama_has_not():
