@@ -25,6 +25,9 @@ PARTS = (
     ("19", "V. More machines, real users"),
 )
 CORE_PATH = ("00", "01", "01b", "03", "05", "06", "07", "10")
+MAP = NOTEBOOKS.parent / ".github" / "request.svg"
+BOX = re.compile(r'(<rect[^>]+fill=")#\w+("[^>]*)(/>\n<text[^>]+class="t")(>)([^<]+)(?=<)')
+NEAR = {"kernels": "ops", "quantization": "layers", "structured": "sampling"}
 PAGES = ("README.md", "SELFTEST.md", "GLOSSARY.md")  # what a reader needs beside the chapters
 TOP = """\
 # The course
@@ -96,6 +99,21 @@ def cover(notebook: Notebook) -> tuple[bytes, str] | None:
     return None
 
 
+def way(notebook: Notebook) -> bytes:
+    """A request's way through the engine; the rooms that the chapter links to are coloured."""
+    text = " ".join(cell["source"] for cell in notebook["cells"])
+    names = re.findall(r"\]\(\.\./(?:minillm/)?(\w+)", text)
+    rooms = {NEAR.get(name, name) for name in names}
+
+    def painted(box: re.Match[str]) -> str:
+        if rooms.isdisjoint(re.findall(r"\w+", box[5])):
+            return f'{box[1]}#ffffff{box[2]}{box[3]} opacity=".6"{box[4]}{box[5]}'
+        return f'{box[1]}#ffd8a8{box[2]} stroke-width="3"{box[3]}{box[4]}{box[5]}'
+
+    picture = MAP.read_text("utf-8").split('<rect x="36" y="388"')[0].replace("430", "384")
+    return (BOX.sub(painted, picture) + "</svg>\n").encode()
+
+
 def section(path: Path, notebook: Notebook) -> Iterator[str]:
     """The lines of one chapter."""
     about = notebook["metadata"].get("minillm", {})
@@ -146,6 +164,8 @@ def files(folder: Path = NOTEBOOKS) -> dict[Path, bytes]:
     for path, notebook in chapters:
         if picture := cover(notebook):
             made[folder / "figures" / f"{number(path)}.png"] = picture[0]
+        if f"figures/{number(path)}.svg" in notebook["cells"][0]["source"]:
+            made[folder / "figures" / f"{number(path)}.svg"] = way(notebook)
     return made
 
 
@@ -158,6 +178,6 @@ def write(folder: Path = NOTEBOOKS) -> None:
             write_text(path, content.decode())
         else:
             path.write_bytes(content)
-    for old in (folder / "figures").glob("*.png"):
+    for old in (folder / "figures").glob("*.*"):
         if old not in made:
             old.unlink()

@@ -124,7 +124,7 @@ def seen_first(chapter: Chapter) -> Violations:
         if cell["cell_type"] == "code" and len(lines) > EXAMPLE_LINES:
             yield index, f"the example has {len(lines)} lines; at most {EXAMPLE_LINES}."
     if not any(
-        FIGURE.search(cell["source"])
+        "header" not in tags(cell) and FIGURE.search(cell["source"])
         if cell["cell_type"] == "markdown"
         else any("image/png" in output.get("data", {}) for output in cell.get("outputs", ()))
         for _, cell in early
@@ -405,10 +405,12 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def tasks_and_papers(chapter: Chapter) -> Violations:
-    """Each exercise that is graded here is also shown here; papers have links."""
+    """Each exercise that is graded here is also shown here; a map is on top, papers have links."""
     shown, graded = ({first(c) for _, c in chapter.calls(name)} for name in ("task", "check"))
     for name in sorted(map(str, graded - shown)):
         yield -1, f'check("{name}") without task("{name}"), which shows what to do.'
+    if f"](figures/{chapter.number}.svg)" not in chapter.cells[0]["source"]:
+        yield 0, f"the head has no map: ![A request's way ...](figures/{chapter.number}.svg)."
     boxes = [index for index, cell in enumerate(chapter.cells) if "claim" in tags(cell)]
     for index in boxes[1:]:
         yield index, "a second box of claims: keep the most instructive one."

@@ -128,7 +128,10 @@ TURN = 'answer = 6 * 7  # answer\nturn("90.product", answer)'
 SEALED = turns.sealed("90.product", 42, "Multiply.")
 FACT, LAST = 13, 22  # positions of the fact cell and of the papers
 CELLS = [
-    markdown("# Every token reads the first one again\n\n45 minutes.", "header"),
+    markdown(
+        "# Every token reads the first one again\n\n45 minutes. ![The way](figures/90.svg)",
+        "header",
+    ),
     code("import time\nN = 128\nLENGTHS = (16, 32)", "setup"),
     code('predict("90.clock", "How much?", ["2", "4"])', "predict"),
     markdown(PROSE, "claim"),
@@ -349,6 +352,7 @@ PLANTED = {
         (drop(19), 'check("e90.1") without task("e90.1")'),
         (add(markdown("> two", "claim")), "a second box of claims"),
         (put(LAST, source="Pope et al."), "no paper has a link"),
+        (edit(0, "90.svg", "03.svg"), "the head has no map"),
     ],
     rules.fair_clocks: [
         (put(1, source="ceilings.measure()"), "without device=: say"),
