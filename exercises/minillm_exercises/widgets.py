@@ -41,6 +41,17 @@ def explore(
         _add_sliders(function, static, choices)
 
 
+def step_through(trace: Any) -> None:
+    """In a live notebook, the viewer of a `minillm.trace.Trace`: curves over its steps, and every
+    request, block and number of the chosen one."""
+    if is_live():
+        from IPython.display import display
+
+        display(trace.widget())
+    else:
+        sys.stdout.write("In JupyterLab the trace viewer opens here: point at a step.\n")
+
+
 def _add_sliders(
     function: Callable[..., object], static: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]
 ) -> None:

@@ -316,6 +316,22 @@ def test_a_slider_draws_again_below_and_only_when_moved(monkeypatch) -> None:
     assert calls == [{"t": 1, "p": 2}, {"t": 0, "p": 2}]
 
 
+def test_a_trace_is_a_viewer_in_jupyterlab_and_a_line_on_a_page(monkeypatch, capsys) -> None:
+    import minillm_exercises.widgets as widgets
+    from minillm.lab.simulation import Simulation
+
+    simulation, shown = Simulation(9), []
+    simulation.add(20, 4)
+    simulation.run()
+    widgets.step_through(simulation.trace)
+    assert "opens here" in capsys.readouterr().out
+    monkeypatch.setattr(widgets, "is_live", lambda: True)
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    widgets.step_through(simulation.trace)
+    assert "srcdoc" in shown[0].value
+    assert capsys.readouterr().out == ""
+
+
 def test_every_check_of_a_cell_is_shown(monkeypatch) -> None:
     import IPython.display
 
