@@ -124,7 +124,8 @@ def test_who_gives_up_reads_the_published_answer(said, monkeypatch, tmp_path):
     assert "not on this machine" in said("give up")
     (tmp_path / "notebooks").mkdir()
     for chapter, source in {"90": FUNCTION, "90b": FUNCTION.replace("both", "twice")}.items():
-        page = json.dumps(notebook(code("x = 1"), code(source.replace("90.", f"{chapter}."), "turn")))
+        cell = code(source.replace("90.", f"{chapter}."), "turn")
+        page = json.dumps(notebook(code("x = 1"), cell))
         (tmp_path / "notebooks" / f"{chapter}_toy.ipynb").write_text(page)
     monkeypatch.setattr(turns, "exercises_root", lambda: tmp_path / "exercises")
     first, *lines = said("give up").splitlines()
