@@ -70,16 +70,16 @@ class Chapter:
     @property
     def link(self) -> str:
         """Its number, linked."""
-        return f"[{self.path.stem[:2]}](notebooks/{self.path.name})"
+        return f"[{self.path.stem.partition('_')[0]}](notebooks/{self.path.name})"
 
 
 def load_chapters(folder: Path = ROOT / "notebooks") -> dict[str, Chapter]:
     """Every chapter by number, in order."""
     found = {}
-    for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")):
+    for path in sorted(folder.glob("[0-9][0-9]*_*.ipynb")):
         notebook = json.loads(path.read_text(encoding="utf-8"))
         about = notebook["metadata"]["minillm"]
-        found[path.stem[:2]] = Chapter(path, about["question"], int(about["minutes"]))
+        found[path.stem.partition("_")[0]] = Chapter(path, about["question"], int(about["minutes"]))
     return found
 
 

@@ -143,7 +143,7 @@ def printable(path: Path, notebook: Notebook) -> str:
     from pygments.formatters import HtmlFormatter
 
     if not any(cell["outputs"] for _, cell in code_cells(notebook)):
-        number = path.stem[:2]
+        number = path.stem.partition("_")[0]
         raise ChapterError(
             f"{path.name} has no outputs to print: run python notebooks/execute.py {number} first."
         )
@@ -161,7 +161,7 @@ def page_of(markdown: str) -> str:
     from nbconvert.filters import markdown2html
 
     heading = re.search(r"^# +(.+)$", markdown, re.MULTILINE)
-    linked = re.sub(r"\]\((\d\d_\w+)\.ipynb\)", r"](\1.html)", markdown)
+    linked = re.sub(r"\]\((\d\d[a-z]?_\w+)\.ipynb\)", r"](\1.html)", markdown)
     for name in PAGES:
         target = "index" if name == "README.md" else name.removesuffix(".md")
         linked = linked.replace(f"]({name})", f"]({target}.html)")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 NOTEBOOKS = Path(__file__).resolve().parent
-NAME = re.compile(r"\d\d_\w+")
+NAME = re.compile(r"\d\d[a-z]?_\w+")
 FACT = re.compile(r"(?P<name>[^:\n]+): (?P<value>.+)")
 # A number with its unit, or alone; not the first of several ("118 and 69", "1.0 2.1").
 NUMBER = re.compile(r"[-+]?\d(?:[\d,]*\d)?(\.\d+)?(/\d+)?(?=$| (?!(and |x )?\d))")
@@ -41,12 +41,17 @@ def chapter_paths(folder: Path = NOTEBOOKS, wanted: tuple[str, ...] = ()) -> lis
     chosen = []
     for name in wanted:
         stem = Path(name).stem
-        found = [path for path in paths if stem in (path.stem, path.stem[:2])]
+        found = [path for path in paths if stem in (path.stem, number(path))]
         if not found:
             known = ", ".join(path.stem for path in paths) or "none yet"
             raise ChapterError(f"There is no chapter {name!r}. The chapters are: {known}.")
         chosen += found
     return chosen
+
+
+def number(path: Path) -> str:
+    """What the chapter is called by: "03", or "01b" between 01 and 02."""
+    return path.stem.partition("_")[0]
 
 
 def read_notebook(path: Path) -> Notebook:

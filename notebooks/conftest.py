@@ -204,7 +204,7 @@ class ChapterCell(nbval.plugin.IPyNbCell):
         if not isinstance(error, nbval.plugin.NbCellError):
             return f"{where}: {type(error).__name__}: {error}"
         if str(error) == DIFFER:
-            advice = UNCHANGED.format(number=self.path.stem[:2])
+            advice = UNCHANGED.format(number=self.path.stem.partition("_")[0])
             return "\n".join([f"A fact changed in {where}", *self.changed(), advice])
         trace = COLOURS.sub("", error.inner_traceback or "").strip().splitlines()
         rest = len(self.parent.nb.cells) - self.parent.nb.cells.index(self.cell) - 1

@@ -28,6 +28,7 @@ from chapters import (
     code_cells,
     facts,
     is_fact_cell,
+    number,
     read_notebook,
     run,
     script_errors,
@@ -162,7 +163,7 @@ def execute(path: Path, console: Console, check: bool, timeout: float) -> list[s
     new = done.notebook
     problems = normalise(new)
     results = {
-        "chapter": path.stem[:2],
+        "chapter": number(path),
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "timed": stale.fingerprints(old["metadata"].get("minillm", {})),
@@ -235,7 +236,7 @@ def renew(path: Path, console: Console, timeout: float) -> list[str]:
     if not results or not about.get("bands"):
         raise ChapterError(
             f"{path.stem} has no recorded results, or no bands to compare new ones with: execute "
-            f"it again: python notebooks/execute.py {path.stem[:2]}"
+            f"it again: python notebooks/execute.py {number(path)}"
         )
     values = undisturbed(path.name, recorded(path, notebook, console, timeout)[1])
     found = stale.outside(about["bands"], results["values"], values)
@@ -253,10 +254,10 @@ def older(path: Path, console: Console, measure: bool, timeout: float) -> list[s
         return []
     said = f"changed since it was measured: {', '.join(names)}"
     if not measure:
-        return [f"{said}. Measure again: make stale CHAPTER={path.stem[:2]}"]
+        return [f"{said}. Measure again: make stale CHAPTER={number(path)}"]
     console.print(f"{path.stem}: {said}", highlight=False, markup=False)
     if found := renew(path, console, timeout):
-        return [*found, f"execute it again: python notebooks/execute.py {path.stem[:2]}"]
+        return [*found, f"execute it again: python notebooks/execute.py {number(path)}"]
     console.print(f"{path.stem}: all numbers are within their bands; fingerprints renewed")
     return []
 

@@ -6,7 +6,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from chapters import NOTEBOOKS, Notebook, chapter_paths, code_cells, read_notebook, tags, write_text
+from chapters import (
+    NOTEBOOKS,
+    Notebook,
+    chapter_paths,
+    code_cells,
+    number,
+    read_notebook,
+    tags,
+    write_text,
+)
 
 PARTS = (
     ("00", "I. What a token costs"),
@@ -15,7 +24,7 @@ PARTS = (
     ("13", "IV. Fewer bytes, more tokens per step"),
     ("19", "V. More machines, real users"),
 )
-CORE_PATH = ("00", "01", "03", "05", "06", "07", "10")
+CORE_PATH = ("00", "01", "01b", "03", "05", "06", "07", "10")
 MAP = NOTEBOOKS.parent / ".github" / "request.svg"
 BOX = re.compile(r'(<rect[^>]+fill=")#\w+("[^>]*)(/>\n<text[^>]+class="t")(>)([^<]+)(?=<)')
 NEAR = {"kernels": "ops", "quantization": "layers", "structured": "sampling"}
@@ -108,8 +117,8 @@ def way(notebook: Notebook) -> bytes:
 def section(path: Path, notebook: Notebook) -> Iterator[str]:
     """The lines of one chapter."""
     about = notebook["metadata"].get("minillm", {})
-    number = path.stem[:2]
-    yield f"### [{number} · {title(notebook)}]({path.name})"
+    name = number(path)
+    yield f"### [{name} · {title(notebook)}]({path.name})"
     yield ""
     if plain(about.get("question", "")) not in plain(title(notebook)):
         yield f"**{about['question']}**"
@@ -122,25 +131,25 @@ def section(path: Path, notebook: Notebook) -> Iterator[str]:
     if picture := cover(notebook):
         yield ""
         alt = html.escape(picture[1]).replace("\n", " ")
-        yield f'<img src="figures/{number}.png" alt="{alt}" width="560">'
+        yield f'<img src="figures/{name}.png" alt="{alt}" width="560">'
     yield ""
 
 
 def page(chapters: list[tuple[Path, Notebook]]) -> str:
     """The whole page."""
-    there = {path.stem[:2]: path.name for path, _ in chapters}
+    there = {number(path): path.name for path, _ in chapters}
     core = " → ".join(f"[{n}]({there[n]})" for n in CORE_PATH if n in there)
     later = [n for n in CORE_PATH if n not in there]
     lines = [TOP]
     if core:
         rest = f" (then {', '.join(later)}, not written yet)" if later else ""
         known = (book["metadata"].get("minillm", {}) for path, book in chapters
-                 if path.stem[:2] in CORE_PATH)  # fmt: skip
+                 if number(path) in CORE_PATH)  # fmt: skip
         minutes = sum(about.get("minutes", 0) for about in known)
         lines += [f"**The core path**: {core}{rest}, {minutes} minutes together.", ""]
     ends = [*(start for start, _ in PARTS[1:]), "99"]
     for (start, name), end in zip(PARTS, ends, strict=True):
-        inside = [pair for pair in chapters if start <= pair[0].stem[:2] < end]
+        inside = [pair for pair in chapters if start <= number(pair[0]) < end]
         if inside:
             lines += [f"## {name}", ""]
         for path, notebook in inside:
@@ -154,9 +163,9 @@ def files(folder: Path = NOTEBOOKS) -> dict[Path, bytes]:
     made = {folder / "README.md": page(chapters).encode()}
     for path, notebook in chapters:
         if picture := cover(notebook):
-            made[folder / "figures" / f"{path.stem[:2]}.png"] = picture[0]
-        if f"figures/{path.stem[:2]}.svg" in notebook["cells"][0]["source"]:
-            made[folder / "figures" / f"{path.stem[:2]}.svg"] = way(notebook)
+            made[folder / "figures" / f"{number(path)}.png"] = picture[0]
+        if f"figures/{number(path)}.svg" in notebook["cells"][0]["source"]:
+            made[folder / "figures" / f"{number(path)}.svg"] = way(notebook)
     return made
 
 

@@ -154,7 +154,7 @@ def prepare(source: Path, folder: Path) -> tuple[Desk, list[str]]:
         folder.mkdir(parents=True, exist_ok=True)
         first = not list(folder.glob("*.ipynb"))
         said = [line for path in chapter_paths(source) if (line := desk.update(path))]
-        for path in [*(source / name for name in PAGES), *source.glob("figures/*.png")]:
+        for path in [*(source / name for name in PAGES), *source.glob("figures/*.*")]:
             if path.exists():
                 place = folder / path.relative_to(source)
                 place.parent.mkdir(exist_ok=True)

@@ -47,8 +47,8 @@ FLOORS = {
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
     "minillm": 55_032, "minillm without minillm/lab": 34_996, "minillm/lab": 20_036,
-    "kernels": 11_630, "notebooks": 2_055,
-    "exercises/minillm_exercises": 17_850, "tests": 72_927,
+    "kernels": 11_630, "notebooks": 2_070,
+    "exercises/minillm_exercises": 18_074, "tests": 73_089,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

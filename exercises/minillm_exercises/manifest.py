@@ -24,7 +24,7 @@ class Exercise:
     id: str  # "e03.1"
     folder: Path  # exercises/e03_kv_cache
     title: str
-    chapter: str  # "03"
+    chapter: str  # "03", that of the id if the file names no other
     minutes: int
     difficulty: int  # 1 to 3
     names: tuple[str, ...]
@@ -101,7 +101,7 @@ def find(exercise_id: str, manifest: dict[str, Exercise]) -> Exercise:
 
 
 def _exercise(key: str, entry: dict[str, Any], root: Path) -> Exercise:
-    known = set(Exercise.__dataclass_fields__) - {"id", "chapter"}
+    known = set(Exercise.__dataclass_fields__) - {"id"}
     required = {"folder", "title", "minutes", "difficulty", "names", "hints"}
     if unknown := entry.keys() - known:
         raise ExerciseError(f"exercises.toml, {key}: unknown key {sorted(unknown)[0]!r}.")
@@ -110,5 +110,5 @@ def _exercise(key: str, entry: dict[str, Any], root: Path) -> Exercise:
     if len(entry["hints"]) != 3 or not all(entry["hints"]):
         raise ExerciseError(f"exercises.toml, {key}: three hints, from concept to pseudo-code.")
     lists: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
-    folder = root / lists.pop("folder")
-    return Exercise(id=key, folder=folder, chapter=key[1:3], **lists)
+    lists = {"chapter": key[1:3]} | lists
+    return Exercise(id=key, folder=root / lists.pop("folder"), **lists)

@@ -75,7 +75,7 @@ def verdict(name: str, answer: Any) -> str:
         ExerciseError: there is no such question, or the answers cannot be read.
     """
     if str(name) not in (known := load_turns()):
-        near = ", ".join(each for each in known if each[:3] == str(name)[:3]) or "none"
+        near = ", ".join(each for each in known if of_chapter(each) == of_chapter(name)) or "none"
         raise ExerciseError(f"There is no question {name!r}; this chapter has: {near}.")
     if isinstance(answer, str) and answer == GIVE_UP:
         return published(name)
@@ -89,9 +89,14 @@ def verdict(name: str, answer: Any) -> str:
     return wrapped(f"Not yet: your answer is {short(answer)}. {hint}")
 
 
+def of_chapter(name: object) -> str:
+    """The chapter of a question: "03", "01b"."""
+    return str(name).partition(".")[0]
+
+
 def published(name: str) -> str:
     """The answer lines of the chapter as it is published, beside the exercises."""
-    for path in (exercises_root().parent / "notebooks").glob(f"{name[:2]}_*.ipynb"):
+    for path in (exercises_root().parent / "notebooks").glob(f"{of_chapter(name)}_*.ipynb"):
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             if f'turn("{name}",' in (source := "".join(cell["source"])):
                 lines = "".join(RUN.findall(source)).replace("  # answer", "").rstrip("\n")

@@ -40,6 +40,11 @@ class Chapter:
         return cls(stem, chapters.read_notebook(path), results, claims, path.stat().st_size)
 
     @property
+    def number(self) -> str:
+        """What it is called by: 03, 01b."""
+        return chapters.number(Path(self.stem))
+
+    @property
     def cells(self) -> list[dict[str, Any]]:
         """All cells in order."""
         return self.notebook["cells"]
@@ -83,7 +88,7 @@ def names_in(tree: ast.AST) -> set[str]:
 
 def rerun(chapter: Chapter) -> str:
     """The command that executes the chapter."""
-    return f"python notebooks/execute.py {chapter.stem[:2]}"
+    return f"python notebooks/execute.py {chapter.number}"
 
 
 def report(chapter: Chapter, rule: Callable[[Chapter], Violations]) -> list[str]:

@@ -86,7 +86,7 @@ def python_only(chapter: Chapter) -> Violations:
 def metadata(chapter: Chapter) -> Violations:
     """What the index and the path through the course are made from."""
     about = chapter.about
-    if about.get("chapter") != chapter.stem[:2]:
+    if about.get("chapter") != chapter.number:
         yield -1, f"minillm.chapter is {about.get('chapter')!r}, the file is {chapter.stem}."
     if not str(about.get("question", "")).endswith("?"):
         yield -1, "metadata minillm.question is the chapter's question, ending in '?'."
@@ -302,7 +302,7 @@ def results_on_record(chapter: Chapter) -> Violations:
     for name in set(about.get("bands", {})) - set(known):
         yield -1, f"minillm.bands has {name!r}, which the chapter does not record."
     if names := stale.changed(about, chapter.results):
-        number = chapter.stem[:2]
+        number = chapter.number
         yield -1, f"{', '.join(names)} changed since the measurement: make stale CHAPTER={number}."
 
 
@@ -321,8 +321,8 @@ def predictions(chapter: Chapter) -> Violations:
             yield index, f"{name}() takes its key as a literal string, first."
             continue
         places[name].setdefault(key, index)
-        if not key.startswith(f"{chapter.stem[:2]}."):
-            yield index, f"the key {key!r} begins with the chapter: '{chapter.stem[:2]}.'."
+        if not key.startswith(f"{chapter.number}."):
+            yield index, f"the key {key!r} begins with the chapter: '{chapter.number}.'."
         if name == "predict" and any(keyword.arg == "choice" for keyword in call.keywords):
             yield index, f"predict({key!r}) chooses for the reader: remove choice=."
         best = [*call.args[2:3], *(word.value for word in call.keywords if word.arg == "best")]
@@ -366,7 +366,7 @@ def your_turns(chapter: Chapter) -> Violations:
 def given_away(chapter: Chapter, index: int, call: ast.Call) -> Iterator[str]:
     """A learner's copy of a task may not show the answer, nor raise before there is one."""
     name = str(first(call))
-    if (sealed := turns.load_turns().get(name)) is None or name[:3] != f"{chapter.stem[:2]}.":
+    if (sealed := turns.load_turns().get(name)) is None or turns.of_chapter(name) != chapter.number:
         yield f"exercises/turns.json has no {name!r}: add turns.sealed({name!r}, answer, hint)."
         return
     source = chapter.cells[index]["source"]
@@ -409,8 +409,8 @@ def tasks_and_papers(chapter: Chapter) -> Violations:
     shown, graded = ({first(c) for _, c in chapter.calls(name)} for name in ("task", "check"))
     for name in sorted(map(str, graded - shown)):
         yield -1, f'check("{name}") without task("{name}"), which shows what to do.'
-    if f"](figures/{chapter.stem[:2]}.svg)" not in chapter.cells[0]["source"]:
-        yield 0, f"the head has no map: ![A request's way ...](figures/{chapter.stem[:2]}.svg)."
+    if f"](figures/{chapter.number}.svg)" not in chapter.cells[0]["source"]:
+        yield 0, f"the head has no map: ![A request's way ...](figures/{chapter.number}.svg)."
     boxes = [index for index, cell in enumerate(chapter.cells) if "claim" in tags(cell)]
     for index in boxes[1:]:
         yield index, "a second box of claims: keep the most instructive one."

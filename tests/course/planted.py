@@ -34,7 +34,7 @@ def with_right(wrong: Callable[..., Any], right: Any) -> Callable[..., Any]:
 
 def plant(name: str) -> None:
     """Put a bug into this process; one without places puts itself there."""
-    if name[:2] in ("10", "11"):
+    if name.partition("_")[0] in ("10", "11"):
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: kernels run here
     for wrong, places in BUGS[name]:
         if not places:
@@ -148,6 +148,13 @@ def _(right, forward_pass, chunks, block_size):
     """Every step after the first rotates one position too far; the slots are right."""
     made = right(forward_pass, chunks, block_size)
     return replace(made, positions=made.positions + int(chunks[0].start > 0))
+
+
+@bug("01b", "models.forward_pass:ForwardPass.batch")
+def _(right, run, chunks, block_size):
+    """Positions grow by two for each token, so rotations are twice as fast."""
+    made = right(run, chunks, block_size)
+    return replace(made, positions=made.positions * 2)
 
 
 @bug("04", "ops:causal_attention")

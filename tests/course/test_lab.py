@@ -19,6 +19,7 @@ def course(tmp_path) -> Path:
     (folder / "README.md").write_text("# The course\n")
     (folder / "GLOSSARY.md").write_text("# Words\n")
     (folder / "figures" / "00.png").write_bytes(b"png")
+    (folder / "figures" / "00.svg").write_bytes(b"svg")
     write(folder, "00_first", markdown("# One"), fact("count", 3))
     write(folder, "01_second", markdown("# Two"), fact("count", 4))
     return folder
@@ -53,7 +54,7 @@ def test_copies_have_no_outputs_and_the_originals_stay(course, desk):
     assert (cell["outputs"], cell["execution_count"]) == ([], None)
     assert (course / "00_first.ipynb").read_bytes() == before
     assert (desk / "README.md").read_text() == "# The course\n"
-    assert (desk / "figures" / "00.png").exists()
+    assert {path.name for path in (desk / "figures").iterdir()} == {"00.png", "00.svg"}
     assert (desk / "GLOSSARY.md").exists()
     assert len(said) == 1
     assert str(desk) in said[0]

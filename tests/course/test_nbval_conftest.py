@@ -75,7 +75,7 @@ def run_pytest(folder: Path, *options: str, **env: str) -> tuple[str, dict[str, 
     assert report.exists(), text
     found: dict[str, list[ET.Element]] = {}
     for case in ET.parse(report).iter("testcase"):
-        name = re.search(r"\d\d_\w+", case.get("classname", "") + case.get("file", ""))
+        name = re.search(r"\d\d[a-z]?_\w+", case.get("classname", "") + case.get("file", ""))
         assert name, ET.tostring(case)
         found.setdefault(name[0], []).append(case)
     outcomes = {}

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import notebook_rules as rules
 import pytest
-from notebook_chapter import NOTEBOOKS, Chapter, prose, report, stale
+from notebook_chapter import NOTEBOOKS, Chapter, prose, report, rerun, stale
 from notebook_rules import RULES, turns
 from toy_notebooks import FACT_TAGS, code, markdown, notebook
 
@@ -67,14 +67,15 @@ def test_each_chapter_ends_with_engine_code_to_read_and_two_questions():
     """The links name what stands at their lines, and together show most of the reading path."""
     seen: dict[str, set[int]] = {}
     names = set()
-    for path in (path for path in PATHS if path.stem[2] == "_"):
-        cell = Chapter.load(path).cells[-2]
+    for path in PATHS:
+        chapter = Chapter.load(path)
+        cell = chapter.cells[-2]
         text = cell["source"]
         assert "read" in cell["metadata"]["tags"], (
             f"{path.stem}: the last cell but one is no reading"
         )
         now = stale.pointed(text)
-        assert text == now, f"lines have moved: python notebooks/execute.py {path.stem[:2]} --fill"
+        assert text == now, f"lines have moved: {rerun(chapter)} --fill"
         links = re.findall(r"^\* \[`([\w.]+)`\]\(\.\./([\w/]+\.py)#L(\d+)-L(\d+)\): ", text, re.M)
         assert text.count("](") == len(links) and 1 <= len(links) <= 4, path.stem  # noqa: PT018
         assert text.count("**Question") == text.count("<details><summary>Answer</summary>\n\n") == 2

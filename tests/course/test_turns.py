@@ -90,9 +90,13 @@ def test_an_error_of_rounding_changes_no_hash(answer):
 
 @pytest.fixture
 def said(monkeypatch, capsys):
-    """What a learner reads for an answer to the toy question 90.size, whose answer is 2000."""
-    sealed = turns.sealed("90.size", 2000, "Two vectors.", "Keys and values.")
-    monkeypatch.setattr(turns, "load_turns", lambda: {"90.size": sealed})
+    """What a learner reads for an answer to the toy question 90.size, whose answer is 2000; chapter
+    90b has a question of the same name."""
+    known = {
+        name: turns.sealed(name, 2000, "Two vectors.", "Keys and values.")
+        for name in ("90.size", "90b.size")
+    }
+    monkeypatch.setattr(turns, "load_turns", lambda: known)
 
     def ask(answer, name="90.size"):
         turn(name, answer)
@@ -119,13 +123,16 @@ def test_a_wrong_answer_gets_a_hint_and_a_right_one_the_reason(said):
 def test_who_gives_up_reads_the_published_answer(said, monkeypatch, tmp_path):
     assert "not on this machine" in said("give up")
     (tmp_path / "notebooks").mkdir()
-    page = json.dumps(notebook(code("x = 1"), code(FUNCTION, "turn")))
-    (tmp_path / "notebooks" / "90_toy.ipynb").write_text(page)
+    for chapter, source in {"90": FUNCTION, "90b": FUNCTION.replace("both", "twice")}.items():
+        cell = code(source.replace("90.", f"{chapter}."), "turn")
+        page = json.dumps(notebook(code("x = 1"), cell))
+        (tmp_path / "notebooks" / f"{chapter}_toy.ipynb").write_text(page)
     monkeypatch.setattr(turns, "exercises_root", lambda: tmp_path / "exercises")
     first, *lines = said("give up").splitlines()
     assert first == "An answer, in place of the dots:"
     assert lines[0] == "    both = 2 * width"
     assert len(lines) == 4
+    assert "    twice = 2 * width" in said("give up", "90b.size")
 
 
 def test_without_its_file_it_says_so(monkeypatch, tmp_path, capsys):

@@ -52,7 +52,7 @@ def notebook(*cells: dict[str, Any], number: str = "90", **about: object) -> dic
 def write(folder: Path, stem: str, *cells: dict[str, Any], **about: object) -> Path:
     """Write a notebook into `folder`."""
     path = folder / f"{stem}.ipynb"
-    chapters.write_notebook(path, notebook(*cells, number=stem[:2], **about))
+    chapters.write_notebook(path, notebook(*cells, number=stem.partition("_")[0], **about))
     return path
 
 

@@ -24,7 +24,7 @@ from minillm.models.packing import pack_weights
 from minillm.models.quantize import quantize_weights
 from minillm.ops import cpu
 from minillm.quantization.methods import unpack
-from minillm_exercises.chapters import ch14, ch15, ch23
+from minillm_exercises.chapters import ch01b, ch14, ch15, ch23
 from minillm_exercises.chapters.quality import Subject
 
 FILE = "smollm2"
@@ -132,6 +132,15 @@ def test_the_record_of_chapter_14_is_true():
     for way in ("a step for a token", "a step for 32 inputs"):
         found = subject.judge(lambda _, weight: weight, ways[way]).kl
         assert found == pytest.approx(record["kl"][way], rel=0.05), way
+
+
+def test_the_record_of_chapter_01b_is_true():
+    """The whole program, and two of its deletions."""
+    lines = ("", "mask", "rotation")
+    record, found = ch01b.real()["rows"], ch01b.measure_real(FILE, lines)["rows"]
+    for line in lines:
+        assert found[line]["loss"] == pytest.approx(record[line]["loss"], abs=0.01), line
+        assert found[line]["kl"] == pytest.approx(record[line]["kl"], abs=0.01), line
 
 
 def test_the_record_of_chapter_23_is_true():
