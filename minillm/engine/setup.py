@@ -30,6 +30,7 @@ from minillm.plan.weight_sizes import WeightSizes
 from minillm.scheduling.config import scheduler_config
 from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
 from minillm.scheduling.scheduler import Scheduler
+from minillm.speculative.heads import HeadsSource
 from minillm.speculative.setup import (
     DraftSource,
     build_drafts,
@@ -113,7 +114,7 @@ def plan_memory(
     source: ModelSource,
     dtype: str,
     device: torch.device,
-    draft: DraftSource | None = None,
+    draft: DraftSource | HeadsSource | None = None,
 ) -> tuple[int, MemoryPlan]:
     """The context length and the memory plan.
 
@@ -121,6 +122,8 @@ def plan_memory(
         ConfigError: `max_model_len` is longer than the model's, or one sequence does not fit.
     """
     config, longest = source.config, source.config.longest_context
+    heads = draft.sizes if isinstance(draft, HeadsSource) else None
+    draft = draft if isinstance(draft, DraftSource) else None
     if args.max_model_len is not None and args.max_model_len > longest:
         raise ConfigError(
             f"max_model_len is {args.max_model_len}; {config.family} with this config.json has "
@@ -157,6 +160,7 @@ def plan_memory(
         else 0,
         weights=weights,
         draft_weights=draft_weights,
+        heads=heads,
     )
     asked = {name: getattr(limits, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
     plan = replace(plan, settings=replace(plan.settings, **asked))
@@ -310,14 +314,15 @@ def open_executor(
     source: ModelSource,
     plan: MemoryPlan,
     device: torch.device,
-    draft: DraftSource | None = None,
+    draft: DraftSource | HeadsSource | None = None,
     grammars: Grammars | None = None,
 ) -> tuple[Executor, ForwardPass | None]:
     """The executor of step plans, and the `ForwardPass` if the model is in this process."""
     if args.num_ranks > 1:
         from minillm.parallel.launch import open_ranks
 
-        return open_ranks(args, source, plan, device, draft), None
+        model = draft if isinstance(draft, DraftSource) else None  # heads are refused before
+        return open_ranks(args, source, plan, device, model), None
     dtype, limit = DTYPES[plan.settings.dtype], plan.settings.max_model_len
     prepare = partial(quantize_while_reading, how=args.quantization) if args.quantization else None
     model = load_model(source, dtype, device, limit, args.load_format, args.seed, shard=prepare)
@@ -329,14 +334,16 @@ def open_executor(
 
 
 def build_scheduler(
-    args: EngineArgs, capacity: Capacity, draft: DraftSource | None = None
+    args: EngineArgs, capacity: Capacity, draft: DraftSource | HeadsSource | None = None
 ) -> Scheduler | DataParallelScheduler:
     """The scheduler over an executor's blocks; with data parallelism one for each rank."""
     copies = [one_scheduler(args, capacity, draft) for _ in range(args.data_parallel_size)]
     return DataParallelScheduler(copies) if len(copies) > 1 else copies[0]
 
 
-def one_scheduler(args: EngineArgs, capacity: Capacity, draft: DraftSource | None) -> Scheduler:
+def one_scheduler(
+    args: EngineArgs, capacity: Capacity, draft: DraftSource | HeadsSource | None
+) -> Scheduler:
     """The scheduler of one data-parallel rank."""
     prefix_cache = None if args.enable_prefix_caching is False else args.prefix_cache or "hash"
     blocks = BlockManager(

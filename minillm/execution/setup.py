@@ -25,8 +25,12 @@ from minillm.plan.cost import MemoryPlan
 from minillm.quantization.kernels import pack_for_kernels
 from minillm.scheduling.config import scheduler_config
 from minillm.speculative.draft_model import DraftModel
+from minillm.speculative.features import Features
+from minillm.speculative.heads import HeadsSource
+from minillm.speculative.proposer import Proposer
 from minillm.speculative.setup import (
     DraftSource,
+    build_heads,
     build_proposer,
     build_rule,
     speculation_of,
@@ -85,19 +89,24 @@ def build_executor(
     model: Decoder,
     plan: MemoryPlan,
     max_model_len: int,
-    draft: DraftSource | None = None,
+    draft: DraftSource | HeadsSource | None = None,
     kind: type[Runner] = Runner,
 ) -> Runner:
     """The runner over the blocks of a plan, with its proposer of drafts and its CUDA graphs."""
     runs, kv, host = with_cache(args, model, plan)
     num_rows = scheduler_config(args).max_num_seqs
+    proposer: Proposer
     runner = kind(runs, kv, host, num_rows, ceil(max_model_len / plan.settings.block_size))
     if (speculation := speculation_of(args)) is not None:
-        proposer = (
-            build_proposer(speculation)
-            if draft is None
-            else build_draft_model(args, speculation, draft, plan, runner)
-        )
+        if isinstance(draft, HeadsSource):
+            coupled = speculation.rejection_sample_method != "standard"
+            features = Features(kv, host, runner.rows.tables, model.config.hidden_size)
+            parts = features, coupled, packs(args, model.device)
+            proposer = build_heads(speculation, draft, model, *parts)
+        elif draft is not None:
+            proposer = build_draft_model(args, speculation, draft, plan, runner)
+        else:
+            proposer = build_proposer(speculation)
         runner.speculator = Speculator(proposer, model.config.vocab_size)
         runner.sampler.rule = build_rule(speculation)
         # The sampler of a rank is replaced later, so it is looked up when it is needed.

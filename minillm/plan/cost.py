@@ -77,6 +77,14 @@ def activation_peak_bytes(
 
 
 @dataclass(frozen=True)
+class HeadSizes:
+    """Draft heads: their number of weights, and of values that they keep per cached token."""
+
+    weights: int
+    per_token: int
+
+
+@dataclass(frozen=True)
 class PlanSettings:
     """The inputs of `memory_plan`; names are those of the engine's arguments."""
 
@@ -93,6 +101,7 @@ class PlanSettings:
     copied_draft_bytes: int = 0  # `copied_weight_bytes` of the draft model
     weight_bytes: int | None = None  # of quantised weights; None: all are in `dtype`
     draft_weight_bytes: int | None = None  # the same of the draft model
+    heads: HeadSizes | None = None  # draft heads, which the plan counts as a draft model
 
     def __post_init__(self) -> None:
         sizes = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size")
@@ -164,6 +173,7 @@ def memory_plan(
     copied_draft_bytes: int = 0,
     weights: WeightSizes | None = None,
     draft_weights: WeightSizes | None = None,
+    heads: HeadSizes | None = None,
 ) -> MemoryPlan:
     """Plan the memory of an engine that uses the share `gpu_memory_utilization` of `memory_bytes`.
 
@@ -187,6 +197,7 @@ def memory_plan(
         draft_weight_bytes=None
         if draft is None or draft_weights is None
         else draft_weights.total(draft),
+        heads=heads,
     )
     if memory_bytes < 1:
         raise ConfigError(f"memory_bytes is {memory_bytes}; it must be at least 1.")
@@ -210,7 +221,11 @@ def _plan(
         num_draft_logits = min(settings.max_num_seqs, num_tokens)
         peak = activation_peak_bytes(draft, num_tokens, num_draft_logits, settings.dtype)
         activations = max(activations, peak)
-        weights, each = weights + draft_weights, each + draft_each
+    if settings.heads is not None:
+        value_bytes = dtype_bytes(settings.dtype)
+        draft_weights = settings.heads.weights * value_bytes
+        draft_each = settings.heads.per_token * block * value_bytes
+    weights, each = weights + draft_weights, each + draft_each
     # All CUDA graphs share one memory pool; the largest is a decode step without its logits.
     rows = settings.max_num_seqs * (1 + settings.num_drafts) * settings.cuda_graphs
     # Its stream has a workspace of cuBLAS, as the usual stream has, which the reserve holds.
