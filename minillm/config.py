@@ -1,11 +1,12 @@
 """The architecture of a model as one frozen dataclass, `ModelConfig`.
 
-`models/families.py` creates it from a Hugging Face ``config.json`` of each model family (Llama,
+`models/families/` creates it from a Hugging Face ``config.json`` of each model family (Llama,
 Qwen3, DeepSeek-V3, ...), and `models/presets.py` from the embedded ``config.json`` of a well-known
 model.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from math import inf
 from types import MappingProxyType
 from typing import Literal
@@ -151,6 +152,7 @@ class ModelConfig:
     output_bias: bool = False  # bias of the attention output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each query and key head (Qwen3)
+    post_norm: bool = False  # norms behind attention and MLP, and over all of q and k (OLMo-2)
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
@@ -207,3 +209,33 @@ class ModelConfig:
             return length
         trained = rope.rope_type == "yarn" and rope.original_max_position_embeddings
         return max(length, int((trained or length) * rope.factor))
+
+
+# What C functions of whole layers, sums of fixed order and shards of ranks compute. A model in
+# which another field is not its default does without them: a new field is right first, and fast
+# once it is listed here.
+KNOWN_FIELDS: Mapping[type, str] = MappingProxyType(
+    {
+        ModelConfig: """family vocab_size hidden_size num_layers num_heads num_kv_heads head_dim
+            intermediate_size max_position_embeddings rope rms_norm_eps tie_word_embeddings qkv_bias
+            output_bias mlp_bias qk_norm sliding_windows mla moe moe_layers dtype""",
+        RopeConfig: """theta rope_type factor original_max_position_embeddings low_freq_factor
+            high_freq_factor beta_fast beta_slow mscale mscale_all_dim truncate attention_factor
+            short_factor long_factor interleaved""",
+        MLAConfig: "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim q_lora_rank",
+        MoEConfig: """num_experts num_experts_per_token intermediate_size shared_intermediate_size
+            scoring normalize routed_scaling_factor num_groups topk_groups group_score
+            score_bias""",
+    }
+)
+
+
+def unknown_fields(config: ModelConfig) -> list[str]:
+    """The fields outside `KNOWN_FIELDS` that a model uses."""
+    found: list[str] = []
+    for part in (config, config.rope, config.mla, config.moe):
+        for kind, known in KNOWN_FIELDS.items():
+            if part is not None and isinstance(part, kind):
+                others = (each for each in fields(part) if each.name not in known.split())
+                found += [each.name for each in others if getattr(part, each.name) != each.default]
+    return found

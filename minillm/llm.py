@@ -157,7 +157,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns True, as in vLLM."""
-        self.engine.runner  # noqa: B018  (raises if the engine is closed)
+        self.engine.check_open()
         reset_prefix_cache(self.engine.scheduler)
         return True
 
@@ -188,7 +188,7 @@ class LLM:
     def _request(
         self, prompt: Prompt, params: SamplingParams, where: str = "", priority: int = 0
     ) -> Request:
-        self.engine.runner  # noqa: B018  (raises if the engine is closed)
+        self.engine.check_open()
         try:
             text, ids, salt = split_prompt(prompt)
             return self.engine.make_request(self._next_id(), text, ids, params, priority, salt)
@@ -204,7 +204,7 @@ class LLM:
     ) -> list[LiveRequest]:
         """Step the engine until these requests have finished."""
         engine = self.engine
-        engine.runner  # noqa: B018  (raises if the engine is closed, even without requests)
+        engine.check_open()
         lives: list[LiveRequest] = []
         try:
             for request in requests:

@@ -33,7 +33,8 @@ of Python's tensors. The [glossary](GLOSSARY.md) explains each term in one sente
 How a chapter works:
 
 * **Predict** before you scroll: a prediction stays in your folder, and is shown beside the result.
-* **Your turn** cells have dots to replace. The cell checks your answer; ours is folded below it.
+* **Your turn** cells have dots to replace, and check them; `turn("03.put", "give up")` shows ours.
+* **Read now** links to the engine's code, with two questions: JupyterLab opens it at the line.
 * `task("e03.1")` shows an exercise and `check("e03.1")` grades it. In a terminal:
   `python -m minillm_exercises list`. The exercises of chapters 03, 06, 07 and 09 fit together:
   `python -m minillm_exercises engine` runs the small engine that you have written.

@@ -41,6 +41,7 @@ EXAMPLES = """examples:
   python notebooks/lab.py --no-browser     print the address instead of opening a browser
   python notebooks/lab.py --prepare-only   only make or update the copies
 """
+ROOT = NOTEBOOKS.parent
 CODE = "(?:minillm|kernels|exercises)"  # folders that chapters link to
 # The index opens as a page, not as its source, and nothing asks to be allowed to fetch news.
 SETTINGS = {
@@ -52,33 +53,27 @@ SETTINGS = {
 }
 
 
-def stripped(notebook: Notebook) -> Notebook:
-    """The chapter before it is run, for a learner's folder."""
-    cells = []
-    for cell in notebook["cells"]:
-        cells.append(cell)
-        if cell["cell_type"] == "code":
-            cell["outputs"], cell["execution_count"] = [], None
-            if "turn" in tags(cell):
-                cells.append(answer_to(cell))
-                cell["source"] = turns.blanked(cell["source"])
-    notebook["cells"] = cells
+def stripped(notebook: Notebook, folder: Path) -> Notebook:
+    """The chapter before it is run, for a learner's `folder`."""
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
-            cell["source"] = without_code_links(cell["source"])
+            cell["source"] = relinked(cell["source"], folder)
+        elif cell["cell_type"] == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+            if "turn" in tags(cell):
+                cell["source"] = turns.blanked(cell["source"])
     return notebook
 
 
-def answer_to(cell: Notebook) -> Notebook:
-    """The folded answer to a cell tagged "turn", as a cell of its own."""
-    source = turns.answer_cell(cell["source"])
-    name = f"{cell['id']}-answer"
-    return {"cell_type": "markdown", "id": name, "metadata": {}, "source": source}
-
-
-def without_code_links(text: str) -> str:
-    """Names of files in place of links to the engine's code, which JupyterLab cannot open: it sees
-    the copies' folder only."""
+def relinked(text: str, folder: Path) -> str:
+    """A page's links to the engine's code as JupyterLab opens them from a copy in `folder`: at a
+    line counted from 0. Names of files, if the folder is not in the checkout, JupyterLab's root."""
+    if folder.is_relative_to(ROOT):
+        up = os.path.relpath(ROOT, folder)
+        link = re.compile(rf"\]\(\.\./({CODE}/[^)#]+)(?:#L(\d+)-L\d+)?")
+        return link.sub(
+            lambda m: f"]({up}/{m[1]}" + (f"#line={int(m[2]) - 1}" if m[2] else ""), text
+        )
     text = re.sub(rf"\[`[^`\]]+`\]\(\.\./({CODE}/[^)#]+)\)", r"`\1`", text)
     return re.sub(rf"\[([^\]]+)\]\(\.\./({CODE}/[^)#]+)[^)]*\)", r"\1 (`\2`)", text)
 
@@ -125,7 +120,7 @@ class Desk:
 
     def update(self, path: Path) -> str:
         """Bring one chapter's copy up to date, and say in a line what was done ("" if nothing)."""
-        fresh = stripped(read_notebook(path))
+        fresh = stripped(read_notebook(path), self.folder)
         new = f"{path.stem}.new.ipynb"
         there = (self.folder / path.name).exists()
         if not there or not self.touched(path.name):
@@ -164,7 +159,7 @@ def prepare(source: Path, folder: Path) -> tuple[Desk, list[str]]:
                 place = folder / path.relative_to(source)
                 place.parent.mkdir(exist_ok=True)
                 if path.suffix == ".md":
-                    write_text(place, without_code_links(path.read_text(encoding="utf-8")))
+                    write_text(place, relinked(path.read_text(encoding="utf-8"), folder))
                 else:
                     shutil.copyfile(path, place)
         settings = folder / ".jupyter" / "labconfig" / "default_setting_overrides.json"
@@ -195,13 +190,16 @@ def where_to_start(desk: Desk, source: Path, chapter: str | None, index: bool) -
 
 def command(folder: Path, name: str, browser: bool, port: int | None) -> list[str]:
     """The command that starts JupyterLab on one file."""
-    words = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={folder}"]
-    words += [f"--LabApp.default_url=/lab/tree/{quote(name)}"]
+    root = ROOT if folder.is_relative_to(ROOT) else folder
+    words = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={root}"]
+    words += [
+        f"--LabApp.default_url=/lab/tree/{quote((folder / name).relative_to(root).as_posix())}"
+    ]
     words += [] if browser else ["--no-browser"]
     words += [] if port is None else [f"--port={port}"]
     # In a container everybody is root, and the server still listens on this machine only.
-    root = hasattr(os, "geteuid") and os.geteuid() == 0
-    return words + (["--allow-root"] if root else [])
+    is_root = hasattr(os, "geteuid") and os.geteuid() == 0
+    return words + (["--allow-root"] if is_root else [])
 
 
 def wait(words: list[str], env: dict[str, str]) -> int:

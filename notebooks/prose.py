@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chapters import NOTEBOOKS, Notebook, code_cells, facts, parsed, tags
+from chapters import NOTEBOOKS, Notebook, code_cells, facts, parsed
+from stale import pointed
 
 SPAN = re.compile(r'<span data-(?P<kind>[\w-]+)="(?P<name>[^"]*)">(?P<text>.*?)</span>', re.DOTALL)
 KINDS = ("fact", "result", "given", "claim")
@@ -168,7 +169,7 @@ def fill(notebook: Notebook, sources: Sources) -> list[str]:
             shown = text if same_number(text, value) else value
             return f'<span data-{kind}="{name}">{shown}</span>'
 
-        cell["source"] = SPAN.sub(replaced, cell["source"])
+        cell["source"] = SPAN.sub(replaced, pointed(cell["source"]))
     return problems
 
 
@@ -239,15 +240,3 @@ def _sentence(prose: str, number: str) -> str:
     ends = [end for end in (plain.find(". ", at), plain.find("\n\n", at)) if end >= 0]
     sentence = prose[start : min(ends) + 1 if ends else len(prose)]
     return " ".join(re.sub(r"<[^>]+>", "", sentence).split())[:160]
-
-
-def free_code(notebook: Notebook) -> str:
-    """All code of the chapter, for inline code that quotes it."""
-    return "\n".join(cell["source"] for _, cell in code_cells(notebook))
-
-
-def prose_cells(notebook: Notebook) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Position and cell of the markdown whose numbers must be bound: all but the papers."""
-    for index, cell in enumerate(notebook["cells"]):
-        if cell["cell_type"] == "markdown" and "papers" not in tags(cell):
-            yield index, cell

@@ -18,6 +18,7 @@ from typing import Any
 from chapters import NOTEBOOKS, ChapterError
 
 ROOT = NOTEBOOKS.parent
+READ = re.compile(r"\[`([\w.]+)`\]\(\.\./([\w/]+)\.py#L\d+-L\d+\)")
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
@@ -48,7 +49,18 @@ def _find(name: str, root: Path) -> ast.AST:
                 for part in parts[length:]:
                     node = _member(node, part, name)
                 return node
-    raise ChapterError(f"minillm.timed names {name}, and there is no such module.")
+    raise ChapterError(f"A chapter names {name}, and there is no such module.")
+
+
+def pointed(text: str, root: Path = ROOT) -> str:
+    """A page whose links to classes and functions, [`Name`](../file.py#L1-L2), have the lines that
+    these have now; ChapterError if one of them does not exist."""
+
+    def place(match: re.Match[str]) -> str:
+        node: Any = _find(f"{match[2].replace('/', '.')}.{match[1]}", root)
+        return f"[`{match[1]}`](../{match[2]}.py#L{node.lineno}-L{node.end_lineno})"
+
+    return READ.sub(place, text)
 
 
 def _member(node: ast.AST, part: str, name: str) -> ast.AST:
@@ -56,7 +68,7 @@ def _member(node: ast.AST, part: str, name: str) -> ast.AST:
     for child in getattr(node, "body", ()):
         if isinstance(child, kinds) and child.name == part:
             return child
-    raise ChapterError(f"minillm.timed names {name}, and there is no {part!r} in it.")
+    raise ChapterError(f"A chapter names {name}, and there is no {part!r} in it.")
 
 
 def _without_docstrings(tree: ast.AST) -> ast.AST:

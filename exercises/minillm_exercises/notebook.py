@@ -20,7 +20,6 @@ from minillm_exercises.errors import ExerciseError
 from minillm_exercises.predictions import Prediction, load_prediction, save_prediction
 from minillm_exercises.quiz import quiz_text
 from minillm_exercises.turns import verdict
-from minillm_exercises.wording import wrapped
 
 LETTERS = string.ascii_lowercase
 
@@ -115,13 +114,13 @@ def _letter(choice: Any, named: Mapping[str, str]) -> str:
     return letter
 
 
-def turn(answer: Any, expected: Any, hint: str) -> None:
-    """Check a small task of the page: print whether `answer` is right, or else `hint`.
-
-    Numbers are compared up to rounding. An `answer` that is or contains `...` or None is not
-    filled in yet.
-    """
-    say(wrapped(verdict(answer, expected, hint)))
+def turn(name: str, answer: Any) -> None:
+    """Check the small task `name` of the page: say whether `answer` is right and why, or a hint.
+    With `...` or None in it, it is not filled in yet; "give up" shows a right one."""
+    try:
+        say(verdict(name, answer))
+    except ExerciseError as error:
+        say(str(error))
 
 
 def task(exercise_id: str) -> None:

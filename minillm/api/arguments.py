@@ -137,7 +137,7 @@ class EngineArgs(CheckedArguments):
     threads. For a dense model on a CPU with the C functions they are also identical for any number
     of threads, and for a `tensor_parallel_size` of 1, 2, 4 and 8 if 8 divides the inputs of the o
     and down projections; other models log a warning and need the same `tensor_parallel_size`. It
-    is slower (``python -m minillm.lab.benchmarks.deterministic`` measures how much).
+    is slower.
 
     On a GPU, the decode steps of several batch sizes are captured as CUDA graphs when the engine
     starts; `enforce_eager` runs every step eagerly, on a CPU with plain torch.

@@ -9,7 +9,7 @@
 The pool holds no tensors: they are in `layers/kv_cache.py`.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from minillm.cache.prefix import PrefixIndex
@@ -85,28 +85,3 @@ class BlockPool:
                 self._free[block] = None
                 if block not in self._index:
                     self._free.move_to_end(block, last=False)
-
-    def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
-        """Compare reference counts and free list with `tables`, which must be all block tables.
-
-        Raises:
-            AccountingError: a reference count is not the number of tables that contain the block, a
-                block in a table is free, or a table contains a block twice or an unknown block.
-        """
-        holders: Counter[int] = Counter()
-        for table in tables:
-            holders.update(table)
-            if len(set(table)) < len(table):
-                raise AccountingError(f"A table contains a block twice: {list(table)}.")
-        for block, count in enumerate(self.ref_counts):
-            if count != holders[block]:
-                raise AccountingError(
-                    f"Block {block} has reference count {count}, but is in {holders[block]} tables."
-                )
-            if (count == 0) != (block in self._free):
-                raise AccountingError(
-                    f"Block {block} has reference count {count}, but free is {count > 0}."
-                )
-        unknown = set(holders) - set(range(self.num_blocks))
-        if unknown:
-            raise AccountingError(f"Tables contain blocks that do not exist: {sorted(unknown)}.")

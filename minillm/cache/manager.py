@@ -9,12 +9,12 @@ A block table grows at its end. If its partly filled last block is shared or cac
 by a copy before it is written (copy-on-write). Full blocks are never written again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minillm.api.outputs import PrefixReport
-from minillm.cache.blocks import AccountingError, BlockPool
+from minillm.cache.blocks import BlockPool
 from minillm.cache.hash_chain import HashChain
 from minillm.cache.misses import PrefixHistory
 from minillm.cache.prefix import Cursor, Match, NoPrefixCache, PrefixIndex
@@ -268,20 +268,6 @@ class BlockManager:
         table.host_blocks = []
         table.num_adopted = table.num_indexed = 0  # new blocks: cache them from the first
         return moves
-
-    def check_invariants(self, tables: Iterable[BlockTable]) -> None:
-        """Compare the pools with `tables`, which must be all tables, and check that each shared
-        block has one position; raises AccountingError."""
-        tables = list(tables)
-        self.pool.check_invariants([table.blocks for table in tables])
-        self.host.check_invariants([table.host_blocks for table in tables])
-        places: dict[int, int] = {}
-        for table in tables:
-            for place, block in enumerate(table.blocks):
-                if places.setdefault(block, place) != place:
-                    raise AccountingError(
-                        f"Block {block} is shared at table positions {places[block]} and {place}."
-                    )
 
 
 def make_index(prefix_cache: str | None, block_size: int) -> PrefixIndex:

@@ -88,11 +88,15 @@ class Engine:
             raise EngineDeadError(self._dead or "This engine is closed; make a new one.")
         return self._runner
 
+    def check_open(self) -> None:
+        """Raise EngineDeadError once the engine is closed."""
+        _ = self.runner
+
     @property
     def forward_pass(self) -> ForwardPass:
         """The model without the scheduler; raises EngineDeadError once the engine is closed."""
         if self._forward_pass is None:
-            self.runner  # noqa: B018  (raises if the engine is closed)
+            self.check_open()
             raise UnsupportedFeatureError(
                 "forward_pass needs the whole model in one process; leave tensor_parallel_size out."
             )
@@ -205,12 +209,9 @@ class Engine:
                     f"bad_words={list(params.bad_words)!r} needs a tokenizer, which "
                     f"{self.source.name} does not have."
                 )
-            stripped = word.lstrip()
-            variants = {
-                tuple(self.tokenizer.encode(variant, add_special_tokens=False))
-                for variant in (stripped, " " + stripped)
-            }
-            yield from sorted(variants - {()})
+            start = word.lstrip()
+            ids = (self.tokenizer.encode(each, False) for each in (start, " " + start))
+            yield from sorted({*map(tuple, ids)} - {()})
 
     # ---- running -------------------------------------------------------------------------
 
@@ -219,7 +220,7 @@ class Engine:
 
         Raises InvalidRequestError if the id is in use or the request can never fit.
         """
-        self.runner  # noqa: B018  (raises if the engine is closed)
+        self.check_open()
         try:
             first = self.scheduler.add(request)
             live = LiveRequest(request, first, self.eos_token_ids, self.tokenizer)
@@ -373,12 +374,12 @@ class Engine:
             return
         logprobs = result.logprobs.get(row.seq_id)
         tokens = result.token_ids[row.seq_id]
-        for each, token in enumerate(tokens):
-            index = sequence.index + (each if row.num_forks else 0)
+        for place, token in enumerate(tokens):  # of all forks, or a token and its accepted drafts
+            index = sequence.index + (place if row.num_forks else 0)
             if token is None:
-                live.end_completion(index, "error", now, errors[each])
-            elif reason := live.append(index, token, logprobs[each] if logprobs else None, now):
-                num_cut = 0 if row.num_forks else len(tokens[each + 1 :]) - tokens.count(None)
+                live.end_completion(index, "error", now, errors[place])
+            elif reason := live.append(index, token, logprobs[place] if logprobs else None, now):
+                num_cut = 0 if row.num_forks else sum(t is not None for t in tokens[place + 1 :])
                 self.scheduler.finish(live.sequences[index].seq_id, reason, num_cut=num_cut)
                 if not row.num_forks:  # accepted tokens after a stop are discarded
                     break

@@ -115,7 +115,7 @@ class Runner:
                     row for row in rows if row.num_logits and row.seq_id not in flight.result.errors
                 ]
                 run = partial(self._sample, rows, hidden, flight)
-                self._attempt(wanted, run, flight.result)
+                self._retry_rows(wanted, run, flight.result)
             return flight
 
     def reset(self) -> None:
@@ -202,7 +202,7 @@ class Runner:
             hidden = self._replay(rows, result)
             if hidden is not None:
                 return [(rows, hidden)]
-        return self._attempt(rows, self._forward, result)
+        return self._retry_rows(rows, self._forward, result)
 
     def _replay(self, rows: Sequence[Row], result: StepResult) -> Tensor | None:
         """Hidden states [N, d] from a CUDA graph; None if no graph fits these rows."""
@@ -235,7 +235,7 @@ class Runner:
             for _, state in states:
                 state.is_fed = True
 
-    def _attempt(
+    def _retry_rows(
         self, rows: Sequence[Row], run: Callable[[Sequence[Row]], T], result: StepResult
     ) -> list[tuple[Sequence[Row], T]]:
         """Run all rows together; if that raises, run each row alone (their KV is written again)."""
@@ -249,7 +249,7 @@ class Runner:
             if len(rows) == 1:
                 result.fail(rows[0], failure(error))
                 return []
-        return [done for row in rows for done in self._attempt([row], run, result)]
+        return [done for row in rows for done in self._retry_rows([row], run, result)]
 
     def _forward(self, rows: Sequence[Row]) -> Tensor:
         """Hidden states [N, d] of the rows' tokens, concatenated in row order."""

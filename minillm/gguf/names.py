@@ -55,7 +55,7 @@ MIXTRAL: Mapping[str, str] = MappingProxyType(
         "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
     }
 )
-MAX_EXPERTS = 4096  # as in models/families.py
+MAX_EXPERTS = 4096  # as in models/families/
 READ_ELSEWHERE = ("rope_freqs.weight",)  # part of the configuration
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 

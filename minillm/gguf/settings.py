@@ -1,6 +1,6 @@
 """The metadata of a GGUF file as the fields of a Hugging Face config.json.
 
-`models/families.py` checks and completes them as it does for a config.json. What the metadata does
+`models/families/` checks and completes them as it does for a config.json. What the metadata does
 not say (biases, tied output, which layers have experts) follows from the tensors.
 """
 

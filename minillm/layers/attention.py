@@ -34,10 +34,14 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[N, d] -> [N, d]"""
         heads = self.num_heads + 2 * self.num_kv_heads
-        qkv = self.qkv_proj(x).view(-1, heads, self.head_dim)  # [N, H + 2 Hkv, D]
+        qkv = self.project(x).view(-1, heads, self.head_dim)  # [N, H + 2 Hkv, D]
         q = write_qkv(kv, self.layer, qkv, self._prologue(), rope, batch)
         out = kv.attend(self.layer, q, batch, self.scale, self.window)  # [N, H, D]
         return self.o_proj(out.flatten(1))
+
+    def project(self, x: Tensor) -> Tensor:
+        """[N, d] -> [N, (H + 2 Hkv) D]"""
+        return self.qkv_proj(x)
 
     def _prologue(self) -> Prologue:
         q_norm, k_norm = self.q_norm, self.k_norm

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from minillm.config import ModelConfig
+from minillm.config import ModelConfig, unknown_fields
 from minillm.layers.attention import Attention
 from minillm.layers.kv_cache import AttentionBackend, KVCache
 from minillm.layers.linear import Linear
@@ -56,7 +56,9 @@ class AllLayers:
     @classmethod
     def of(cls, model: Decoder) -> "AllLayers | None":
         """The instance for a model; None if `ops/c/layers.c` does not support all its layers."""
-        if not all(fits(layer) for layer in model.layers) or not layer_shape(model).fits:
+        if unknown_fields(model.config) or not all(map(fits, model.layers)):
+            return None
+        if not layer_shape(model).fits:
             return None
         return cls(model)
 
@@ -218,6 +220,8 @@ def layer_shape(model: Decoder) -> LayerShape:
 
 def sizes_fit(config: ModelConfig) -> bool:
     """Whether C could compute all layers of a model with these sizes, its weights in panels."""
+    if unknown_fields(config):
+        return False
     moe, heads = config.moe, config.num_heads * config.head_dim
     experts = None
     if moe is not None:

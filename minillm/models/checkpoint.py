@@ -28,7 +28,8 @@ from minillm.errors import (
 )
 from minillm.gguf.container import is_gguf
 from minillm.layers.linear_methods import TensorSlice
-from minillm.models.families import integer, parse_config, section
+from minillm.models.families import parse_config
+from minillm.models.families.fields import integer, section
 from minillm.models.gguf import open_gguf_model
 from minillm.models.packaged import PACKAGED, packaged_file
 from minillm.models.presets import PRESETS, preset

@@ -14,6 +14,7 @@ from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import ExpertNames, MoE, Router
 from minillm.layers.norm import RMSNorm
+from minillm.layers.post_norm import PostNormLayer
 from minillm.layers.rope import RotaryEmbedding
 from minillm.ops.batch import Batch
 
@@ -65,6 +66,9 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
+Block = DecoderLayer | PostNormLayer
+
+
 class Decoder(nn.Module):
     """A decoder-only transformer over a flat batch.
 
@@ -94,9 +98,8 @@ class Decoder(nn.Module):
             self.rope = RotaryEmbedding(
                 config.rope, config.rotary_dim, max_positions, max_model_len or max_positions
             )
-            self.layers = nn.ModuleList(
-                DecoderLayer(config, layer) for layer in range(config.num_layers)
-            )
+            kind = PostNormLayer if config.post_norm else DecoderLayer
+            self.layers = nn.ModuleList(kind(config, n) for n in range(config.num_layers))
             self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps)
             self.lm_head: Linear | None = None
             if not config.tie_word_embeddings:

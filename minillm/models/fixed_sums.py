@@ -20,6 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from minillm.config import unknown_fields
 from minillm.layers.attention import Attention
 from minillm.layers.kv_cache import AttentionBackend, KVCache
 from minillm.layers.linear import Linear
@@ -135,7 +136,7 @@ def why_tiles(model: Decoder) -> str:
         return "our C functions are not used"
     if cpu.functions(model.dtype) is None or model.plain_torch or cpu.panels_setting() == "0":
         return "our C functions are not used"
-    if not all(map(is_dense, model.layers)):
+    if unknown_fields(config) or not all(map(is_dense, model.layers)):
         return "only layers of grouped attention and a dense MLP have fixed sums"
     group = config.num_heads // config.num_kv_heads
     dim = config.head_dim

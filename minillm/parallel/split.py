@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from minillm.config import ModelConfig
+from minillm.config import ModelConfig, unknown_fields
 from minillm.errors import ConfigError
 from minillm.parallel.placement import check_redundant
 from minillm.plan.parameters import layer_products
@@ -191,6 +191,11 @@ def check_split(
         raise ConfigError(
             f"enable_expert_parallel needs a model with experts, which this {config.family} model "
             "does not have; leave it out."
+        )
+    if size > 1 and (names := unknown_fields(config)):
+        raise ConfigError(
+            f"tensor_parallel_size is {size}; this {config.family} model has {', '.join(names)}, "
+            "which ranks cannot share; use 1, with pipeline_parallel_size or data_parallel_size."
         )
     more = whole_experts, spares
     if why := why_not(config, size, *more):

@@ -160,6 +160,8 @@ def norm_parameters(config: ModelConfig) -> int:
     per_layer = 2 * config.hidden_size
     if config.qk_norm:
         per_layer += 2 * config.head_dim
+    if config.post_norm:
+        per_layer += (config.num_heads + config.num_kv_heads) * config.head_dim
     if config.mla:
         per_layer += config.mla.kv_lora_rank + (config.mla.q_lora_rank or 0)
     return config.num_layers * per_layer + config.hidden_size

@@ -12,4 +12,6 @@
 | `consistency.py` | whether `quantization_config` and the tensors of the files agree |
 | `readers/` | one file per checkpoint format |
 | `rounding.py` | round-to-nearest quantisation, also while a 16-bit checkpoint is loaded |
+
+Files are made in `lab/quantise/`.
 """

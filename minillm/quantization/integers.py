@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # AutoAWQ: nibble k of a word holds column AWQ_NIBBLES[k]
 
 
@@ -23,16 +22,6 @@ def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -
         shifts = shifts[torch.tensor(order, device=words.device)]
     codes = (words[..., None] >> shifts) & ((1 << bits) - 1)
     return codes.to(torch.uint8).reshape(*words.shape[:-1], words.shape[-1] * count)
-
-
-def pack_words(codes: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """The inverse of `unpack_words`: [.., n x 32 / bits] -> int32 [.., n]."""
-    count = 32 // bits
-    shifts = torch.arange(0, 32, bits, dtype=torch.int64, device=codes.device)
-    if order is not None:
-        shifts = shifts[torch.tensor(order, device=codes.device)]
-    words = (codes.long().unflatten(-1, (-1, count)) << shifts).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 def split_bytes(packed: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from minillm.ops.transfers import indices, upload
 from minillm.sampling.edits import Edits, SamplingRow
 from minillm.sampling.logprobs import TokenLogprob, describe, failures
 from minillm.sampling.rules import DraftedToken, Rule, drafts_at
+from minillm.sampling.samples import Samples
 from minillm.structured.grammars import Grammars
 
 __all__ = ["NO_TOKEN", "SampledBatch", "Sampler", "SamplingRow", "sample"]
@@ -122,38 +123,34 @@ class Sampler:
             Tokens, int64 [K], K = R + number of forks, in row order; and the largest logit of each,
             float32 [K], which is not finite if sampling failed.
         """
-        counts = [1 + each for each in forks] if any(forks) else [1] * len(rows)
-        spread = len(rows) < sum(counts)
-        of = [i for i, count in enumerate(counts) for _ in range(count)] if spread else []
-        pack = self._pack(rows, positions, counts if spread else None)
-        index = indices(self.device, of) if spread else None
-        drafted = list(drafts_at(rows, drafts, laws)) if self.rule and drafts else []
-        if drafted and spread:
-            drafted = [drafted[i] for i in of]
-        edits = self.edits.rows_of(rows, positions)
-        every = logits if index is None else logits[index]
-        masks = self.edits.masks(edits, rows, positions, drafts, logits)
+        samples = Samples(len(rows), forks, self.device)
+        pack = self._pack(rows, positions, samples.counts)
+        drafted: list[DraftedToken | None] = []
+        if self.rule and drafts:
+            drafted = samples.spread(list(drafts_at(rows, drafts, laws)))
+        members = self.edits.rows_of(rows, positions)
+        masks = self.edits.masks(members, rows, positions, drafts, logits)
         if masks is not None and not drafted:  # no other edits: nothing is copied
-            return choose(every, pack, masks=[masks[i] for i in of] if spread else masks)
-        later = edited_samples(edits, of if spread else None)
-        now = [None if i in later else each for i, each in enumerate(drafted)]
-        tokens, best = self._draw(every, self._greedy(pack, later), now)
-        for members in self._edited(edits, rows, positions, drafts):
-            for part in self.edits.chunks(members):
-                chosen, where = set(part), part
-                if index is not None:  # all samples of these logits
-                    where = [place for place, i in enumerate(of) if i in chosen]
-                samples = indices(self.device, where)
+            return choose(samples.take(logits), pack, masks=samples.spread(masks))
+        # All samples from unedited logits; then those with edits again, from copies.
+        again = set(samples.of_logits(members))
+        plain = [None if sample in again else draft for sample, draft in enumerate(drafted)]
+        tokens, best = self._draw(samples.take(logits), self._greedy(pack, again), plain)
+        for group in self._edited(members, rows, positions, drafts):
+            for part in self.edits.chunks(group):
                 at = [positions[i] for i in part]
                 edited = self.edits.apply(_take_rows(logits, part), [rows[i] for i in part], at)
-                if index is not None:
-                    each = np.repeat(np.arange(len(part)), [counts[i] for i in part])
-                    edited = edited.index_select(0, *upload(self.device, each))
-                guessed = [drafted[place] for place in where] if drafted else []
-                own, own_best = self._draw(edited, pack.select(samples), guessed, logits.dtype)
-                raw_best = best[samples]  # not finite: the model failed, not the edits
-                tokens[samples] = own
-                best[samples] = torch.where(raw_best.isfinite(), own_best, raw_best)
+                own = samples.of_logits(part)
+                where = indices(self.device, own)
+                drawn, drawn_best = self._draw(
+                    samples.repeat(edited, part),
+                    pack.select(where),
+                    [drafted[sample] for sample in own] if drafted else [],
+                    logits.dtype,
+                )
+                raw_best = best[where]  # not finite: the model failed, not the edits
+                tokens[where] = drawn
+                best[where] = torch.where(raw_best.isfinite(), drawn_best, raw_best)
         return tokens, best
 
     def _draw(
@@ -253,14 +250,6 @@ def _take_rows(logits: Tensor, places: list[int]) -> Tensor:
     if places == list(range(first, end)):
         return logits[first:end]
     return logits.index_select(0, indices(logits.device, places))
-
-
-def edited_samples(members: list[int], of: list[int] | None) -> Collection[int]:
-    """Indices of samples drawn from edited logits (`members`). `of` maps samples to logits."""
-    if of is None or not members:
-        return set(members)
-    chosen = set(members)
-    return {place for place, i in enumerate(of) if i in chosen}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,14 @@ class Policy:
     `arrival` is the request's number in order of arrival. With `reads_cache` the keys of the first
     `WINDOW` waiting sequences are computed in every step, with `num_cached` tokens in the prefix
     cache. Otherwise `num_cached` is 0 and a key is computed once.
+
+    `bound(longest)` is the maximum number of later arrivals that overtake a request if prompts have
+    at most `longest` tokens; without a bound a request may starve. The tests hold a policy to it.
     """
 
     key: Callable[[Request, int, int], Key]
     reads_cache: bool = False
+    bound: Callable[[int], int] | None = None
 
 
 def fcfs(request: Request, arrival: int, num_cached: int) -> Key:
@@ -56,12 +60,17 @@ def longest_prefix_match(request: Request, arrival: int, num_cached: int) -> Key
     return (arrival - num_cached / TOKENS_PER_PLACE, arrival)
 
 
+def places(num_tokens: int) -> int:
+    """Later arrivals that may overtake a request which tokens move by up to this many."""
+    return max(-(-num_tokens // TOKENS_PER_PLACE) - 1, 0)
+
+
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
-        "fcfs": Policy(fcfs),
+        "fcfs": Policy(fcfs, bound=lambda longest: 0),
         "priority": Policy(priority),
-        "shortest_prefill_first": Policy(shortest_prefill_first),
-        "longest_prefix_match": Policy(longest_prefix_match, reads_cache=True),
+        "shortest_prefill_first": Policy(shortest_prefill_first, bound=places),
+        "longest_prefix_match": Policy(longest_prefix_match, reads_cache=True, bound=places),
     }
 )
 

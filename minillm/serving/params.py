@@ -1,7 +1,7 @@
 """Prompts and sampling parameters of a request to the HTTP API."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,13 @@ from minillm.text.chat_prompt import ChatPrompt, chat_prompt
 from minillm.text.chat_template import ChatTemplate
 from minillm.text.tokenizer import Tokenizer
 
-# Fields that SamplingParams has under the same name.
-SAME = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
-        "repetition_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
-        "ignore_eos", "min_tokens", "skip_special_tokens", "allowed_token_ids", "bad_words",
-        "prompt_logprobs")  # fmt: skip
+# Fields that SamplingParams has under the same name and with the same meaning.
+SAME = tuple(
+    each.name
+    for each in fields(SamplingParams)
+    if each.name in GenerationRequest.model_fields
+    and each.name not in ("max_tokens", "logit_bias", "structured_outputs")
+)
 
 
 @dataclass(frozen=True)
@@ -232,8 +234,6 @@ def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
     """The given fields of `SamplingParams`."""
     given = {name: getattr(request, name) for name in SAME}
     given = {name: value for name, value in given.items() if value is not None}
-    if request.n is not None:
-        given["n"] = request.n
     if (constraint := request.constraint()) is not None:
         given["structured_outputs"] = constraint
     if request.logit_bias is not None:

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import pickle
 import re
+from argparse import ArgumentParser
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ from minillm.api.sampling_params import (
     SamplingParams,
     validate_against_model,
 )
+from minillm.cli.options import add_sampling_options
 from minillm.errors import (
     InvalidRequestError,
     MinillmError,
     UnknownArgumentError,
 )
+from minillm.serving.params import Limits, completion_job
+from minillm.serving.protocol import CompletionRequest
 
 NAN, INF = float("nan"), float("inf")
 
@@ -229,3 +233,43 @@ def test_junk_never_causes_another_exception(arguments):
         return
     assert 1 <= params.n <= 64
     assert 0 <= params.temperature <= 1e6
+
+
+# ---- the same parameters everywhere ------------------------------------------------------------
+
+# What a field can be, and why HTTP or the command line does not have it.
+OTHERS = {
+    "n": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "presence_penalty": 0.5,
+    "frequency_penalty": 0.5, "repetition_penalty": 1.5, "max_tokens": 7, "min_tokens": 2,
+    "seed": 5, "prompt_logprobs": 1, "stop": ["x"], "stop_token_ids": [4],
+    "include_stop_str_in_output": True, "ignore_eos": True, "logit_bias": {"3": 1.0},
+    "bad_words": ["x"], "allowed_token_ids": [1, 2], "skip_special_tokens": False,
+    "structured_outputs": {"choice": ["a", "b"]},
+}  # fmt: skip
+NOT_IN_HTTP = {
+    "logprobs": "a number in completions, a flag and a number in chats: tests/serving",
+    "detokenize": "replies are text",
+    "output_kind": "a request says `stream`",
+}
+NOT_ON_THE_COMMAND_LINE = {
+    "n": "one text is shown", "logprobs": "text is shown", "prompt_logprobs": "text is shown",
+    "detokenize": "text is shown", "output_kind": "text is streamed",
+    "stop_token_ids": "for programs", "allowed_token_ids": "for programs",
+    "logit_bias": "for programs", "include_stop_str_in_output": "for programs",
+    "skip_special_tokens": "for programs", "bad_words": "for programs",
+    "structured_outputs": "for programs",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(SamplingParams)])
+def test_a_parameter_is_in_requests_and_on_the_command_line_or_it_is_said_why_not(name):
+    parser = ArgumentParser()
+    add_sampling_options(parser, max_tokens=16, temperature=1.0, top_p=1.0)
+    on_command_line = f"--{name.replace('_', '-')}" in parser.format_help()
+    assert on_command_line != (name in NOT_ON_THE_COMMAND_LINE)
+    if name in NOT_IN_HTTP:
+        return
+    request = CompletionRequest(model="m", prompt="p", **{name: OTHERS[name]})
+    found = completion_job(request, {}, Limits(100, 1000), None).params
+    plain = SamplingParams()
+    assert getattr(found, name) != getattr(plain, name)

@@ -8,6 +8,7 @@ import pytest
 
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockCopy, BlockManager, BlockTable
+from tests.cache.books import check_tables
 
 PREFIX_CACHES = ("hash", "radix")
 TEXT = list(range(1, 21))
@@ -44,14 +45,14 @@ def test_a_table_grows_at_its_end_and_only_when_a_block_is_full() -> None:
     assert blocks.num_needed(table, 4, 13) == 3
     blocks.grow(table, 4, 13)
     assert table.blocks == [0, 1, 2, 3]
-    blocks.check_invariants([table])
+    check_tables(blocks, [table])
 
 
 def test_growing_beyond_the_pool_is_an_error_of_the_books() -> None:
     blocks, table = manager(2), BlockTable()
     with pytest.raises(AccountingError, match="3 blocks were requested, but 2 are free"):
         blocks.grow(table, 0, 9)
-    blocks.check_invariants([table])
+    check_tables(blocks, [table])
 
 
 # ---- forks and copies -------------------------------------------------------------------------
@@ -64,14 +65,14 @@ def test_n_holders_of_a_partly_filled_block_make_n_minus_1_copies(n: int, cache:
     first = computed(blocks, TEXT[:6])  # [full, two of four]
     tables = [first, *(blocks.fork(first) for _ in range(n - 1))]
     assert blocks.pool.ref_counts[:2] == [n, n]
-    blocks.check_invariants(tables)
+    check_tables(blocks, tables)
 
     needed = [blocks.num_needed(table, 6, 7) for table in tables]
     assert needed == [1] * n  # each alone would copy
     copies = []
     for table in tables:
         copies.append(blocks.grow(table, 6, 7))
-        blocks.check_invariants(tables)
+        check_tables(blocks, tables)
     assert [copy.source for copy in copies[:-1]] == [1] * (n - 1)
     assert copies[-1] is None  # the last one has the block for itself
     assert blocks.num_copies == n - 1
@@ -107,7 +108,7 @@ def test_a_hit_shares_the_blocks_and_costs_those_that_were_free(cache: str) -> N
     second = BlockTable()
     blocks.adopt(second, match, TEXT)
     assert blocks.pool.ref_counts[:2] == [2, 2]
-    blocks.check_invariants([first, second])
+    check_tables(blocks, [first, second])
 
 
 def test_a_partly_fitting_block_is_copied_and_stays_cached_as_it_was() -> None:
@@ -124,7 +125,7 @@ def test_a_partly_fitting_block_is_copied_and_stays_cached_as_it_was() -> None:
     assert copy == BlockCopy(1, table.blocks[1])
     assert table.blocks[1] != 1
     blocks.index_blocks(table, [1, 2, 3, 4, 5, 6, 9, 9], 8)
-    blocks.check_invariants([table])
+    check_tables(blocks, [table])
     assert blocks.pool.is_free(1)  # only cached again, and with its own contents:
     assert blocks.match([1, 2, 3, 4, 5, 6, 7, 8], 8, "").blocks == [0, 1]
     assert blocks.match([1, 2, 3, 4, 5, 6, 9, 9], 8, "").blocks == table.blocks
@@ -159,7 +160,7 @@ def test_a_sequence_that_lost_its_place_in_the_index_offers_its_blocks_again(cac
     blocks.index_blocks(second, TEXT[:8], 8)
     assert blocks.match(TEXT[:8], 8, "").blocks == second.blocks
     assert second.num_indexed == 2
-    blocks.check_invariants([second])
+    check_tables(blocks, [second])
 
 
 @pytest.mark.parametrize("cache", PREFIX_CACHES)
@@ -180,7 +181,7 @@ def test_what_was_computed_before_a_reset_is_never_found_again(cache: str) -> No
     blocks.grow(table, 0, 9)
     blocks.index_blocks(table, TEXT, 9)
     assert blocks.match(TEXT, 20, "").blocks == table.blocks[:2]
-    blocks.check_invariants([table, child])
+    check_tables(blocks, [table, child])
 
 
 @pytest.mark.parametrize("cache", PREFIX_CACHES)
@@ -227,7 +228,7 @@ def test_a_reader_does_not_leave_blocks_in_the_index_whose_writer_is_in_doubt(
     if swapped:  # these are copies, which go with it when it fails in its turn
         blocks.forget(reader)
     assert len(blocks.index) == 0
-    blocks.check_invariants([writer, reader])
+    check_tables(blocks, [writer, reader])
 
 
 def test_without_a_cache_nothing_is_indexed_and_freed_blocks_are_reused_at_once() -> None:
@@ -251,7 +252,7 @@ def test_a_table_goes_to_host_memory_and_comes_back(cache: str) -> None:
     assert out == [(0, 0), (1, 1), (2, 2)]
     assert (table.blocks, table.host_blocks) == ([], [0, 1, 2])
     assert (blocks.pool.num_free, blocks.host.num_free) == (4, 0)
-    blocks.check_invariants([table])
+    check_tables(blocks, [table])
 
     other = BlockTable()
     blocks.grow(other, 0, 4)  # somebody took a block meanwhile
@@ -260,7 +261,7 @@ def test_a_table_goes_to_host_memory_and_comes_back(cache: str) -> None:
     assert [copy.target for copy in back] == table.blocks
     assert table.host_blocks == []
     assert blocks.host.num_free == 3
-    blocks.check_invariants([table, other])
+    check_tables(blocks, [table, other])
 
 
 @pytest.mark.parametrize("cache", PREFIX_CACHES)
@@ -293,7 +294,7 @@ def test_of_a_shared_block_each_holder_keeps_a_copy_in_host_memory() -> None:
     assert blocks.pool.ref_counts[:2] == [1, 1]  # the other still reads them
     blocks.swap_out(second)
     assert (blocks.pool.num_free, blocks.host.num_free) == (8, 0)
-    blocks.check_invariants([first, second])
+    check_tables(blocks, [first, second])
 
 
 # ---- letting go -------------------------------------------------------------------------------
@@ -305,7 +306,7 @@ def test_a_block_at_two_places_is_caught() -> None:
     second = BlockTable(blocks=[1, 0])
     blocks.pool.share([0, 1])
     with pytest.raises(AccountingError, match="Block 1 is shared at table positions 1 and 0"):
-        blocks.check_invariants([first, second])
+        check_tables(blocks, [first, second])
 
 
 def test_a_lost_host_block_is_caught() -> None:
@@ -313,4 +314,4 @@ def test_a_lost_host_block_is_caught() -> None:
     table = computed(blocks, TEXT[:4])
     blocks.swap_out(table)
     with pytest.raises(AccountingError, match="Block 0 has reference count 1, but is in 0 tables"):
-        blocks.check_invariants([])
+        check_tables(blocks, [])

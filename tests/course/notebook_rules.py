@@ -6,6 +6,7 @@ What a rule says of outputs holds for a clean run: `notebooks/execute.py` leaves
 """
 
 import ast
+import contextlib
 import copy
 import json
 import re
@@ -25,13 +26,15 @@ from notebook_chapter import (
     stale,
 )
 
+from minillm_exercises import turns
+
 is_fact_cell, stdout, tags = chapters.is_fact_cell, chapters.stdout, chapters.tags
 
 ELEMENTS = tuple(
     "predict naive measure bottleneck fix equal again plot facts losses check quiz papers".split()  # noqa: SIM905
 )
 OTHER_TAGS = frozenset(
-    "setup header claim cover nbval-check-output example turn open".split()  # noqa: SIM905
+    "setup header claim cover nbval-check-output example turn open read".split()  # noqa: SIM905
 )
 BYTES = 400 * 1024  # a page that GitHub shows and git keeps cheaply
 EARLY = 12  # cells, prose included: setup, then the example and the picture of the mechanism
@@ -223,8 +226,10 @@ def no_clock_in_facts(chapter: Chapter) -> Violations:
 
 def bound_numbers(chapter: Chapter) -> Violations:
     """A typed number becomes wrong silently; a bound one is computed, measured or quoted."""
-    sources, code = chapter.sources, prose.free_code(chapter.notebook)
-    for index, cell in prose.prose_cells(chapter.notebook):
+    sources, code = chapter.sources, "\n".join(cell["source"] for _, cell in chapter.code())
+    for index, cell in enumerate(chapter.cells):
+        if cell["cell_type"] != "markdown" or "papers" in tags(cell):
+            continue
         yield from ((index, wrong) for wrong in spans_of(cell["source"], sources, chapter))
         opened = len(re.findall(r"<span\b", cell["source"]))
         if opened != len(list(prose.SPAN.finditer(cell["source"]))):
@@ -320,6 +325,9 @@ def predictions(chapter: Chapter) -> Violations:
             yield index, f"the key {key!r} begins with the chapter: '{chapter.stem[:2]}.'."
         if name == "predict" and any(keyword.arg == "choice" for keyword in call.keywords):
             yield index, f"predict({key!r}) chooses for the reader: remove choice=."
+        best = [*call.args[2:3], *(word.value for word in call.keywords if word.arg == "best")]
+        if name == "compare" and any(isinstance(node, ast.Constant) for node in best):
+            yield index, f"compare({key!r}) has its letter as a literal: compute it from the data."
     asked, compared = places.values()
     for key in asked.keys() | compared.keys():
         if asked.get(key, 10**6) >= compared.get(key, -1):
@@ -340,15 +348,53 @@ def your_turns(chapter: Chapter) -> Violations:
                 yield index, f"this cell uses {sorted(used)}, which a learner may leave open."
             kept |= defined(tree)
             continue
+        if taken := defined(tree) & kept:
+            yield index, f"this task overwrites {sorted(taken)} of an earlier cell."
         left_open |= defined(tree) - kept
         answers = [line for line in cell["source"].splitlines() if line.endswith("  # answer")]
         if not 1 <= len(answers) <= 6:
             yield index, f'{len(answers)} lines end in "  # answer"; a small task has 1 to 6.'
-        if not list(called(tree, "turn")):
-            yield index, "this task never calls turn(answer, expected, hint)."
+        if len(calls := list(called(tree, "turn"))) != 1 or not calls[0].args:
+            yield index, "this task calls turn(name, answer) once."
+        else:
+            yield from ((index, wrong) for wrong in given_away(chapter, index, calls[0]))
         said = stdout(cell["outputs"])
         if "Right: " not in said or "Not yet" in said or "Your turn" in said:
             yield index, f"the published answer is not right: {said.strip()[:60]!r}."
+
+
+def given_away(chapter: Chapter, index: int, call: ast.Call) -> Iterator[str]:
+    """A learner's copy of a task may not show the answer, nor raise before there is one."""
+    name = str(first(call))
+    if (sealed := turns.load_turns().get(name)) is None or name[:3] != f"{chapter.stem[:2]}.":
+        yield f"exercises/turns.json has no {name!r}: add turns.sealed({name!r}, answer, hint)."
+        return
+    source = chapter.cells[index]["source"]
+    source = turns.blanked(source) if turns.RUN.search(source) else source
+    above = chapter.cells[index - 1]
+    text = " ".join(re.findall("#.*", source))
+    text += prose.MARKUP.sub(" ", above["source"]) if above["cell_type"] == "markdown" else ""
+    shown = [float(n.replace(",", "").rstrip(".")) for n in re.findall(r"\d[\d,]*\.?\d*", text)]
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        with contextlib.suppress(ValueError):  # no literal
+            shown.append(ast.literal_eval(node))
+    digits, right, _ = sealed.split()
+    for value in shown:
+        free = isinstance(value, int | float) and value <= prose.FREE
+        if not free and turns.hashed(name, value, int(digits)) == right:
+            yield f"the answer to {name!r} is on the page: {value!r}."
+    open_names = {
+        name
+        for node in tree.body
+        if isinstance(node, ast.Assign) and "Ellipsis" in ast.dump(node.value)
+        for name in defined(ast.Module([node], []))
+    }
+    for node in ast.walk(tree):
+        counted = isinstance(node, ast.BinOp | ast.Compare | ast.Subscript | ast.Attribute)
+        counted |= isinstance(node, ast.Call) and ast.unparse(node.func) != "turn"
+        if counted and names_in(node) & open_names:
+            yield f"{ast.unparse(node)} raises as long as the answer is open."
 
 
 def defined(tree: ast.Module) -> set[str]:

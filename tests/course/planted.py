@@ -422,7 +422,7 @@ bug("13_nibbles", "quantization.quantized:split_bytes")(
 )
 
 
-@bug("13_range", "quantization.rounding:Grid.fit")
+@bug("13_range", "lab.quantise.grid:Grid.fit")
 def _(right, grid, weights):
     """A grid covers the largest magnitude on both sides, although one side has smaller weights."""
     largest = weights.abs().amax(-1, keepdim=True)

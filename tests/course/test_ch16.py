@@ -13,7 +13,6 @@ from minillm.models.presets import preset
 from minillm.speculative.proposer import DraftRow
 from minillm_exercises.chapters import ch16
 from minillm_exercises.chapters.ch16 import Round, Verified
-from minillm_exercises.chapters.common import your_turn
 
 TENTH = Fraction(1, 10)
 P, Q = [1 * TENTH, 6 * TENTH, 3 * TENTH], [5 * TENTH, 3 * TENTH, 2 * TENTH]
@@ -141,20 +140,6 @@ def test_the_largest_batch_that_gains():
 
 
 # Pictures ------------------------------------------------------------------------------------
-
-
-def test_your_turn_says_what_is_missing(capsys):
-    cases = (([1, 2], [3]), 2), (([], []), 0)
-    your_turn(lambda a, b: None, *cases)
-    assert "Your turn: <lambda>([1, 2], [3]) should be 2." in capsys.readouterr().out
-    your_turn(lambda a, b: 2, *cases)
-    assert "Not yet: <lambda>([], []) should be 0 and is 2." in capsys.readouterr().out
-    your_turn(lambda a, b: len(a), *cases)
-    assert "is right in all 2 cases" in capsys.readouterr().out
-    your_turn(lambda a: "x", (([1],), 0.5))
-    assert "Not yet" in capsys.readouterr().out
-    your_turn(lambda a: 0.1 + 0.2, (([1],), 0.3))
-    assert "is right" in capsys.readouterr().out
 
 
 def test_the_mean_length_counts_all_rounds():

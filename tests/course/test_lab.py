@@ -1,6 +1,7 @@
 """notebooks/lab.py: copies without answers, nothing of the learner's lost, a place to go on."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -167,19 +168,42 @@ def test_without_jupyterlab_it_says_how_to_get_it(tmp_path, monkeypatch, capsys)
     assert "JupyterLab is not installed" in capsys.readouterr().err
 
 
-def test_links_to_the_engine_become_names_of_files() -> None:
-    """JupyterLab opens files of the learner's folder only."""
-    chapter = "Read [`cache/blocks.py`](../minillm/cache/blocks.py), then [02](02_next.ipynb)."
-    assert (
-        lab.without_code_links(chapter)
-        == "Read `minillm/cache/blocks.py`, then [02](02_next.ipynb)."
+PAGE = (
+    "Read [`Pool`](../minillm/cache/blocks.py#L23-L40) and "
+    "[`blocks.py`](../minillm/cache/blocks.py), then [02](02_next.ipynb) and the "
+    "[path](../minillm/README.md#the-path)."
+)
+
+
+def test_links_to_the_engine_open_in_the_checkout(tmp_path: Path) -> None:
+    """JupyterLab counts lines from 0. Outside of the checkout it cannot open them."""
+    assert lab.relinked(PAGE, lab.ROOT / "work" / "notebooks") == (
+        "Read [`Pool`](../../minillm/cache/blocks.py#line=22) and "
+        "[`blocks.py`](../../minillm/cache/blocks.py), then [02](02_next.ipynb) and the "
+        "[path](../../minillm/README.md#the-path)."
     )
-    page = "on the [reading path](../minillm/README.md#the-reading-path)."
-    assert lab.without_code_links(page) == "on the reading path (`minillm/README.md`)."
+    assert lab.relinked(PAGE, tmp_path) == (
+        "Read `Pool` (`minillm/cache/blocks.py`) and `minillm/cache/blocks.py`, "
+        "then [02](02_next.ipynb) and the path (`minillm/README.md`)."
+    )
 
 
-def test_copies_of_the_course_have_no_link_out_of_their_folder(desk: Path) -> None:
+def test_in_the_checkout_jupyterlab_opens_at_its_root() -> None:
+    words = lab.command(lab.ROOT / "work" / "notebooks", "03_kv.ipynb", browser=True, port=None)
+    assert f"--ServerApp.root_dir={lab.ROOT}" in words
+    assert "--LabApp.default_url=/lab/tree/work/notebooks/03_kv.ipynb" in words
+
+
+def test_links_of_copies_lead_to_files(desk: Path) -> None:
+    folder = lab.ROOT / "work" / "notebooks"
+    found = 0
+    for path in [*lab.NOTEBOOKS.glob("*.ipynb"), *lab.NOTEBOOKS.glob("*.md")]:
+        text = lab.relinked(path.read_text("utf-8"), folder)
+        for target in re.findall(r"\]\((\.\./[^)#]+)", text):
+            if re.match(rf"\.\./\.\./{lab.CODE}/", target):
+                assert (folder / target).resolve().exists(), (path.name, target)
+                found += 1
+    assert found > 80
     lab.prepare(lab.NOTEBOOKS, desk)
     for path in [*desk.glob("*.ipynb"), *desk.glob("*.md")]:
         assert "](../" not in path.read_text("utf-8"), path.name
-    assert "](../minillm/" in (lab.NOTEBOOKS / "07_paged_attention.ipynb").read_text("utf-8")

@@ -1,14 +1,18 @@
 """Every rule of `notebook_rules` on every chapter, and on planted violations: a rule that finds
 nothing may be broken."""
 
+import ast
 import copy
 import json
+import re
 
 import notebook_rules as rules
 import pytest
 from notebook_chapter import NOTEBOOKS, Chapter, prose, report, stale
-from notebook_rules import RULES
+from notebook_rules import RULES, turns
 from toy_notebooks import FACT_TAGS, code, markdown, notebook
+
+from tests.test_reading_path import STEPS
 
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 assert PATHS, "tests over an empty list of files would all pass"
@@ -19,6 +23,47 @@ def test_a_chapter_keeps_every_rule(path):
     chapter = Chapter.load(path)
     broken = [line for rule in RULES for line in report(chapter, rule)]
     assert not broken, "\n".join(broken)
+
+
+def test_every_small_task_has_one_sealed_answer_and_every_answer_a_task():
+    calls = [call for path in PATHS for _, call in Chapter.load(path).calls("turn")]
+    names = [rules.first(call) for call in calls if ast.unparse(call.func) == "turn"]
+    assert sorted(names) == sorted(turns.load_turns().keys() - {"90.product"})
+
+
+READ_BY_ALL = {
+    "Scheduler.schedule", "Runner.launch", "Decoder.forward", "Sampler.choose", "Engine.step",
+}  # fmt: skip
+
+
+def test_each_chapter_ends_with_engine_code_to_read_and_two_questions():
+    """The links name what stands at their lines, and together show most of the reading path."""
+    seen: dict[str, set[int]] = {}
+    names = set()
+    for path in (path for path in PATHS if path.stem[2] == "_"):
+        cell = Chapter.load(path).cells[-2]
+        text = cell["source"]
+        assert "read" in cell["metadata"]["tags"], (
+            f"{path.stem}: the last cell but one is no reading"
+        )
+        now = stale.pointed(text)
+        assert text == now, f"lines have moved: python notebooks/execute.py {path.stem[:2]} --fill"
+        links = re.findall(r"^\* \[`([\w.]+)`\]\(\.\./([\w/]+\.py)#L(\d+)-L(\d+)\): ", text, re.M)
+        assert text.count("](") == len(links) and 1 <= len(links) <= 4, path.stem  # noqa: PT018
+        assert text.count("**Question") == text.count("<details><summary>Answer</summary>\n\n") == 2
+        names |= {name for name, *_ in links}
+        for _, file, first, last in links:
+            seen.setdefault(file, set()).update(range(int(first), int(last) + 1))
+    on_the_path = {f"minillm/{step.file}" for step in STEPS}
+    assert sum(len(lines) for file, lines in seen.items() if file in on_the_path) >= 2500
+    assert names >= READ_BY_ALL
+
+
+@pytest.fixture(autouse=True)
+def a_toy_task(monkeypatch):
+    """The chapter below asks one more question than the course."""
+    known = turns.load_turns()
+    monkeypatch.setattr(turns, "load_turns", lambda: {"90.product": SEALED, **known})
 
 
 def test_claims_are_quoted_whole():
@@ -51,7 +96,8 @@ RESULTS = {
 # Built here, so that no path of a real machine stands in this file.
 PLACES = {name: f"/{name}/someone" for name in ("root", "tmp", "work")}
 CLAIMS = {"A24": {"figures": ["49,109", "2,461"]}}
-TURN = 'answer = 2 * 3  # answer\nturn(answer, 6, "Multiply.")'
+TURN = 'answer = 6 * 7  # answer\nturn("90.product", answer)'
+SEALED = turns.sealed("90.product", 42, "Multiply.")
 FACT, LAST = 13, 22  # positions of the fact cell and of the papers
 CELLS = [
     markdown("# Every token reads the first one again\n\n45 minutes.", "header"),
@@ -63,12 +109,12 @@ CELLS = [
     code("count = N * 2\ncount", "bottleneck"),
     code("def cached():\n    return N", "fix"),
     code("cached() == N", "equal"),
-    code('compare("90.clock", measured=f"{slow.median} times", best="b")', "again"),
+    code('compare("90.clock", measured=f"{slow.median} times", best=BEST)', "again"),
     code('show(fig, f"It is {N}: the line rises with every token.")', "plot", outputs=(PLOT,)),
     code("show(fig, caption)", outputs=(PLOT,)),
     code("show(fig, caption)", outputs=(PLOT,)),
     code(FACTS, *FACT_TAGS, says=SAID),
-    *[code(TURN, "turn", says="Right: 6.\n") for _ in range(4)],
+    *[code(TURN, "turn", says="Right: 42. Multiply.\n") for _ in range(4)],
     markdown("## It bought less than it promised", "losses"),
     code('task("e90.1")'),
     code('check("e90.1")', "check"),
@@ -251,13 +297,23 @@ PLANTED = {
         (edit(9, "90.clock", "90.other"), "'90.other' needs a predict()"),
         (edit(2, '"4"]', '"4"], choice="b"'), "chooses for the reader"),
         (edit(2, '"90.clock"', "KEY"), "literal string"),
+        (edit(9, "best=BEST", 'best="b"'), "has its letter as a literal"),
         (edit(2, "90.clock", "03.clock"), "begins with the chapter"),
         (lambda made: made.insert(14, made.pop(2)), "'90.clock' needs a predict(), and after it"),
     ],
     rules.your_turns: [
         (drop(14), '3 cells are tagged "turn"'),
-        (put(14, source='turn(1, 1, "x")'), "0 lines end in"),
-        (put(14, source="answer = 1  # answer"), "never calls turn"),
+        (put(14, source='turn("90.product", 1)'), "0 lines end in"),
+        (put(14, source="answer = 1  # answer"), "calls turn(name, answer) once"),
+        (put(14, source="answer = 1  # answer\nturn(answer, 1)"), "has no 'None'"),
+        (edit(14, "90.product", "90.sum"), "turns.json has no '90.sum'"),
+        (put(14, source="answer = 1  # answer\nturn('03.passes', answer)"), "no '03.passes'"),
+        (edit(14, "answer = 6", "# It is 42.\nanswer = 6"), "is on the page: 42"),
+        (edit(14, "answer = 6", "other = 40 + 2.0, 42\nanswer = 6"), "is on the page: 42"),
+        (lambda made: made[13].update(markdown("6 times 7 is 42.")), "is on the page: 42"),
+        (edit(14, "answer)", "answer + 1)"), "answer + 1 raises as long as"),
+        (edit(14, "answer = 6", "count = 6  # answer\nanswer = 6"), "overwrites ['count']"),
+        (edit(14, "answer)", "round(answer))"), "round(answer) raises as long as"),
         (put(14, outputs=[]), "the published answer is not right"),
         (run("print(answer)"), "uses ['answer'], which a learner may leave open"),
     ],

@@ -106,3 +106,12 @@ def test_a_chapter_is_measured_again(tmp_path, value, renewed):
     if found:
         assert "its band is a factor of 1.5" in found[0]
         assert found[1] == "execute it again: python notebooks/execute.py 90"
+
+
+def test_links_get_the_lines_that_a_name_has_now(root):
+    page = "Read [`Cache.write`](../engine/cache.py#L1-L2), [`step`](../engine/cache.py#L9-L9)."
+    assert stale.pointed(page, root) == (
+        "Read [`Cache.write`](../engine/cache.py#L6-L8), [`step`](../engine/cache.py#L10-L11)."
+    )
+    with pytest.raises(chapters.ChapterError, match="no 'read' in it"):
+        stale.pointed("[`Cache.read`](../engine/cache.py#L1-L2)", root)

@@ -18,6 +18,7 @@ from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts, MoE, Router
 from minillm.layers.norm import RMSNorm
+from minillm.layers.post_norm import PostNormLayer, WholeNormAttention
 from minillm.layers.rope import attention_factor, inverse_frequencies
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch, Prologue
@@ -254,6 +255,29 @@ def untied(patch: Patch, model: Decoder) -> None:
     patch.setattr(model.embedding, "as_output", lambda x: nn.functional.linear(x, weight))
 
 
+def norm_each_head(part: WholeNormAttention) -> None:
+    norm, shape = part.all_q_norm, (part.num_heads, part.head_dim)
+    weight = norm.weight.view(shape)
+    norm.forward = lambda x: torch.cat(
+        [ops.rms_norm(x[:, h * shape[1] :][:, : shape[1]].contiguous(), weight[h], norm.eps)
+         for h in range(shape[0])], dim=-1)  # fmt: skip
+
+
+def norm_sums(patch: Patch, model: Decoder) -> None:
+    """Post-norms as in the first transformer: norm(x + MLP(x))."""
+    for layer in parts(model, PostNormLayer):
+
+        def mutated(
+            x: Tensor, residual: Tensor | None, *args: Any, layer: PostNormLayer = layer
+        ) -> tuple[Tensor, Tensor]:
+            x = x if residual is None else x + residual
+            x = x + layer.attention_norm(layer.attention(x, *args))
+            out = layer.mlp_norm(x + layer.mlp(x))
+            return out, torch.zeros_like(out)
+
+        patch.setattr(layer, "forward", mutated)
+
+
 MUTANTS = (
     Mutant("no RoPE", "llama", replace_op("rotate", no_rotation)),
     Mutant("no RoPE (MLA)", "deepseek_v3", replace_op("rotate", no_rotation)),
@@ -393,4 +417,7 @@ MUTANTS = (
     Mutant("one expert too few", "qwen3_moe", set_moe(num_experts_per_token=2)),
     Mutant("shared experts missing", "deepseek_v3", unshared),
     Mutant("output matrix not tied", "qwen2", untied),
+    Mutant("norms of q over each head alone", "olmo2", change(WholeNormAttention, norm_each_head)),
+    Mutant("attention's output not normed", "olmo2", drop_norm("post_attention_layernorm")),
+    Mutant("the sum normed, not the MLP's output", "olmo2", norm_sums),
 )

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from transformers import CONFIG_MAPPING, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minillm.errors import ConfigError, MinillmError, UnsupportedFeatureError
 from minillm.layers.rope import attention_factor, inverse_frequencies
 from minillm.models.decoder import Decoder
 from minillm.models.families import FAMILIES, parse_config
-from tests.models.tiny import CASES, CLASSES, ROPES, old_style
+from tests.models.tiny import CASES, ROPES, old_style
 
 ODD: list[Any] = [None, True, False, -1, 0, 1, 2**31 - 1, 0.5, float("nan"), "x", "", [], [1], {}]
 
@@ -33,7 +33,7 @@ def config_of(family: str, rope: str = "default") -> dict[str, Any]:
 @pytest.mark.parametrize("style", [dict, old_style])
 @pytest.mark.parametrize("name", CASES)
 def test_absent_field_means_what_transformers_takes_it_to_mean(name, style):
-    config_class = getattr(transformers, f"{CLASSES[CASES[name].family]}Config")
+    config_class = CONFIG_MAPPING[CASES[name].family]
     data = style(CASES[name].config().to_diff_dict())
     compared = 0
     for name in data.keys() - UNLIKE_TRANSFORMERS:
@@ -60,7 +60,7 @@ def test_absent_rope_field_means_what_transformers_takes_it_to_mean(rope, style)
         rest = style(data | {"rope_parameters": {"rope_theta": 10000.0} | parameters})
         rest = {k: v for k, v in rest.items() if k != name}
         try:
-            theirs = transformers.LlamaConfig(**deepcopy(rest))  # it completes the dictionary
+            theirs = LlamaConfig(**deepcopy(rest))  # it completes the dictionary
         except KeyError:  # transformers needs it
             continue
         ours, kind = parse_config(rest), theirs.rope_parameters["rope_type"]
@@ -187,7 +187,7 @@ def test_wrong_value_is_a_config_error(change, culprit):
 # Not DeepSeek: latent attention has no KV heads to count.
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "deepseek" not in name])
 def test_absent_number_of_kv_heads_is_the_family_s_own(family):
-    config_class = getattr(transformers, f"{CLASSES[family]}Config")
+    config_class = CONFIG_MAPPING[family]
     data = config_of(family) | {"num_attention_heads": 32, "head_dim": 16}
     del data["num_key_value_heads"]
     assert parse_config(data).num_kv_heads == config_class(**data).num_key_value_heads

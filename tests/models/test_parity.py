@@ -1,14 +1,24 @@
 """Logits and greedy tokens of every family against transformers, on tiny random checkpoints."""
 
 import json
+from dataclasses import make_dataclass, replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minillm import SamplingParams
+from minillm.config import ModelConfig, RopeConfig, unknown_fields
+from minillm.errors import ConfigError
+from minillm.models.all_layers import AllLayers
 from minillm.models.checkpoint import open_model, shard_files
 from minillm.models.families import FAMILIES, parse_config
+from minillm.models.fixed_sums import why_tiles
 from minillm.models.loader import load_model
+from minillm.models.packing import pack_weights
+from minillm.ops import cpu
+from minillm.parallel.split import check_split
+from tests.engine.small import make
 from tests.models.parity import (
     BFLOAT16_TOLERANCE,
     TOLERANCE,
@@ -27,6 +37,60 @@ def test_logits_and_greedy_tokens(case, checkpoint_of):
     checkpoint = checkpoint_of(case)
     parity = measure(checkpoint, load(checkpoint))
     assert parity.holds, parity
+
+
+WHOLE = ("olmo2",)  # families whose layers ranks cannot share
+WAYS = {
+    "packed": {},
+    "deterministic": {"deterministic": True},
+    "stages": {"pipeline_parallel_size": 2},
+    "ranks": {"tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_log_probabilities_as_engines_compute_them(case, way, checkpoint_of, monkeypatch):
+    """A family may be right layer by layer, and wrong on a faster path that takes its block for
+    another."""
+    monkeypatch.setenv(cpu.PANELS, "1")
+    checkpoint, ids = checkpoint_of(case), prompt(60)
+    settings = WAYS[way] | {"distributed_executor_backend": "threads"}
+    if way == "ranks" and checkpoint.tiny.family in WHOLE:
+        with pytest.raises(ConfigError, match="which ranks cannot share"):
+            make(checkpoint.folder, **settings)
+        return
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+    with make(checkpoint.folder, **settings) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": ids.tolist()}], params)
+    given = zip(output.prompt_logprobs[1:], ids[1:].tolist(), strict=True)
+    found = torch.tensor([place[token].logprob for place, token in given])
+    right = reference_logits(checkpoint, ids).log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    torch.testing.assert_close(found, right, rtol=0, atol=2e-3)
+
+
+def test_a_field_that_faster_paths_do_not_know_switches_them_off(checkpoint_of, monkeypatch):
+    monkeypatch.setenv(cpu.PANELS, "1")
+    model = load(checkpoint_of("llama"))
+    pack_weights(model)
+    assert cpu.functions(model.dtype) is None or AllLayers.of(model) is not None
+    parts = ModelConfig, RopeConfig
+    new, rope = (
+        make_dataclass("New", [("novel", bool, False)], bases=(part,), frozen=True)
+        for part in parts
+    )
+    plain = vars(model.config)
+    for config in (
+        new(**plain, novel=True),
+        replace(model.config, rope=rope(**vars(model.config.rope), novel=True)),
+    ):
+        model.config = config
+        assert AllLayers.of(model) is None
+        assert why_tiles(model)
+        with pytest.raises(ConfigError, match="novel"):
+            check_split(config, 2)
+    model.config = new(**plain)
+    assert not unknown_fields(model.config)
 
 
 @pytest.mark.parametrize("rope", ROPES)

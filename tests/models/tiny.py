@@ -12,20 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCAB_SIZE = 128
-CLASSES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mixtral": "Mixtral",
-    "qwen3_moe": "Qwen3Moe",
-    "deepseek_v2": "DeepseekV2",
-    "deepseek_v3": "DeepseekV3",
-}
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -68,6 +57,7 @@ FAMILY: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": MLA,
     "deepseek_v3": MLA | {"n_group": 4, "topk_group": 2},
+    "olmo2": {},
 }
 
 
@@ -84,17 +74,17 @@ class Tiny:
 
     def config(self) -> PreTrainedConfig:
         """The transformers configuration."""
-        config_class = getattr(transformers, f"{CLASSES[self.family]}Config")
         rope = {} if self.rope is None else {"rope_parameters": {"rope_theta": 10000.0} | self.rope}
-        return config_class(**(BASE | FAMILY[self.family] | self.fields | rope))
+        return CONFIG_MAPPING[self.family](**(BASE | FAMILY[self.family] | self.fields | rope))
 
     def build(self) -> PreTrainedModel:
         """The transformers model, in float32, with plain ("eager") attention."""
         config = self.config()
-        config._attn_implementation = "eager"
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(self.seed)
-            model = getattr(transformers, f"{CLASSES[self.family]}ForCausalLM")(config)
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", dtype=torch.float32
+            )
             perturb(model)
         return model.eval()
 
@@ -281,4 +271,6 @@ CASES: dict[str, Tiny] = {
             "tie_word_embeddings": True,
         },
     ),
+    "olmo2": Tiny("olmo2", shard_size="40KB"),
+    "olmo2, tied, biases": Tiny("olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
 }

@@ -4,20 +4,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from minillm.config import ModelConfig
-
-CLASSES = {
-    "llama": "LlamaConfig",
-    "mistral": "MistralConfig",
-    "qwen2": "Qwen2Config",
-    "qwen3": "Qwen3Config",
-    "mixtral": "MixtralConfig",
-    "qwen3_moe": "Qwen3MoeConfig",
-    "deepseek_v2": "DeepseekV2Config",
-    "deepseek_v3": "DeepseekV3Config",
-}
 
 
 def hf_config(config: ModelConfig) -> Any:
@@ -44,7 +33,7 @@ def hf_config(config: ModelConfig) -> Any:
         values["v_head_dim"] = config.mla.v_head_dim
     if config.moe is not None:
         values |= _moe_values(config)
-    return getattr(transformers, CLASSES[config.family])(**values)
+    return CONFIG_MAPPING[config.family](**values)
 
 
 def _moe_values(config: ModelConfig) -> dict[str, Any]:

@@ -41,6 +41,7 @@ TINY = {
     "llama": LLAMA,
     "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True, tie_word_embeddings=True),
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, head_dim=16),
+    "olmo2": replace(LLAMA, family="olmo2", post_norm=True),
     "mistral": replace(LLAMA, family="mistral", sliding_windows=(8,) * 3),
     "mixtral": replace(LLAMA, family="mixtral", intermediate_size=24, moe=EXPERTS),
     "qwen3_moe": replace(LLAMA, family="qwen3_moe", qk_norm=True, moe=EXPERTS),

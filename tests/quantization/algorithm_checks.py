@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.lab.quantise.grid import Grid, round_to_grid
 from minillm.lab.quantise.statistics import InputStatistics, output_error
 from minillm.quantization.quantized import Quantized
-from minillm.quantization.rounding import Grid, round_to_grid
 
 F64 = torch.float64
 GPTQ_CASES = ((8, 16, False), (12, 16, True), (24, 16, False), (96, 32, True))  # group, block, sym

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from minillm.errors import ConfigError
-from minillm.quantization import awq, fp8, gptq, nf4, smoothquant
-from minillm.quantization.rounding import Grid, round_with_minima
+from minillm.lab.quantise import awq, fp8, gptq, nf4, smoothquant
+from minillm.lab.quantise.grid import Grid
+from minillm.quantization.rounding import round_with_minima
 from tests.quantization import algorithm_checks as checks
 
 CHECKS: dict[ModuleType, tuple[Callable[[ModuleType], None], ...]] = {

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from minillm.errors import ConfigError, UnsupportedFeatureError
+from minillm.lab.quantise import quantize_folder as folders
 from minillm.lab.quantise.quantize_folder import quantize_folder
 from minillm.lab.quantise.quantize_layers import quantized_model
 from minillm.lab.quantise.recipe import Recipe
-from minillm.models import quantize_folder as folders
 from minillm.models.checkpoint import open_model, shard_files
 from minillm.models.loader import load_model
 from minillm.quantization.methods import QuantizedMethod
@@ -24,11 +24,11 @@ from tests.pairs import some
 
 F32 = torch.float32
 WINDOWS = torch.randint(128, (6, 24), generator=torch.Generator().manual_seed(7))
-FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "olmo2")
 
 QUICK = (
     *(("llama", method) for method in ("rtn", "awq", "smoothquant", "int8")),
-    *((family, "gptq") for family in ("qwen2", "qwen3_moe", "deepseek_v3")),
+    *((family, "gptq") for family in ("qwen2", "qwen3_moe", "deepseek_v3", "olmo2")),
 )
 
 

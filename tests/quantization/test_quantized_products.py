@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from minillm.lab.quantise.grid import round_asymmetric
 from minillm.ops import cpu
 from minillm.ops.cpu_quantized import quantized_linear, whole_numbers
 from minillm.quantization.integers import joined
 from minillm.quantization.panels import arranged
 from minillm.quantization.quantized import Quantized
-from minillm.quantization.rounding import round_asymmetric, round_symmetric
+from minillm.quantization.rounding import round_symmetric
 from tests.ops import c_variants
 from tests.ops.c_variants import PRODUCT_PATHS, with_threads
 from tests.pairs import some

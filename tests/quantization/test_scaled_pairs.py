@@ -9,12 +9,13 @@ import torch
 from minillm.lab.quantise import making, scaled_pairs
 from minillm.lab.quantise.calibration import Calibration, layer_of
 from minillm.lab.quantise.calibration_text import calibration_windows
+from minillm.lab.quantise.grid import Grid, round_to_grid
 from minillm.lab.quantise.quantize_layers import quantized_model
 from minillm.lab.quantise.recipe import Recipe
 from minillm.layers.moe import MoE
 from minillm.models.checkpoint import open_model
+from minillm.models.families import FAMILIES
 from minillm.models.loader import load_model
-from minillm.quantization.rounding import Grid, round_to_grid
 from minillm.text.tokenizer import Tokenizer
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.parity import FlatRunner
@@ -23,6 +24,7 @@ from tests.models.tiny import Tiny, prompt
 F32 = torch.float32
 WINDOWS = torch.randint(128, (4, 24), generator=torch.Generator().manual_seed(7))
 MHA = Tiny("llama", {"num_key_value_heads": 4})
+POST_NORM = Tiny("olmo2", {"num_key_value_heads": 4})
 
 
 def logits(model) -> torch.Tensor:
@@ -52,7 +54,7 @@ def change(source, only_norms: bool = False) -> float:
     return float((logits(model) - before).abs().max() / before.abs().max())
 
 
-@pytest.mark.parametrize("case", [MHA, "qwen2", "qwen3_moe", "deepseek_v3"], ids=str)
+@pytest.mark.parametrize("case", [MHA, POST_NORM, *FAMILIES], ids=str)
 def test_scaled_channels_are_the_same_function(checkpoint_of, case):  # noqa: F811
     assert change(open_model(checkpoint_of(case).folder)) < 1e-4
 

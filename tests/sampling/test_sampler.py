@@ -514,6 +514,56 @@ def test_a_sampler_that_is_kept_chooses_as_one_that_is_made_anew():
             outputs[index].append(token)
 
 
+EDITS = {
+    name: kind for kind in KINDS for name in kind if name not in ("temperature", "top_p", "top_k")
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_moves_with_its_row_and_ends_with_it(name):
+    """Every edit: moved to a row that had any other, followed by tokens, dropped, and its row used
+    again. After each the logits are those of a batch that is made anew."""
+    params, words = (
+        SamplingParams(**{name: EDITS[name][name]}, max_tokens=99),
+        WORDS * (name == "bad_words"),
+    )
+    others = [kept_request(index, [7, 1]) for index in range(len(KINDS))]
+    logits, vocab = random_logits(2, 1, 40), 40
+    plain = kept_request(1, [7, 1])
+
+    def edited(edits: Edits, row: int, position: int) -> torch.Tensor:
+        return (
+            edits.apply(logits, [row], [position]) if edits.rows_of([row], [position]) else logits
+        )
+
+    for other in others:
+        output = [7, 2, 3, 1]
+        edits = Edits(4, vocab, torch.device("cpu"))
+        for place, request in ((0, other), (1, other), (2, other)):
+            edits.set_row(place, request)
+        request = dataclasses.replace(
+            others[0], params=params, bad_words_ids=words, position=4 + len(output),
+            output_token_ids=output)  # fmt: skip
+        edits.set_row(0, request)
+        edits.move(0, 2)
+        for token in (3, 2, 5):
+            right = edit_logits(logits, [dataclasses.replace(
+                request, position=4 + len(output), output_token_ids=list(output))])  # fmt: skip
+            assert torch.equal(edited(edits, 2, 4 + len(output)), right)
+            assert edits.follows(2) == (name == "bad_words" or "penalty" in name)
+            edits.append([2], [4 + len(output)], torch.tensor([token]))
+            output.append(token)
+        assert edits.rows_of([0], [6]) == []
+        edits.set_row(0, plain)
+        edits.move(0, 2)
+        edits.set_row(3, other)
+        for place, due in ((1, edit_logits(logits, [other])), (2, logits), (3, None)):
+            right = edit_logits(logits, [other]) if due is None else due
+            assert torch.equal(edited(edits, place, other.position), right)
+        edits.drop(1)
+        assert edits.rows_of([1, 2], [6, 6]) == []
+
+
 def test_forks_draw_from_the_same_edited_logits():
     sampler, logits = Sampler(4, 40, torch.device("cpu")), random_logits(1, 3, 40)
     requests = [kept_request(index, [7]) for index in (0, 2, 5)]

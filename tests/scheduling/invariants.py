@@ -8,6 +8,7 @@ from itertools import pairwise
 from minillm.cache.blocks import AccountingError
 from minillm.scheduling.request import Sequence, Status
 from minillm.scheduling.scheduler import Scheduler
+from tests.cache.books import check_tables
 
 
 def check_invariants(scheduler: Scheduler) -> None:
@@ -17,7 +18,7 @@ def check_invariants(scheduler: Scheduler) -> None:
         AccountingError: they are inconsistent: a bug of `scheduling/` or `cache/`.
     """
     held = {**scheduler.sequences, **scheduler.in_flight}
-    scheduler.blocks.check_invariants(sequence.table for sequence in held.values())
+    check_tables(scheduler.blocks, (sequence.table for sequence in held.values()))
     running, waiting = scheduler.running, scheduler.waiting
     taken, most = sum(seq.num_seqs for seq in running), scheduler.config.max_num_seqs
     if taken != scheduler.num_seqs or taken > most:

@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from minillm.cache.hash_chain import HashChain
-from minillm.scheduling.policies import POLICIES
 from tests.pairs import part_and_rest
 from tests.scheduling import machine
 from tests.scheduling.drafting import DRAFTS, drafting
@@ -47,7 +46,7 @@ SEEN = {  # in 2,000
     **{f"refused: {kind}": 50 for kind in IMPOSSIBLE},
     **{f"blocked: {what}": 100 for what in ("batch slots", "tokens", "blocks")},
     **{f"ended: {how}": 100 for how in ("length", "computed", "aborted", "finished", "failed")},
-    **{f"re-ordered by {name}": 10 for name in POLICIES if name != "fcfs"},
+    **{f"re-ordered by {name}": 10 for name in SETUPS["policy"] if name != "fcfs"},
     "preempted: recompute": 100,
     "preempted: swap": 100,
     "swapped in": 100,

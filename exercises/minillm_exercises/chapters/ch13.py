@@ -10,13 +10,14 @@ from torch import Tensor
 
 from minillm.config import ModelConfig
 from minillm.gguf.types import TYPES
+from minillm.lab.quantise.grid import Grid, round_to_grid
 from minillm.layers.linear import Linear
 from minillm.models.packing import into_panels
 from minillm.ops import cpu
 from minillm.plan.parameters import all_products
 from minillm.quantization.methods import install
 from minillm.quantization.panels import pack_quantized
-from minillm.quantization.rounding import Grid, round_symmetric, round_to_grid
+from minillm.quantization.rounding import round_symmetric
 from minillm_exercises import measure
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table

@@ -19,7 +19,6 @@ from minillm.speculative.proposer import DraftRow
 from minillm_exercises.chapters import common
 from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
-from minillm_exercises.chapters.common import your_turn as your_turn
 from minillm_exercises.timing import measure
 
 Law = Sequence[Fraction]

@@ -2,12 +2,11 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from minillm.trace.recorder import Trace
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.notebook import say
 from minillm_exercises.plots import show
 
 T = TypeVar("T")
@@ -57,24 +56,3 @@ def show_trace(trace: Trace, caption: str, until: float | None = None, **options
     for ax in fig.axes if until is not None else ():
         ax.set_xlim(right=until)
     show(fig, caption)
-
-
-def your_turn(function: Callable[..., Any], *cases: tuple[tuple[Any, ...], Any]) -> None:
-    """Try a function that the reader is writing on cases (arguments, result), up to the first that
-    it does not give; a function that returns None is not written yet."""
-    for arguments, wanted in cases:
-        call = f"{function.__name__}({', '.join(map(repr, arguments))})"
-        found = function(*arguments)
-        if found is None:
-            say(f"Your turn: {call} should be {wanted}.")
-            return
-        if not _same(found, wanted):
-            say(f"Not yet: {call} should be {wanted} and is {found}.")
-            return
-    say(f"{function.__name__} is right in all {len(cases)} cases.")
-
-
-def _same(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, float):
-        return isinstance(found, int | float) and math.isclose(found, wanted, abs_tol=1e-9)
-    return bool(found == wanted)

@@ -174,7 +174,7 @@ def attention_line(config: ModelConfig) -> str:
     else:
         kind = "multi-query (MQA)" if config.num_kv_heads == 1 else "grouped (GQA)"
         text = f"{kind}, {heads} share {plural(config.num_kv_heads, 'KV head')}"
-    text += ", q/k norm" * config.qk_norm + ", q/k/v bias" * config.qkv_bias
+    text += ", q/k norm" * (config.qk_norm or config.post_norm) + ", q/k/v bias" * config.qkv_bias
     windows = [window for window in config.sliding_windows if window is not None]
     if windows:
         where = "" if len(windows) == config.num_layers else f" in {len(windows)} layers"

@@ -78,7 +78,7 @@ def checked(verify: Callable[[Any, str], None], case: Any, context: Context) -> 
 def others(module: Any, context: Context) -> dict[str, Any]:
     """Random cases until the time is nearly over; the message of a failure has its seed."""
     count = 0
-    while count < 2 if context.dry else time.monotonic() < context.end - 3:
+    while count < 4 if context.dry else time.monotonic() < context.end - 3:
         case = module.random_case(random.Random(count))
         try:
             checked(module.verify, case, context)()

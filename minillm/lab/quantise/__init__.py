@@ -5,7 +5,7 @@
 | `recipe.py` | a method with its settings, and the formats that can hold the result |
 | `calibration.py`, `calibration_text.py` | the inputs of each matrix while a text runs |
 | `gptq.py`, `awq.py`, `smoothquant.py` | calibrated methods; `statistics.py`: what they record |
-| `nf4.py`, `fp8.py` | methods without calibration |
+| `grid.py`, `nf4.py`, `fp8.py` | methods without calibration |
 | `making.py` | quantises one matrix by a recipe |
 | `quantize_layers.py`, `quantize_folder.py` | a model layer by layer, in place or into a folder |
 | `writers/` | one file per checkpoint format |

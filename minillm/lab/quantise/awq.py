@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from minillm.lab.quantise.grid import Grid, round_to_grid
 from minillm.lab.quantise.statistics import InputStatistics, output_error
-from minillm.quantization.rounding import Grid, round_to_grid
 
 STEPS = 20  # values of r
 CLIP_STEPS, CLIP_RANGE = 10, 0.5  # ranges from 1 down to above 0.5

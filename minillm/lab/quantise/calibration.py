@@ -14,7 +14,7 @@ from minillm.layers.kv_cache import KVCache
 from minillm.layers.linear_methods import Matrix, PlainLinearMethod
 from minillm.layers.mla import MLAttention
 from minillm.layers.moe import Router
-from minillm.models.decoder import Decoder, DecoderLayer
+from minillm.models.decoder import Block, Decoder
 from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.ops.batch import Batch
 
@@ -44,7 +44,7 @@ class Calibration:
         ]
         self.hidden = [model.embedding(batch.input_ids).float() for batch in self.batches]
 
-    def record(self, layer: DecoderLayer) -> Recorded:
+    def record(self, layer: Block) -> Recorded:
         """Run a layer, and record the inputs of its matrices. The activations stay."""
         matrices = quantizable(layer)
         for matrix in matrices:
@@ -56,12 +56,12 @@ class Calibration:
             matrix.method = PlainLinearMethod()
         return found
 
-    def advance(self, layer: DecoderLayer) -> None:
+    def advance(self, layer: Block) -> None:
         """Replace the activations by the outputs of a layer."""
         for index, batch in enumerate(self.batches):
             self.hidden[index] = self._run(layer, self.hidden[index], batch)
 
-    def _run(self, layer: DecoderLayer, x: Tensor, batch: Batch) -> Tensor:
+    def _run(self, layer: Block, x: Tensor, batch: Batch) -> Tensor:
         rope = self.model.rope(batch.positions, self.model.plain_torch)
         out, residual = layer(x, None, rope, batch, self.kv)
         return out + residual
@@ -96,7 +96,7 @@ class RecordingMethod(PlainLinearMethod):
         return out
 
 
-def quantizable(layer: DecoderLayer) -> list[Matrix]:
+def quantizable(layer: Block) -> list[Matrix]:
     """The matrices of a layer that are quantised: all but routers, which are small and decide
     discretely, and the matrix that MLA absorbs."""
     absorbed = {id(each.kv_b_proj) for each in layer.modules() if isinstance(each, MLAttention)}
@@ -107,9 +107,9 @@ def quantizable(layer: DecoderLayer) -> list[Matrix]:
     ]
 
 
-def layer_of(model: Decoder, index: int) -> DecoderLayer:
+def layer_of(model: Decoder, index: int) -> Block:
     """A layer of a model."""
     layer = model.layers[index]
-    if not isinstance(layer, DecoderLayer):
+    if not isinstance(layer, Block):
         raise RuntimeError(f"Layer {index} has been freed.")
     return layer

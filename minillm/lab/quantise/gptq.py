@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
+from minillm.lab.quantise.grid import Grid
 from minillm.quantization.quantized import Quantized
-from minillm.quantization.rounding import Grid
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from torch import Tensor
 from minillm.lab.quantise.awq import clipped
 from minillm.lab.quantise.fp8 import round_fp8
 from minillm.lab.quantise.gptq import GPTQOptions, gptq
+from minillm.lab.quantise.grid import Grid, round_to_grid
 from minillm.lab.quantise.nf4 import NestedScales, nf4
 from minillm.lab.quantise.recipe import BLOCK, Recipe
 from minillm.lab.quantise.statistics import InputStatistics, output_error
 from minillm.layers.linear_methods import Matrix
 from minillm.quantization.quantized import Quantized
-from minillm.quantization.rounding import Grid, round_symmetric, round_to_grid
+from minillm.quantization.rounding import round_symmetric
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from minillm.models.checkpoint import (
     shard_headers,
     weight_files,
 )
-from minillm.models.decoder import Decoder, DecoderLayer
+from minillm.models.decoder import Block, Decoder
 from minillm.models.loader import DTYPES, fill, load_model
 from minillm.quantization.formats import format_of
 from minillm.quantization.methods import LoadingMethod
@@ -259,7 +259,7 @@ class Run:
         return Report(self.out, format, self.writer.group, errors, size, before)
 
 
-def restore(layer: DecoderLayer, path: Path, settings: Mapping[str, Any]) -> None:
+def restore(layer: Block, path: Path, settings: Mapping[str, Any]) -> None:
     """Read a finished layer back."""
     format = format_of(settings, shard_headers(path), READERS)
     matrices = [each for each in layer.modules() if isinstance(each, Matrix)]

@@ -17,16 +17,17 @@ from tqdm import tqdm
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.lab.quantise.awq import awq_scales
 from minillm.lab.quantise.calibration import Calibration, Recorded, layer_of, quantizable
+from minillm.lab.quantise.grid import Grid
 from minillm.lab.quantise.making import Made, quantize_parts
 from minillm.lab.quantise.recipe import BLOCK, NF4_BLOCK, Recipe
 from minillm.lab.quantise.scaled_pairs import ScalesOf, scale_pairs
 from minillm.lab.quantise.smoothquant import smooth_scales
 from minillm.layers.linear_methods import CheckpointTensor, Matrix, PlainLinearMethod, frozen
 from minillm.layers.norm import RMSNorm
-from minillm.models.decoder import Decoder, DecoderLayer
+from minillm.models.decoder import Block, Decoder
 from minillm.quantization.methods import QuantizedMethod, install
 from minillm.quantization.quantized import stacked
-from minillm.quantization.rounding import GROUPS, Grid
+from minillm.quantization.rounding import GROUPS
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def quantize_layers(
 
 
 def quantize_layer(
-    layer: DecoderLayer, recipe: Recipe, group: int, recorded: Recorded, scale_dtype: torch.dtype
+    layer: Block, recipe: Recipe, group: int, recorded: Recorded, scale_dtype: torch.dtype
 ) -> tuple[list[Made], dict[str, Tensor]]:
     """Quantise a float32 layer in place. Returns its matrices and its other tensors."""
     if recipe.method in SCALES:
@@ -143,7 +144,7 @@ SCALES: Mapping[str, Callable[[Recipe, Grid, int], ScalesOf]] = MappingProxyType
 )
 
 
-def checkpoint_tensors(layer: DecoderLayer) -> Iterator[CheckpointTensor]:
+def checkpoint_tensors(layer: Block) -> Iterator[CheckpointTensor]:
     """The tensors of a layer."""
     for each in layer.modules():
         if isinstance(each, Matrix | RMSNorm):
@@ -161,7 +162,7 @@ def replace(matrix: Matrix, made: list[Made]) -> None:
     matrix.weight = frozen(dense.view(matrix.shape))
 
 
-def cast(layer: DecoderLayer, dtype: torch.dtype) -> None:
+def cast(layer: Block, dtype: torch.dtype) -> None:
     """Compute a layer in `dtype`. Codes and scales stay."""
     for parameter in layer.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -24,7 +24,7 @@ from minillm.layers.linear_methods import Matrix
 from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import MoE
-from minillm.models.decoder import DecoderLayer
+from minillm.models.decoder import Block, DecoderLayer
 
 ScalesOf = Callable[[Tensor, InputStatistics], Tensor]  # weight [rows, in] and inputs -> s [in]
 
@@ -63,9 +63,7 @@ def joined(parts: tuple[InputStatistics, ...]) -> InputStatistics:
     return total
 
 
-def scale_pairs(
-    layer: DecoderLayer, recorded: Recorded, scales_of: ScalesOf, only_norms: bool
-) -> None:
+def scale_pairs(layer: Block, recorded: Recorded, scales_of: ScalesOf, only_norms: bool) -> None:
     """Scale the channels of all pairs of a layer, in place."""
     for pair in norm_pairs(layer, recorded):
         if joined(pair.statistics).count:
@@ -75,7 +73,7 @@ def scale_pairs(
             pair.scale(scales_of)
 
 
-def norm_pairs(layer: DecoderLayer, recorded: Recorded) -> Iterator[Pair]:
+def norm_pairs(layer: Block, recorded: Recorded) -> Iterator[Pair]:
     """The pairs that begin at a norm."""
     for norm, readers in norm_readers(layer):
         weights: list[Tensor] = []
@@ -93,8 +91,11 @@ def distinct(statistics: list[InputStatistics]) -> tuple[InputStatistics, ...]:
     return tuple(dict.fromkeys(statistics))
 
 
-def norm_readers(layer: DecoderLayer) -> Iterator[tuple[Tensor, list[Matrix]]]:
-    """The weight of each norm, with all matrices that read its output."""
+def norm_readers(layer: Block) -> Iterator[tuple[Tensor, list[Matrix]]]:
+    """The weight of each norm, with all matrices that read its output; none of another block, whose
+    norms may have other readers."""
+    if type(layer) is not DecoderLayer:
+        return
     attention, mlp = layer.attention, layer.mlp
     if isinstance(attention, Attention):
         yield layer.input_norm.weight.data, [attention.qkv_proj]
@@ -110,7 +111,7 @@ def norm_readers(layer: DecoderLayer) -> Iterator[tuple[Tensor, list[Matrix]]]:
         yield layer.mlp_norm.weight.data, [mlp.experts.gate_up, *shared, mlp.router]
 
 
-def inner_pairs(layer: DecoderLayer, recorded: Recorded) -> Iterator[Pair]:
+def inner_pairs(layer: Block, recorded: Recorded) -> Iterator[Pair]:
     """The pairs up -> down and v -> o."""
     attention, mlp = layer.attention, layer.mlp
     if isinstance(attention, Attention) and attention.num_heads == attention.num_kv_heads:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from minillm.lab.quantise.making import Made
-from minillm.lab.quantise.writers.writer import Writer, padded, unsigned
-from minillm.quantization.integers import AWQ_ORDER, pack_words
+from minillm.lab.quantise.writers.writer import Writer, pack_words, padded, unsigned
+from minillm.quantization.integers import AWQ_ORDER
 
 
 class AWQWriter(Writer):

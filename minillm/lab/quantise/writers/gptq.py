@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from minillm.lab.quantise.making import Made
-from minillm.lab.quantise.writers.writer import Writer, group_index, padded, unsigned
-from minillm.quantization.integers import pack_words
+from minillm.lab.quantise.writers.writer import Writer, group_index, pack_words, padded, unsigned
 
 
 class GPTQWriter(Writer):

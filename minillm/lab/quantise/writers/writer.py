@@ -67,3 +67,13 @@ def group_index(found: Quantized) -> Tensor:
 def padded(codes: Tensor, count: int) -> Tensor:
     """Codes [.., n] with zeros up to a multiple of `count` entries, those of an int32."""
     return F.pad(codes, (0, -codes.shape[-1] % count))
+
+
+def pack_words(codes: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """The inverse of `integers.unpack_words`: [.., n x 32 / bits] -> int32 [.., n]."""
+    count = 32 // bits
+    shifts = torch.arange(0, 32, bits, dtype=torch.int64, device=codes.device)
+    if order is not None:
+        shifts = shifts[torch.tensor(order, device=codes.device)]
+    words = (codes.long().unflatten(-1, (-1, count)) << shifts).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
