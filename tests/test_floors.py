@@ -46,9 +46,9 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 54_964, "minillm without minillm/lab": 34_927, "minillm/lab": 20_037,
+    "minillm": 55_757, "minillm without minillm/lab": 35_335, "minillm/lab": 20_422,
     "kernels": 11_630, "notebooks": 2_035,
-    "exercises/minillm_exercises": 17_838, "tests": 72_662,
+    "exercises/minillm_exercises": 17_838, "tests": 73_140,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

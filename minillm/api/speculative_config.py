@@ -123,7 +123,7 @@ class SpeculativeConfig(CheckedArguments):
         if (self.method in takers) != (self.model is not None):
             raise ConfigError(
                 f"speculative_config has method {self.name!r} and model {shown(self.model)}; "
-                f"{', '.join(takers)} need a model, and no other method takes one."
+                f"{' and '.join(map(repr, takers))} need a model, and no other method takes one."
             )
         if self.max_model_len is not None and self.method != "draft_model":
             raise ConfigError(

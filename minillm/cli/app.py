@@ -34,7 +34,9 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "trace": "show a recorded trace as a web page, table or Perfetto file",
     }
 )
-IN_LAB = frozenset({"info", "inspect", "plan", "bench", "compare", "trace", "quantize", "train", "demo"})
+IN_LAB = frozenset(
+    {"info", "inspect", "plan", "bench", "compare", "trace", "quantize", "train", "demo"}
+)
 DESCRIPTION = "A language-model inference engine small enough to read."
 EXAMPLES = """\
 examples:

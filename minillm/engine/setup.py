@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 from math import ceil
+from typing import Any
 
 import torch
 
@@ -122,8 +123,6 @@ def plan_memory(
         ConfigError: `max_model_len` is longer than the model's, or one sequence does not fit.
     """
     config, longest = source.config, source.config.longest_context
-    heads = draft.sizes if isinstance(draft, HeadsSource) else None
-    draft = draft if isinstance(draft, DraftSource) else None
     if args.max_model_len is not None and args.max_model_len > longest:
         raise ConfigError(
             f"max_model_len is {args.max_model_len}; {config.family} with this config.json has "
@@ -134,7 +133,8 @@ def plan_memory(
     limits = scheduler_config(args)
     padding = PASS_ROWS if args.deterministic else 0  # a batch is padded to whole tiles
     speculation, copies = speculation_of(args), packs(args, device)
-    weights, draft_weights = sizes_of_weights(args, source, DTYPES[dtype], device, draft)
+    small = draft if isinstance(draft, DraftSource) else None
+    weights, draft_weights = sizes_of_weights(args, source, DTYPES[dtype], device, small)
     plan = memory_plan(
         largest_part(
             config,
@@ -145,7 +145,7 @@ def plan_memory(
         ),
         free,
         dtype=dtype,
-        kv_dtype=kv_dtype_of(args, device, config, draft),
+        kv_dtype=kv_dtype_of(args, device, config, small),
         max_model_len=args.max_model_len or longest,
         max_num_batched_tokens=limits.max_num_batched_tokens + padding,
         max_num_seqs=limits.max_num_seqs + padding,
@@ -153,14 +153,10 @@ def plan_memory(
         gpu_memory_utilization=args.gpu_memory_utilization,
         copied_weight_bytes=copied_weight_bytes(config, DTYPES[dtype]) if copies else 0,
         cuda_graphs=records(args, device),
-        draft=None if draft is None else draft.config,
+        **draft_parts(draft, DTYPES[dtype], copies),
         num_drafts=0 if speculation is None else speculation.most,
-        copied_draft_bytes=copied_weight_bytes(draft.config, DTYPES[dtype])
-        if copies and draft is not None
-        else 0,
         weights=weights,
         draft_weights=draft_weights,
-        heads=heads,
     )
     asked = {name: getattr(limits, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
     plan = replace(plan, settings=replace(plan.settings, **asked))
@@ -172,6 +168,18 @@ def plan_memory(
         plan = shortened(plan)
     check_swap_space(args, plan, device)
     return plan.settings.max_model_len, plan
+
+
+def draft_parts(
+    draft: DraftSource | HeadsSource | None, dtype: torch.dtype, copies: bool
+) -> dict[str, Any]:
+    """The arguments of a memory plan for a draft model or for draft heads."""
+    if isinstance(draft, HeadsSource):
+        return {"heads": draft.sizes}
+    if draft is None:
+        return {}
+    copied = copied_weight_bytes(draft.config, dtype) if copies else 0
+    return {"draft": draft.config, "copied_draft_bytes": copied}
 
 
 def kv_dtype_of(
@@ -321,8 +329,8 @@ def open_executor(
     if args.num_ranks > 1:
         from minillm.parallel.launch import open_ranks
 
-        model = draft if isinstance(draft, DraftSource) else None  # heads are refused before
-        return open_ranks(args, source, plan, device, model), None
+        small = draft if isinstance(draft, DraftSource) else None  # heads are refused before
+        return open_ranks(args, source, plan, device, small), None
     dtype, limit = DTYPES[plan.settings.dtype], plan.settings.max_model_len
     prepare = partial(quantize_while_reading, how=args.quantization) if args.quantization else None
     model = load_model(source, dtype, device, limit, args.load_format, args.seed, shard=prepare)

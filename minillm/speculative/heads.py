@@ -1,7 +1,7 @@
 """The files of draft heads, which are trained for one target model and refused with any other.
 
-    heads.json           method, sizes, and the hash of the target's weight files
-    model.safetensors    the weights
+heads.json           method, sizes, and the hash of the target's weight files
+model.safetensors    the weights
 """
 
 from collections.abc import Mapping

@@ -32,7 +32,7 @@ class MedusaHeads(nn.Module):
         super().__init__()
         self.count, self.sizes = count, (size, width)
         with torch.device("meta"):
-            outputs = {}
+            outputs = dict[str, int]()
             for i in range(count):  # A and W1 of all heads have the same input
                 outputs |= {f"{i}.skip": size, f"{i}.up": width}
             self.first = Linear("heads.", size, outputs)

@@ -41,7 +41,7 @@ def test_drafts_are_those_of_the_formula(folder, heads, monkeypatch, how):
     watch = Watch(llm, heads, monkeypatch)
     found = generate(llm, prompts, params)
     assert found == generate(make(folder, max_model_len=128), prompts, params)
-    watch.assert_right(least=200)
+    watch.assert_right(least=100)
 
 
 def test_of_an_output_matrix_of_its_own(tmp_path, monkeypatch):
@@ -58,7 +58,7 @@ def test_in_any_history(folder, heads, monkeypatch, seed):
     """A starved pool, prefixes, forks, aborts, steps planned ahead, drafts in some steps."""
     choose = random.Random(seed)
     llm = with_heads(
-        folder, heads, num_gpu_blocks_override=choose.choice((40, 52)),
+        folder, heads, num_gpu_blocks_override=40,
         swap_space=(0, 2**-12)[seed % 2], prefix_cache=choose.choice(("hash", "radix")),
         max_num_batched_tokens=choose.choice((16, 64)), max_num_seqs=8,
         async_scheduling=choose.random() < 0.5,
@@ -68,7 +68,7 @@ def test_in_any_history(folder, heads, monkeypatch, seed):
     for i in range(16):
         start = choose.choice((0, 0, 50, 100))
         prompt = LONG[start : start + choose.randrange(1, 40)]
-        how = {"n": choose.choice((1, 1, 3)), "temperature": choose.choice((0.0, 1.0)), "seed": i}
+        how = choose.choice(({"temperature": 0.0}, {"n": 3, "seed": i}, {"seed": i}))
         params = params_of(choose.randrange(1, 40), **how)
         engine.add(engine.make_request(str(i), None, prompt, params))
         for _ in range(choose.randrange(6)):
@@ -99,6 +99,7 @@ def test_auto_has_no_more_drafts_than_heads(folder, heads):
 # ---- the embedded heads ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_embedded_heads_are_worth_it():
     """They change no token of the embedded model, and are as often right as their card says."""
     llm = check(

@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from types import MappingProxyType
 
 from minillm.api.speculative_config import HEAD_METHODS
 from minillm.cli.terminal import Terminal
@@ -14,7 +15,7 @@ examples:
   minillm generate "def fib(n):" --speculative-config \\
       '{"method": "medusa", "model": "heads", "num_speculative_tokens": 2}'
 """
-LIMITS = {"heads": 15, "width": 2**16, "rows": 2**20, "steps": 2**20}
+LIMITS = MappingProxyType({"heads": 15, "width": 2**16, "rows": 2**20, "steps": 2**20})
 
 
 def add_options(parser: ArgumentParser) -> None:

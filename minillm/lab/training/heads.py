@@ -152,7 +152,9 @@ class HeadTrainer:
         self.step += 1
         return float(loss.detach())
 
-    def run(self, rows: Tensor, hidden: Tensor, held_out: Sequence[Tensor], every: int = 100) -> None:
+    def run(
+        self, rows: Tensor, hidden: Tensor, held_out: Sequence[Tensor], every: int = 100
+    ) -> None:
         """All steps that are left, with the accuracy of the heads on held-out text in the log."""
         begin = time.monotonic() - self.seconds
         with tqdm(total=self.recipe.steps, initial=self.step, unit="step") as bar:
