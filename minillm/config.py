@@ -132,6 +132,9 @@ class MoEConfig:
             )
 
 
+PER_LAYER = ("rope_layers", "sliding_windows", "moe_layers")  # fields with an entry per layer
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The architecture of a decoder-only model. Sizes are numbers of values, not bytes."""
@@ -153,6 +156,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each query and key head (Qwen3)
     post_norm: bool = False  # norms behind attention and MLP, and over all of q and k (OLMo-2)
+    rope_layers: tuple[bool, ...] = ()  # per layer; empty: RoPE in all (SmolLM3 has some without)
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
@@ -181,7 +185,7 @@ class ModelConfig:
             )
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype is {self.dtype!r}; supported are {', '.join(DTYPE_BYTES)}.")
-        for name in ("sliding_windows", "moe_layers"):
+        for name in PER_LAYER:
             if getattr(self, name) and len(getattr(self, name)) != self.num_layers:
                 raise ConfigError(
                     f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers."
@@ -190,6 +194,10 @@ class ModelConfig:
     def sliding_window(self, layer: int) -> int | None:
         """Number of latest positions that `layer` attends to, its own included; None for all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether `layer` rotates queries and keys."""
+        return not self.rope_layers or self.rope_layers[layer]
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether the MLP of `layer` is a mixture of experts."""

@@ -195,11 +195,11 @@ def command(folder: Path, name: str, browser: bool, port: int | None) -> list[st
     words += [
         f"--LabApp.default_url=/lab/tree/{quote((folder / name).relative_to(root).as_posix())}"
     ]
+    words += [f"--FileCheckpoints.checkpoint_dir={folder / '.checkpoints'}"]  # none beside code
     words += [] if browser else ["--no-browser"]
     words += [] if port is None else [f"--port={port}"]
     # In a container everybody is root, and the server still listens on this machine only.
-    is_root = hasattr(os, "geteuid") and os.geteuid() == 0
-    return words + (["--allow-root"] if is_root else [])
+    return words + ["--allow-root"] * (hasattr(os, "geteuid") and os.geteuid() == 0)
 
 
 def wait(words: list[str], env: dict[str, str]) -> int:

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 
-def pick(law: list[float], noise: list[float]) -> int:
-    """Return the token with the largest ln(law) + noise; never one of probability 0."""
+def pick(dist: list[float], noise: list[float]) -> int:
+    """Return the token with the largest ln(distribution) + noise; never one of probability 0."""
     raise NotImplementedError("TODO e16.2: the largest sum; of equal ones the smaller token")
 
 
@@ -33,5 +33,5 @@ def generate(
 
 
 def agreement(p: list[float], q: list[float]) -> float:
-    """Return the probability that `pick` chooses the same token from both laws."""
-    raise NotImplementedError("TODO e16.2: a sum over the tokens that are possible in both laws")
+    """Return the probability that `pick` chooses the same token from both distributions."""
+    raise NotImplementedError("TODO e16.2: a sum over the tokens that both distributions allow")

@@ -1,4 +1,5 @@
-"""The public checks of e16.1: the two formulas, single steps, then the exact law of the tokens."""
+"""The public checks of e16.1: the two formulas, single steps, then the exact distribution of the
+tokens."""
 
 import marshal
 import random
@@ -13,19 +14,19 @@ P, Q = [0.125, 0.5, 0.375], [0.5, 0.25, 0.25]  # kept: a quarter of token 0; lef
 NEXT = [[0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [0.375, 0.5, 0.125]]  # the large model after each
 DRAFT = [[0.25, 0.5, 0.25], [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]]  # the small one
 LAST = [0.125, 0.25, 0.625]  # the large model after two drafts
-COINS, DRAWS = 8, 48  # every border of these laws is a multiple of 1/8, or of 1/48 for the draw
+COINS, DRAWS = 8, 48  # every border below is a multiple of 1/8, or of 1/48 for the draw
 FAR = 1e-9  # a random case in which a coin or u comes nearer to a border is left out
 
 
 def stepped(impl: Any, *given: Any) -> list[int]:
     """The tokens of one step; what was given must be as it was."""
-    targets, laws, drafts, coins, u = given
-    copies = [list(map(list, targets)), list(map(list, laws)), list(drafts), list(coins)]
+    targets, dists, drafts, coins, u = given
+    copies = [list(map(list, targets)), list(map(list, dists)), list(drafts), list(coins)]
     what = f"drafts={drafts}, coins={coins}, u={u}"
     before = marshalled(copies)
     got = accept(impl.verify(*copies, u), "verify returns a list of tokens", what)
     if marshalled(copies) != before:  # far faster than `equal`, for thousands of steps
-        equal(copies, [targets, laws, drafts, coins], "verify may not change its arguments", what)
+        equal(copies, [targets, dists, drafts, coins], "verify may not change its arguments", what)
     return got
 
 
@@ -56,7 +57,7 @@ def test_by_hand(impl: Any) -> None:
 
 @check(1, "The probability of keeping a draft")
 def test_accept(impl: Any) -> None:
-    """Never above 1, exactly 1 for equal laws however rare the token, 0 where p is 0."""
+    """Never above 1, exactly 1 for equal distributions however rare the token, 0 where p is 0."""
     ask = impl.accept_probability
     close(ask(P, Q, 1), 1.0, "A draft that the large model likes better is kept with probability")
     rare = [1e-7, 1 - 1e-7]
@@ -73,15 +74,16 @@ def test_residual(impl: Any) -> None:
     given = list(p), list(q)
     close(impl.residual(*given), [0.0, 2 / 3, 0.0, 1 / 3], "The residual", f"p={p}, q={q}")
     equal(given, (p, q), "residual may not change its arguments")
-    close(impl.residual([0.25, 0.75], [0.25, 0.75]), [0.25, 0.75], "Nothing is left of equal laws")
+    same = [0.25, 0.75]
+    close(impl.residual([*same], [*same]), same, "Nothing is left of equal distributions")
 
 
 @check(2, "The end of a chain of drafts")
 def test_chain(impl: Any) -> None:
     """Rejected at each place, or nowhere; no draft behind a rejected one comes back."""
     sure = [[0.5, 0.5, 0.0]] * 3
-    targets, laws = [*sure, [0.0, 0.0, 1.0]], [[1.0, 0.0, 0.0]] * 3  # kept by half; left: token 1
-    chain = targets, laws, [0, 0, 0]
+    targets, dists = [*sure, [0.0, 0.0, 1.0]], [[1.0, 0.0, 0.0]] * 3  # kept by half; left: token 1
+    chain = targets, dists, [0, 0, 0]
     step(impl, "All three drafts are kept, then one more", [0, 0, 0, 2], *chain, [0.1] * 3, 0.5)
     step(impl, "The third draft is rejected", [0, 0, 1], *chain, [0.1, 0.1, 0.9], 0.5)
     step(impl, "The second of three is rejected", [0, 1], *chain, [0.1, 0.9, 0.1], 0.5)
@@ -101,21 +103,22 @@ def test_borders(impl: Any) -> None:
     step(impl, "Rounding: u above the whole sum, 0.75", [2], short, [], [], [], 0.9)
 
 
-@check(2, "The exact law of the first token")
-def test_law(impl: Any) -> None:
-    """One draft of every kind, every coin, every draw: the tokens must have the law P."""
-    law = [Fraction(0)] * len(P)
+@check(2, "The exact distribution of the first token")
+def test_dist(impl: Any) -> None:
+    """One draft of every kind, every coin, every draw: the tokens must have the distribution P."""
+    dist = [Fraction(0)] * len(P)
     for token, coin, u in product(range(len(P)), halves(COINS), halves(DRAWS)):
         got = stepped(impl, [P, NEXT[token]], [Q], [token], [coin], u)
         expect(got and got[0] in range(len(P)), f"verify returned {got}: the first token is 0 to 2")
-        law[got[0]] += Fraction(Q[token]) / (COINS * DRAWS)
-    close([float(each) for each in law], P, "The law of the first token, over drafts drawn from q, "
-          "all coins and all u", f"p={P}, q={Q}")  # fmt: skip
+        dist[got[0]] += Fraction(Q[token]) / (COINS * DRAWS)
+    close([float(each) for each in dist], P, "The distribution of the first token, over "
+          "drafts drawn from q, all coins and all u", f"p={P}, q={Q}")  # fmt: skip
 
 
-@check(2, "The exact law of two tokens")
+@check(2, "The exact distribution of two tokens")
 def test_pairs(impl: Any) -> None:
-    """Two drafts, laws that depend on the first; a step that yields one token is completed."""
+    """Two drafts, distributions that depend on the first; a step that yields one token is
+    completed."""
     seen: Counter[tuple[Any, ...]] = Counter()  # steps by their drafts and first two tokens
     coins = list(halves(COINS))
     for (a, b), (one, two), u in product(
@@ -128,12 +131,12 @@ def test_pairs(impl: Any) -> None:
     pairs: dict[tuple[int, int], Fraction] = defaultdict(Fraction)
     for (a, b, first, *second), times in seen.items():
         weight = times * Fraction(Q[a]) * Fraction(DRAFT[a][b]) / (COINS**2 * DRAWS // 2)
-        for token, law in enumerate(NEXT[first]):
-            share = Fraction(law) if not second else Fraction(int(token == second[0]))
+        for token, dist in enumerate(NEXT[first]):
+            share = Fraction(dist) if not second else Fraction(int(token == second[0]))
             pairs[first, token] += weight * share
     found = [[float(pairs[a, b]) for b in range(3)] for a in range(3)]
     want = [[P[a] * NEXT[a][b] for b in range(3)] for a in range(3)]
-    close(found, want, "The law of the first two tokens, over all drafts, coins and u")
+    close(found, want, "The distribution of the first two tokens, over all drafts, coins and u")
 
 
 @check(1, "Twenty random chains")
@@ -143,8 +146,8 @@ def test_random(impl: Any) -> None:
         dice = random.Random(seed)
         size, k = dice.randint(2, 9), dice.randint(1, 6)
         targets = [shares(dice, size) for _ in range(k + 1)]
-        near = [[(a + 0.2) / (1 + 0.2 * size) for a in law] for law in targets[:k]]
-        drafts = [dice.choices(range(size), law)[0] for law in near]
+        near = [[(a + 0.2) / (1 + 0.2 * size) for a in dist] for dist in targets[:k]]
+        drafts = [dice.choices(range(size), dist)[0] for dist in near]
         coins, u = [dice.random() for _ in drafts], dice.random()
         want, border = reference(targets, near, drafts, coins, u)
         if border > FAR:
@@ -157,25 +160,25 @@ def halves(count: int) -> list[float]:
 
 
 def shares(dice: random.Random, size: int) -> list[float]:
-    """A random law with some zeros."""
+    """A random distribution with some zeros."""
     weights = [dice.choice((0.0, dice.random(), 3 * dice.random())) for _ in range(size)]
     weights[dice.randrange(size)] += 0.1
     return [each / sum(weights) for each in weights]
 
 
 def reference(
-    targets: list[list[float]], laws: list[list[float]], drafts: list[int], coins: list[float],
+    targets: list[list[float]], dists: list[list[float]], drafts: list[int], coins: list[float],
     u: float,
 ) -> tuple[list[int], float]:  # fmt: skip
     """The tokens, and how near a coin or u comes to a border."""
-    border, kept, law = 1.0, [], targets[-1]
-    for target, other, token, coin in zip(targets[:-1], laws, drafts, coins, strict=True):
+    border, kept, dist = 1.0, [], targets[-1]
+    for target, other, token, coin in zip(targets[:-1], dists, drafts, coins, strict=True):
         border = min(border, abs(coin - target[token] / other[token]))
         if coin * other[token] >= target[token]:
             more = [max(a - b, 0.0) for a, b in zip(target, other, strict=True)]
-            law = [each / sum(more) for each in more]
+            dist = [each / sum(more) for each in more]
             break
         kept.append(token)
-    sums = [sum(law[: token + 1]) for token in range(len(law))]
+    sums = [sum(dist[: token + 1]) for token in range(len(dist))]
     border = min([border, *(abs(total - u) for total in sums[:-1])])
-    return [*kept, next((t for t, total in enumerate(sums) if total > u), len(law) - 1)], border
+    return [*kept, next((t for t, total in enumerate(sums) if total > u), len(dist) - 1)], border

@@ -13,7 +13,7 @@ P, Q = [0.1, 0.6, 0.3], [0.5, 0.3, 0.2]
 
 
 class Model:
-    """A law for every text: of the last two tokens, and sharper or flatter by `heat`."""
+    """A distribution for every text: of the last two tokens, and sharper or flatter by `heat`."""
 
     def __init__(self, seed: int, heat: float = 1.0, pull: "Model | None" = None):
         self.seed, self.heat, self.pull = seed, heat, pull
@@ -21,11 +21,11 @@ class Model:
     def __call__(self, tokens: list[int]) -> list[float]:
         dice = random.Random(f"{self.seed} {tokens[-2:]}")
         scores = [dice.gauss(0, 1.5) / self.heat for _ in range(SIZE)]
-        law = [math.exp(score) for score in scores]
-        law = [each / sum(law) for each in law]
+        dist = [math.exp(score) for score in scores]
+        dist = [each / sum(dist) for each in dist]
         if self.pull is not None:  # a small model is nearly the large one
-            law = [0.25 * a + 0.75 * b for a, b in zip(law, self.pull(tokens), strict=True)]
-        return law
+            dist = [0.25 * a + 0.75 * b for a, b in zip(dist, self.pull(tokens), strict=True)]
+        return dist
 
 
 class Large:
@@ -62,9 +62,9 @@ def luck(seed: int) -> Callable[[int], list[float]]:
     return noise
 
 
-def best(law: list[float], noise: list[float]) -> int:
+def best(dist: list[float], noise: list[float]) -> int:
     """The token with the largest noisy logarithm."""
-    scores = [math.log(p) + g for p, g in zip(law, noise, strict=True)]
+    scores = [math.log(p) + g for p, g in zip(dist, noise, strict=True)]
     return scores.index(max(scores))
 
 
@@ -187,18 +187,20 @@ def test_fewer(impl: Any) -> None:
     equal(len(large.steps), 3, "Steps with k = 0", "count=3")
 
 
-@check(2, "How often two laws agree")
+@check(2, "How often two distributions agree")
 def test_agreement(impl: Any) -> None:
     """Known cases, zeros, and the share of 4,000 draws with the same noise."""
-    close(impl.agreement([0.5, 0.5], [0.5, 0.5]), 1.0, "The agreement of equal laws")
+    close(impl.agreement([0.5, 0.5], [0.5, 0.5]), 1.0, "The agreement of equal distributions")
     close(
-        impl.agreement([1.0, 0.0], [0.0, 1.0]), 0.0, "The agreement of laws without a common token"
+        impl.agreement([1.0, 0.0], [0.0, 1.0]),
+        0.0,
+        "The agreement of distributions without a common token",
     )
     want = 1 / 10 + 1 / (5 / 3 + 1 + 2 / 3) + 1 / (5 / 2 + 2 + 1)
-    close(impl.agreement(list(P), list(Q)), want, "The agreement of the README's laws")
+    close(impl.agreement(list(P), list(Q)), want, "The agreement of the README's distributions")
     close(impl.agreement([0.5, 0.5], [1.0, 0.0]), 0.5, "The agreement of (0.5, 0.5) and (1, 0)")
     close(impl.agreement([0.25, 0.5, 0.25, 0.0], [0.25, 0.0, 0.25, 0.5]), 1 / 6 + 1 / 6,
-          "The agreement where each law has a token of its own")  # fmt: skip
+          "The agreement where each distribution has a token of its own")  # fmt: skip
     large, small = Model(5), Model(6, pull=Model(5))
     p, q = large([1, 2]), small([1, 2])
     noises = [luck(11)(position) for position in range(4000)]

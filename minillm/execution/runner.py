@@ -310,8 +310,8 @@ class Runner:
             forks += [row.num_forks] * row.num_logits
         verified = [state for _, state in states if state.drafts] if self.speculator else []
         drafts = {state.row: state.drafts for state in verified}
-        laws = {state.row: state.law for state in verified}
-        tokens, best = self.sampler.choose(logits, row_ids, positions, forks, drafts, laws)
+        dists = {state.row: state.dist for state in verified}
+        tokens, best = self.sampler.choose(logits, row_ids, positions, forks, drafts, dists)
         entries = self._logprobs(states, logits, tokens)
         self._feed(states, tokens)
         read = read_later(tokens, best)

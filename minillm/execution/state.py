@@ -19,7 +19,7 @@ class SequenceRow:
     token_ids: list[int]  # known to the host; without the tokens of a step in flight
     is_fed: bool = False  # whether the last token is in `DeviceRows.last`
     drafts: list[int] = field(default_factory=list)  # verified by the step in flight
-    law: Tensor | None = None  # [drafts, V] distributions that the drafts were drawn from, if known
+    dist: Tensor | None = None  # [drafts, V], what the drafts were drawn from, if known
 
     @classmethod
     def of(cls, row: int, new: NewSequence) -> "SequenceRow":

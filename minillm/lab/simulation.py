@@ -38,7 +38,7 @@ from minillm.scheduling.request import Request
 from minillm.scheduling.scheduler import Scheduler
 from minillm.trace.recorder import Trace, TraceSettings
 
-StepLaw = Callable[[StepRecord], float]  # a step-time model: seconds of a step from its record
+StepTime = Callable[[StepRecord], float]  # a step-time model: seconds of a step from its record
 
 MADE_UP = 10**9  # first made-up token id, larger than any vocabulary
 PREFIX_CACHES = (None, "hash", "radix")
@@ -46,12 +46,12 @@ COUNTS = (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("long_prefill_tok
 MAX_IDLE_STEPS = 1000  # consecutive steps without a row, although requests are waiting
 
 
-def every_step(seconds: float = 1.0) -> StepLaw:
+def every_step(seconds: float = 1.0) -> StepTime:
     """All steps take the same time; by default the clock counts steps."""
     return lambda record: seconds
 
 
-def linear(fixed: float, per_token: float) -> StepLaw:
+def linear(fixed: float, per_token: float) -> StepTime:
     """A fixed time per step, plus a time per computed token."""
     return lambda record: fixed + per_token * sum(row.num_tokens for row in record.rows)
 
@@ -62,7 +62,7 @@ def roofline(
     block_size: int = 16,
     dtype: str | None = None,
     link: float = math.inf,
-) -> StepLaw:
+) -> StepTime:
     """The time of `roofline.step_time`, plus the transfer of swapped blocks over a `link` of
     so many bytes/s between device and host. `block_size` is that of the simulation.
 
@@ -107,7 +107,7 @@ class Simulation:
         *,
         prefix_cache: str | None = None,
         num_host_blocks: int = 0,
-        seconds: StepLaw | None = None,
+        seconds: StepTime | None = None,
         policy: Policy | str = "fcfs",
         scheduler: type[Scheduler] = Scheduler,
         speculation: SimulatedDrafts | None = None,
@@ -315,12 +315,12 @@ def check_choices(
 ) -> None:
     """Check the prefix cache, step-time model, policy, scheduler and speculation."""
     is_scheduler = isinstance(scheduler, type) and issubclass(scheduler, Scheduler)
-    law = f"a function of a step's record, such as every_step({shown(seconds)})"
+    allowed = f"a function of a step's record, such as every_step({shown(seconds)})"
     caches = "one of hash, radix, or None"
     drafts = "a SimulatedDrafts, such as SimulatedDrafts((0.8, 0.6)), or None"
     for name, value, right, what in (
         ("prefix_cache", prefix_cache, prefix_cache in PREFIX_CACHES, caches),
-        ("seconds", seconds, seconds is None or callable(seconds), law),
+        ("seconds", seconds, seconds is None or callable(seconds), allowed),
         ("policy", policy, isinstance(policy, str | Policy), "a name or a Policy"),
         ("scheduler", scheduler, is_scheduler, "Scheduler or a class derived from it"),
         ("speculation", speculation, isinstance(speculation, SimulatedDrafts | None), drafts),

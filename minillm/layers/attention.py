@@ -1,5 +1,6 @@
 """Grouped-query attention; MHA and MQA are special cases."""
 
+import torch
 from torch import Tensor, nn
 
 from minillm.config import ModelConfig
@@ -19,6 +20,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.interleaved = config.rope.interleaved
         self.scale = config.head_dim**-0.5
+        self.has_rope = config.has_rope(layer)
         self.window = config.sliding_window(layer)
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         outputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -33,6 +35,8 @@ class Attention(nn.Module):
         self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
     ) -> Tensor:
         """[N, d] -> [N, d]"""
+        if not self.has_rope:  # angles of zero
+            rope = torch.ones_like(rope[0]), torch.zeros_like(rope[1])
         heads = self.num_heads + 2 * self.num_kv_heads
         qkv = self.project(x).view(-1, heads, self.head_dim)  # [N, H + 2 Hkv, D]
         q = write_qkv(kv, self.layer, qkv, self._prologue(), rope, batch)

@@ -137,7 +137,7 @@ def why_tiles(model: Decoder) -> str:
     if cpu.functions(model.dtype) is None or model.plain_torch or cpu.panels_setting() == "0":
         return "our C functions are not used"
     if unknown_fields(config) or not all(map(is_dense, model.layers)):
-        return "only layers of grouped attention and a dense MLP have fixed sums"
+        return "only layers of grouped attention and dense MLP, each after a norm, have fixed sums"
     group = config.num_heads // config.num_kv_heads
     dim = config.head_dim
     if dim > cpu.MOST_HEAD_DIM or not cpu.fits_vectors(group, dim, dim):

@@ -74,7 +74,7 @@ def choose(
     return sampling.sample(logits, pack.temperature, top_k, top_p, pack.min_p, *stream), best
 
 
-def law(logits: Tensor, pack: Pack) -> Tensor:
+def dist(logits: Tensor, pack: Pack) -> Tensor:
     """The distribution that `choose` samples from: [K, V] -> float32 [K, V], one-hot if greedy.
 
     Equal logits and parameters give equal bits. The noise of `pack` is not used.

@@ -50,14 +50,14 @@ class ShardedSampler(Sampler):
         positions: Sequence[int],
         forks: Sequence[int] = (),
         drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
-        laws: Mapping[int, Tensor | None] = NO_DISTRIBUTIONS,
+        dists: Mapping[int, Tensor | None] = NO_DISTRIBUTIONS,
     ) -> tuple[Tensor, Tensor]:
         """As `Sampler.choose`, for logits [R, V / n]."""
         edited = {rows[i] for i in self.edits.rows_of(rows, positions)}
         ruled = set(drafts) if self.rule else set()
         of_all = [row in edited or row in ruled or bool(self._truncates[row]) for row in rows]
         if all(of_all):
-            return super().choose(self.whole(logits), rows, positions, forks, drafts, laws)
+            return super().choose(self.whole(logits), rows, positions, forks, drafts, dists)
         counts = [1 + each for each in forks] if any(forks) else [1] * len(rows)
         if not any(of_all):
             return self._choose_here(logits, rows, positions, counts)
@@ -68,7 +68,7 @@ class ShardedSampler(Sampler):
             at = [rows[i] for i in part], [positions[i] for i in part]
             if gathers:
                 more = [counts[i] - 1 for i in part]
-                chosen = super().choose(self.whole(some), *at, more, drafts, laws)
+                chosen = super().choose(self.whole(some), *at, more, drafts, dists)
             else:
                 chosen = self._choose_here(some, *at, [counts[i] for i in part])
             of = torch.tensor([each == gathers for each in of_all]).repeat_interleave(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from minillm.config import ModelConfig, unknown_fields
+from minillm.config import PER_LAYER, ModelConfig, unknown_fields
 from minillm.errors import ConfigError
 from minillm.parallel.placement import check_redundant
 from minillm.plan.parameters import layer_products
@@ -154,12 +154,8 @@ def largest_part(
 def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
     """The shapes of a stage of these layers."""
     own = slice(layers.start, layers.stop)
-    return replace(
-        config,
-        num_layers=len(layers),
-        sliding_windows=config.sliding_windows and config.sliding_windows[own],
-        moe_layers=config.moe_layers and config.moe_layers[own],
-    )
+    cut = {name: getattr(config, name)[own] for name in PER_LAYER}
+    return replace(config, num_layers=len(layers), **cut)
 
 
 def why_not(config: ModelConfig, size: int, whole_experts: bool = False, spares: int = 0) -> str:

@@ -88,8 +88,8 @@ def _mlp_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
         Product("router", hidden, moe.num_experts, moe.score_bias),
         Product("experts", hidden, 2 * size, copies=copies, used=used),
         Product("experts", size, hidden, copies=copies, used=used),
-        *((Product("shared_experts", hidden, 2 * shared),) if shared else ()),
-        *((Product("shared_experts", shared, hidden),) if shared else ()),
+        *((Product("shared_experts", hidden, 2 * shared, config.mlp_bias),) if shared else ()),
+        *((Product("shared_experts", shared, hidden, config.mlp_bias),) if shared else ()),
     )
 
 

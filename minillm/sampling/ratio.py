@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from minillm.ops.philox import Purpose
-from minillm.ops.sampling import Pack, law
+from minillm.ops.sampling import Pack, dist
 from minillm.sampling.rules import DraftedToken, coins
 
 Decision = Callable[[Tensor, Tensor, int], tuple[float | Tensor, Tensor]]
@@ -43,15 +43,15 @@ class Ratio:
         model_dtype: torch.dtype,
     ) -> Tensor:
         """Accepted drafts, and tokens from the residual for rejected ones: int64 [K]."""
-        laws = [each.law for each in drafted if each.law is not None]
-        if not laws:
+        dists = [each.dist for each in drafted if each.dist is not None]
+        if not dists:
             return samples
-        where = [i for i, each in enumerate(drafted) if each.law is not None]
+        where = [i for i, each in enumerate(drafted) if each.dist is not None]
         every = len(where) == len(samples)
         at = torch.tensor(where).to(samples.device)
         own = pack if every else pack.select(at)
-        p = law(logits if every else logits[at], own)
-        q = torch.stack(laws).to(p)
+        p = dist(logits if every else logits[at], own)
+        q = torch.stack(dists).to(p)
         tokens = torch.tensor([drafted[i].token for i in where]).to(p.device)
         accept, resample = coins(own, Purpose.ACCEPT, Purpose.RESAMPLE)
         accepted = accept < accept_probability(p, q, tokens)
@@ -94,7 +94,7 @@ def ratio(p: Tensor, q: Tensor, token: int) -> tuple[Tensor, Tensor]:
     return accept_probability(p, q, torch.tensor(token)), residual(p, q)
 
 
-def emitted_law(
+def emitted_dist(
     p: Tensor, q: Tensor, rule: Decision = ratio, drawn: Tensor | None = None
 ) -> Tensor:
     """The exact distribution [V] of the token that a rule emits, by enumerating all drafts.

@@ -24,13 +24,13 @@ class DraftedToken(NamedTuple):
     Attributes:
         token: the draft's token id.
         step: number of drafts of its sequence before it.
-        law: [V], the distribution it was drawn from; None if it was not sampled, or sampled with
+        dist: [V], the distribution it was drawn from; None if it was not sampled, or sampled with
             the noise of the target.
     """
 
     token: int
     step: int
-    law: Tensor | None
+    dist: Tensor | None
 
 
 class Rule(Protocol):
@@ -61,21 +61,21 @@ class Rule(Protocol):
 
 
 def drafts_at(
-    rows: Sequence[int], drafts: Mapping[int, Sequence[int]], laws: Mapping[int, Tensor | None]
+    rows: Sequence[int], drafts: Mapping[int, Sequence[int]], dists: Mapping[int, Tensor | None]
 ) -> Iterator[DraftedToken | None]:
     """The draft at the position of each row of logits, or None.
 
     Args:
         rows: the row of each logits. A row with k drafts is repeated k + 1 times, adjacent.
         drafts: row -> draft tokens.
-        laws: row -> distributions [at least as many as drafts, V], or None.
+        dists: row -> distributions [at least as many as drafts, V], or None.
     """
     last, step = None, 0
     for row in rows:
         last, step = row, (step + 1 if row == last else 0)
-        tokens, law = drafts.get(row, ()), laws.get(row)
+        tokens, dist = drafts.get(row, ()), dists.get(row)
         if step < len(tokens):
-            yield DraftedToken(tokens[step], step, None if law is None else law[step])
+            yield DraftedToken(tokens[step], step, None if dist is None else dist[step])
         else:
             yield None
 

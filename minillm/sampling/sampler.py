@@ -103,7 +103,7 @@ class Sampler:
         positions: Sequence[int],
         forks: Sequence[int] = (),
         drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
-        laws: Mapping[int, Tensor | None] = NO_DISTRIBUTIONS,
+        dists: Mapping[int, Tensor | None] = NO_DISTRIBUTIONS,
     ) -> tuple[Tensor, Tensor]:
         """Sample tokens without waiting for the device.
 
@@ -117,7 +117,7 @@ class Sampler:
             forks: number of forks of each of the R logits (one more sample per fork), or empty.
             drafts: row -> draft tokens, for rows with several logits: logits i + 1 of the row
                 follow its draft i. Needed for rows with edits, and for the rule.
-            laws: row -> distributions [drafts, V] that its drafts were drawn from, if known.
+            dists: row -> distributions [drafts, V] that its drafts were drawn from, if known.
 
         Returns:
             Tokens, int64 [K], K = R + number of forks, in row order; and the largest logit of each,
@@ -127,7 +127,7 @@ class Sampler:
         pack = self._pack(rows, positions, samples.counts)
         drafted: list[DraftedToken | None] = []
         if self.rule and drafts:
-            drafted = samples.spread(list(drafts_at(rows, drafts, laws)))
+            drafted = samples.spread(list(drafts_at(rows, drafts, dists)))
         members = self.edits.rows_of(rows, positions)
         masks = self.edits.masks(members, rows, positions, drafts, logits)
         if masks is not None and not drafted:  # no other edits: nothing is copied

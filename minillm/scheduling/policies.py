@@ -60,9 +60,9 @@ def longest_prefix_match(request: Request, arrival: int, num_cached: int) -> Key
     return (arrival - num_cached / TOKENS_PER_PLACE, arrival)
 
 
-def places(num_tokens: int) -> int:
-    """Later arrivals that may overtake a request which tokens move by up to this many."""
-    return max(-(-num_tokens // TOKENS_PER_PLACE) - 1, 0)
+def places(longest: int) -> int:
+    """Whole places below longest / 16: the most later arrivals that overtake a request."""
+    return max(-(-longest // TOKENS_PER_PLACE) - 1, 0)
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minillm.ops.philox import Purpose
-from minillm.ops.sampling import Pack, choose, law
+from minillm.ops.sampling import Pack, choose, dist
 from minillm.ops.transfers import upload
 from minillm.sampling.sampler import draw_params, signed
 from minillm.speculative.proposer import Draft, DraftRow
@@ -24,14 +24,14 @@ class Draws:
     """The drafts of several rows, sampled position by position.
 
     Rows are in descending order of `num_drafts`. `tokens` has the drafts of each depth so far,
-    int64 [B]; `laws` their distributions, [B, V].
+    int64 [B]; `dists` their distributions, [B, V].
     """
 
     def __init__(self, rows: Sequence[DraftRow], device: torch.device, coupled: bool):
         self.rows, self.coupled = rows, coupled
         self.pack = pack_of(rows, device)
         self.tokens: list[Tensor] = []
-        self.laws: list[Tensor] = []
+        self.dists: list[Tensor] = []
 
     def draw(self, logits: Tensor) -> None:
         """Sample one more token for each of the first B rows, from logits [B, V]."""
@@ -40,7 +40,7 @@ class Draws:
         if self.coupled:
             self.tokens.append(choose(logits, pack)[0])
             return
-        self.laws.append(law(logits, pack))
+        self.dists.append(dist(logits, pack))
         ones = torch.ones_like(pack.temperature)
         as_it_is = pack._replace(
             temperature=ones,
@@ -49,7 +49,7 @@ class Draws:
             top_k=torch.zeros_like(pack.top_k),
             truncates=False,
         )
-        drawn = choose(self.laws[-1].log(), as_it_is, logits.dtype, Purpose.DRAFT)
+        drawn = choose(self.dists[-1].log(), as_it_is, logits.dtype, Purpose.DRAFT)
         self.tokens.append(drawn[0])
 
     def drafts(self) -> list[Draft]:
@@ -58,8 +58,8 @@ class Draws:
         drafts = []
         for i, row in enumerate(self.rows):
             tokens = [each[i] for each in found[: row.num_drafts]]
-            laws = [each[i] for each in self.laws[: row.num_drafts]]
-            drafts.append(Draft(tokens, torch.stack(laws) if laws else None))
+            dists = [each[i] for each in self.dists[: row.num_drafts]]
+            drafts.append(Draft(tokens, torch.stack(dists) if dists else None))
         return drafts
 
 

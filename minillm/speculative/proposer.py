@@ -35,13 +35,13 @@ class Draft(NamedTuple):
 
     Attributes:
         token_ids: at most `num_drafts` ids.
-        law: float32 [len(token_ids), V], the distribution that each was drawn from; None if the
+        dist: float32 [len(token_ids), V], the distribution that each was drawn from; None if the
             proposer does not sample, or samples with the noise of the target. Used only by
             ``rejection_sample_method="standard"``.
     """
 
     token_ids: Sequence[int]
-    law: Tensor | None = None
+    dist: Tensor | None = None
 
 
 class Proposer(Protocol):

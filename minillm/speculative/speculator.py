@@ -11,7 +11,7 @@ from minillm.errors import in_one_line
 from minillm.scheduling.plan import NewSequence, Row, StepPlan
 from minillm.speculative.proposer import Draft, DraftRow, Proposer
 
-LAW_ERROR = 1e-3  # maximum error of the sum of a distribution
+DIST_ERROR = 1e-3  # maximum error of the sum of a distribution
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class Drafted(Protocol):
     new: NewSequence
     token_ids: list[int]
     drafts: list[int]
-    law: Tensor | None
+    dist: Tensor | None
 
 
 class Speculator:
@@ -35,7 +35,7 @@ class Speculator:
         self.proposer: Proposer | None = proposer
         # row, drafts, maximum number, whether others may replace them -> drafts; with constraints
         self.constrain: Callable[[int, list[int], int, bool], list[int]] | None = None
-        self._has_seen_law = False
+        self._has_seen_dist = False
 
     def draft(self, plan: StepPlan, states: Mapping[int, Drafted]) -> list[Row]:
         """The rows of a plan, each with the number of drafts that were proposed. The draft tokens
@@ -59,12 +59,12 @@ class Speculator:
         counts = {}
         # What a draft model has in its own cache are the drafts that it proposed.
         forces = not hasattr(self.proposer, "follow")
-        for row, (drafts, law) in zip(asked, self._propose(wanted), strict=True):
+        for row, (drafts, dist) in zip(asked, self._propose(wanted), strict=True):
             state = states[row.seq_id]
-            if self.constrain is not None and law is None:
+            if self.constrain is not None and dist is None:
                 drafts = self.constrain(state.row, drafts, row.num_logits - 1, forces)
             counts[row.seq_id] = 1 + len(drafts)
-            state.drafts, state.law = drafts, law
+            state.drafts, state.dist = drafts, dist
         return [
             row._replace(num_tokens=count, num_logits=count)
             if (count := counts.get(row.seq_id))
@@ -104,31 +104,31 @@ class Speculator:
     def _valid(
         self, given: Sequence[int] | Draft, row: DraftRow
     ) -> tuple[list[int], Tensor | None]:
-        ids, law = given if isinstance(given, Draft) else (given, None)
+        ids, dist = given if isinstance(given, Draft) else (given, None)
         tokens = [int(token) for token in ids[: row.num_drafts]]
         for token in tokens:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
                     f"it returned token id {token}; ids are from 0 to {self.vocab_size - 1}"
                 )
-        if law is not None:
-            self._check_law(law, len(tokens))
-        return tokens, law
+        if dist is not None:
+            self._check_dist(dist, len(tokens))
+        return tokens, dist
 
-    def _check_law(self, law: Tensor, num_tokens: int) -> None:
+    def _check_dist(self, dist: Tensor, num_tokens: int) -> None:
         """Check the shape of every distribution, but the values only of the first one: reading
         values synchronises with a GPU."""
-        due, given = [num_tokens, self.vocab_size], list(law.shape)
-        if given[1:] != due[1:] or given[0] < due[0] or not law.is_floating_point():
+        due, given = [num_tokens, self.vocab_size], list(dist.shape)
+        if given[1:] != due[1:] or given[0] < due[0] or not dist.is_floating_point():
             raise ValueError(
-                f"the distribution of its drafts is {given}, {law.dtype}; probabilities {due} are "
+                f"the distribution of its drafts is {given}, {dist.dtype}; probabilities {due} are "
                 "expected"
             )
-        if num_tokens and not self._has_seen_law:
-            self._has_seen_law = True
-            least = float(law.min())
-            off = float((law.sum(dim=-1, dtype=torch.float64) - 1).abs().max())
-            if not (least >= 0 and off < LAW_ERROR):
+        if num_tokens and not self._has_seen_dist:
+            self._has_seen_dist = True
+            least = float(dist.min())
+            off = float((dist.sum(dim=-1, dtype=torch.float64) - 1).abs().max())
+            if not (least >= 0 and off < DIST_ERROR):
                 raise ValueError(
                     f"the distribution of its drafts has a value {least:.6g} and a row whose sum "
                     f"is {off:.6g} off 1; each row must be probabilities that sum to 1"

@@ -271,5 +271,4 @@ def test_a_parameter_is_in_requests_and_on_the_command_line_or_it_is_said_why_no
         return
     request = CompletionRequest(model="m", prompt="p", **{name: OTHERS[name]})
     found = completion_job(request, {}, Limits(100, 1000), None).params
-    plain = SamplingParams()
-    assert getattr(found, name) != getattr(plain, name)
+    assert getattr(found, name) != getattr(SamplingParams(), name)

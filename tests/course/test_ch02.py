@@ -1,4 +1,4 @@
-"""The pieces of chapter 02: a test of counts against a law, repetition, the picture's numbers."""
+"""The pieces of chapter 02: a test of counts against a distribution, repetition, and numbers."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_chi_square_refuses_an_impossible_outcome():
 
 
 @pytest.mark.parametrize(
-    ("counts", "law", "word"),
+    ("counts", "dist", "word"),
     [
         ([1, 2], [1.0], "one probability per count"),
         ([0, 0], [0.5, 0.5], "0 draws"),
@@ -54,10 +54,10 @@ def test_chi_square_refuses_an_impossible_outcome():
         ([1, 1], [0.5, 0.4], "sum to 0.9"),
     ],
 )
-def test_chi_square_explains_what_it_cannot_use(counts, law, word):
+def test_chi_square_explains_what_it_cannot_use(counts, dist, word):
     """One sentence that says what was given."""
     with pytest.raises(ExerciseError, match=word):
-        chi_square(counts, law)
+        chi_square(counts, dist)
 
 
 def test_repeated_share():

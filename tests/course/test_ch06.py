@@ -23,9 +23,9 @@ def test_six_requests_by_hand():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("law", "seats"), product(ch06.LAWS, (1, 3, 8)))
-def test_the_engine_ends_every_request_when_the_arithmetic_says(kind, law, seats):
-    lengths = ch06.draw(law, 30, scale=20)
+@pytest.mark.parametrize(("dist", "seats"), product(ch06.DISTS, (1, 3, 8)))
+def test_the_engine_ends_every_request_when_the_arithmetic_says(kind, dist, seats):
+    lengths = ch06.draw(dist, 30, scale=20)
     trace = serve(lengths, seats, KINDS[kind])
     said = ARITHMETIC[kind](lengths, seats)
     assert ch06.ends(trace) == {str(n): end for n, end in enumerate(said)}
@@ -40,7 +40,7 @@ def test_what_makes_no_sense_is_refused(lengths, seats):
 
 
 def test_requests_that_make_no_sense_are_refused():
-    with pytest.raises(ExerciseError, match="law is 'normal'; it must be one of equal, uniform"):
+    with pytest.raises(ExerciseError, match="dist is 'normal'; it must be one of equal, uniform"):
         ch06.draw("normal", 3)
     with pytest.raises(ExerciseError, match="given 0 requests and 0 arrivals"):
         serve([], 3)
@@ -59,12 +59,12 @@ def test_no_order_gains_more_than_the_bound():
         assert max(ch06.continuous_ends(lengths, seats)) < least + max(lengths)
 
 
-def test_a_law_has_its_mean_and_a_seed_its_draw():
-    for law in ch06.LAWS:
-        lengths = ch06.draw(law, 20_000)
+def test_a_dist_has_its_mean_and_a_seed_its_draw():
+    for dist in ch06.DISTS:
+        lengths = ch06.draw(dist, 20_000)
         assert abs(sum(lengths) / len(lengths) - ch06.MEAN) < 5
-        assert lengths[:50] == ch06.draw(law, 50)
-        assert min(ch06.draw(law, 500, scale=1000)) == 1
+        assert lengths[:50] == ch06.draw(dist, 50)
+        assert min(ch06.draw(dist, 500, scale=1000)) == 1
     assert ch06.draw("uniform", 9, seed=1) != ch06.draw("uniform", 9, seed=2)
     assert set(ch06.uniform(200, 3, 5)) == {3, 4, 5}
     cut = ch06.exponential(2000, 50, 100)
@@ -79,7 +79,7 @@ def test_static_seats_are_offered_when_the_batch_is_over():
     assert [record.step for record in serve(SIX, 3, prompt=5) if record.admitted] == [1, 5, 9, 11]
 
 
-def test_a_room_has_its_blocks_and_its_law():
+def test_a_room_has_its_blocks_and_its_times():
     trace = serve(SIX, ch06.Room(3, seconds=linear(2.0, 0.0)), prompt=40)
     assert trace[-1].computed == 2 * len(trace)
     few = serve(SIX, ch06.Room(3, blocks=4), prompt=20)  # two blocks each
@@ -96,8 +96,8 @@ def test_load_by_hand():
 
 
 def test_a_disturbed_step_does_not_show_in_the_gain():
-    law = linear(1.0, 0.25)
-    runs = [list(serve(SIX, ch06.Room(3, seconds=law), kind)) for kind in KINDS.values()]
+    seconds = linear(1.0, 0.25)
+    runs = [list(serve(SIX, ch06.Room(3, seconds=seconds), kind)) for kind in KINDS.values()]
     runs[0][5].delivered += 100  # one of four steps with two rows
     by_rows = ch06.seconds_by_rows(runs)
     assert by_rows == {1: 1.25, 2: 1.5, 3: 1.75}

@@ -56,9 +56,9 @@ def test_kl_is_the_mean_over_positions(tiny):
     name = "6.down_proj"
     other = {**tiny.weights, name: 0.9 * tiny.weights[name]}
     with tiny.changed(other):
-        laws = torch.cat(tiny._laws())
+        dists = torch.cat(tiny._dists())
     own = torch.cat(tiny._own)
-    want = torch.nn.functional.kl_div(laws, own, log_target=True, reduction="batchmean")
+    want = torch.nn.functional.kl_div(dists, own, log_target=True, reduction="batchmean")
     found = tiny.judge(lambda at, weight: other[at])
     assert found.kl == pytest.approx(float(want), rel=1e-4)
 

@@ -16,7 +16,7 @@ def test_a_planted_model_computes_what_it_did():
     """Logits are equal, the inputs of two channels are not, and judging it finds no distance."""
     plain, planted = Subject(), Subject()
     where = planted.plant(50.0, channels=2)
-    for ours, theirs in zip(plain._laws(), planted._laws(), strict=True):
+    for ours, theirs in zip(plain._dists(), planted._dists(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
     before, after = (each.inputs(64)["2.qkv_proj"] for each in (plain, planted))
     at = where["2.qkv_proj"]

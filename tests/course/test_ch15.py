@@ -21,7 +21,7 @@ KINDS = {kind.name: kind for kind in ch15.kinds(64, 2)}
 def tiny() -> Subject:
     subject = Subject()
     subject.windows = [ids[:96] for ids in subject.windows[:1]]
-    subject._own = subject._laws()
+    subject._own = subject._dists()
     return subject
 
 
@@ -84,11 +84,11 @@ def test_keys_and_values_are_rounded_each_by_its_own(tiny: Subject) -> None:
     def twice(x):
         return 2 * x
 
-    law, rows = ch15.run(tiny, tiny.windows[0], ch15.Kind("", 0, twice, ch15.EXACT.value))
+    dist, rows = ch15.run(tiny, tiny.windows[0], ch15.Kind("", 0, twice, ch15.EXACT.value))
     assert torch.equal(rows.key, 2 * rows.seen[-1][0])
     assert torch.equal(rows.value, rows.seen[-1][1])
     assert len(rows.seen) == tiny.model.config.num_layers
-    assert not torch.equal(law, tiny._own[0])
+    assert not torch.equal(dist, tiny._own[0])
 
 
 def test_the_engines_own_cache_is_as_good_as_its_format(tiny: Subject) -> None:

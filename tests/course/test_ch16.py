@@ -1,4 +1,4 @@
-"""Chapter 16's own functions: proposers, rounds, laws, and the published arithmetic (claims G)."""
+"""Chapter 16's own functions: proposers, rounds, distributions, and claims G."""
 
 from fractions import Fraction
 from types import SimpleNamespace
@@ -101,25 +101,25 @@ def test_agreement_is_the_formula_and_the_share_of_equal_draws():
     assert same.mean() == pytest.approx(found[1].item(), abs=0.01)
 
 
-# Laws: claims G4, G5 -------------------------------------------------------------------------
+# Distributions: claims G4, G5 ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [2, 4, 8])
-def test_the_law_of_a_batch_that_stops_together(batch):
+def test_the_dist_of_a_batch_that_stops_together(batch):
     """Drawn row by row as the listing does it."""
     rng = np.random.default_rng(0)
-    p, q, left = (np.array([float(x) for x in law]) for law in (P, Q, LEFT))
+    p, q, left = (np.array([float(x) for x in dist]) for dist in (P, Q, LEFT))
     drafts = rng.choice(3, p=q, size=(200_000, batch))
     accepted = rng.random(drafts.shape) < (p / q)[drafts]
     first = np.where(accepted.all(1), drafts[:, 0], rng.choice(3, p=left, size=len(drafts)))
     found = np.bincount(first, minlength=3) / len(first)
-    assert found == pytest.approx([float(x) for x in ch16.batch_law(P, Q, LEFT, batch)], abs=0.005)
+    assert found == pytest.approx([float(x) for x in ch16.batch_dist(P, Q, LEFT, batch)], abs=0.005)
 
 
 def test_the_draft_noise_in_the_residual_is_wrong_by_what_an_integral_says():
     """P(draft a, residual c) by integration over the ratio of two exponential waiting times."""
-    p, q, left = ([float(x) for x in law] for law in (P, Q, LEFT))
-    found = ch16.shared_noise_law(P, Q, LEFT)
+    p, q, left = ([float(x) for x in dist] for dist in (P, Q, LEFT))
+    found = ch16.shared_noise_dist(P, Q, LEFT)
     c = 0.0  # only token 0 can be rejected; then b or c wins the race of the residual
     ratios = np.linspace(q[2] / q[0], 60, 400_000)  # E_c / E_a
     others = np.maximum(q[1] / q[0], left[1] * ratios / left[2])

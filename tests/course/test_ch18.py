@@ -41,15 +41,15 @@ def test_a_capacity_keeps_the_first_rows():
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.8])
-def test_the_first_choice_has_the_law(exponent):
-    law = ch18.popularity(16, exponent, seed=3)
-    assert law.sum() == pytest.approx(1)
-    assert sorted(law / law.max(), reverse=True) == pytest.approx(
+def test_the_first_choice_has_the_dist(exponent):
+    dist = ch18.popularity(16, exponent, seed=3)
+    assert dist.sum() == pytest.approx(1)
+    assert sorted(dist / dist.max(), reverse=True) == pytest.approx(
         [1 / rank**exponent for rank in range(1, 17)]
     )
-    one = ch18.choices(law, 1, 50_000).ravel()
-    assert np.bincount(one, minlength=16) / 50_000 == pytest.approx(law, abs=0.01)
-    many = ch18.choices(law, 4, 200)
+    one = ch18.choices(dist, 1, 50_000).ravel()
+    assert np.bincount(one, minlength=16) / 50_000 == pytest.approx(dist, abs=0.01)
+    many = ch18.choices(dist, 4, 200)
     assert all(len(set(row)) == 4 for row in many.tolist())
 
 

@@ -1,4 +1,4 @@
-"""Chapter 19's own functions: ranks, who holds what, laws, orders of sums, and prices."""
+"""Chapter 19's own functions: ranks, who holds what, distributions, orders of sums, and prices."""
 
 from fractions import Fraction
 
@@ -70,7 +70,7 @@ def test_numbers_of_ranks_that_do_not_divide_are_refused():
     assert not ch19.refused("tiny", 2)
 
 
-# Tokens: the law of a bug --------------------------------------------------------------------
+# Tokens: the distribution of a bug ----------------------------------------------------------------
 
 
 def test_the_noise_is_the_engine_s():
@@ -82,15 +82,15 @@ def test_the_noise_is_the_engine_s():
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_law_of_local_noise(size):
+def test_the_dist_of_local_noise(size):
     """By drawing: tokens at the same place share their noise."""
     generator = torch.Generator().manual_seed(0)
     rows, each = 200_000, len(P) // size
     gumbel = -(-torch.rand(rows, each, generator=generator).log()).log()
     scores = torch.tensor([float(p) for p in P]).log() + gumbel.repeat(1, size)
     found = scores.argmax(1).bincount(minlength=len(P)) / rows
-    law = ch19.law_of_local_noise(P, size)
-    assert sum(law) == 1
-    assert found.tolist() == pytest.approx([float(p) for p in law], abs=0.006)
-    assert (law == P) == (size == 1)
-    assert ch19.distance(law, P) == sum(max(a - b, 0) for a, b in zip(law, P, strict=True))
+    dist = ch19.dist_of_local_noise(P, size)
+    assert sum(dist) == 1
+    assert found.tolist() == pytest.approx([float(p) for p in dist], abs=0.006)
+    assert (dist == P) == (size == 1)
+    assert ch19.distance(dist, P) == sum(max(a - b, 0) for a, b in zip(dist, P, strict=True))

@@ -1,4 +1,4 @@
-"""Chapter 22's own functions: the server process, the law of step times, the search; claims L and M
+"""Chapter 22's own functions: the server process, step times, the search; claims L and M
 recomputed."""
 
 import os
@@ -51,11 +51,11 @@ def test_the_tools_count_from_sending_and_our_load_generator_from_when_it_was_du
 @pytest.mark.parametrize("link", ["nvlink", "pcie"])
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize(("queries", "lengths", "logits"), STEPS)
-def test_the_law_is_that_of_tensor_parallelism(queries, lengths, logits, ranks, link):
-    law = ch22_ship.StepSeconds(LLAMA, H100, ranks, LINKS[link])
+def test_the_times_are_those_of_tensor_parallelism(queries, lengths, logits, ranks, link):
+    seconds = ch22_ship.StepSeconds(LLAMA, H100, ranks, LINKS[link])
     devices = Devices(H100, LINKS[link], Layout(tensor=ranks))
     (stage,) = stage_times(LLAMA, devices, queries, lengths, precision(LLAMA, None, None), logits)
-    assert law.of(queries, lengths, logits) == pytest.approx(stage.seconds)
+    assert seconds.of(queries, lengths, logits) == pytest.approx(stage.seconds)
 
 
 # ---- configurations -------------------------------------------------------------------------
@@ -77,10 +77,10 @@ def test_the_prefix_cache_saves_the_system_prompt():
     without, with_cache = (
         ch22_ship.run(LLAMA, shipped(prefix_cache=cache), 1, **alone)[0] for cache in (False, True)
     )
-    law = ch22_ship.StepSeconds(LLAMA, H100, 4, LINKS["nvlink"])
+    seconds = ch22_ship.StepSeconds(LLAMA, H100, 4, LINKS["nvlink"])
     ((_, own, _),) = ch22_ship.demand(1, 0)
     for reply, cached in ((without, 0), (with_cache, 496)):  # whole blocks of 16
-        wanted = law.of([500 + own - cached], [500 + own], 1)
+        wanted = seconds.of([500 + own - cached], [500 + own], 1)
         assert reply.frames[0] - reply.intended == pytest.approx(wanted)
 
 

@@ -1,4 +1,4 @@
-"""Chapter 23's own functions: laws of texts, faults of records, what a mask costs, pictures."""
+"""Chapter 23's own functions: distributions, faults of records, what a mask costs, pictures."""
 
 import json
 from fractions import Fraction
@@ -15,13 +15,13 @@ WORDS = Vocabulary([b"a", b"b", b"ab", b"", b"ba", b"c"])
 PATTERN = "a[ab]{2}c"
 
 
-def law(known: tuple[int, ...]) -> list[Fraction]:
+def dist(known: tuple[int, ...]) -> list[Fraction]:
     """Depends on the last token; the special token has a share, too."""
     weights = [1 + (3 * token + 5 * known[-1] if known else token) % 7 for token in range(6)]
     return [Fraction(weight, sum(weights)) for weight in weights]
 
 
-def test_the_two_laws_are_those_of_listing_every_sequence():
+def test_the_two_dists_are_those_of_listing_every_sequence():
     """All sequences of up to four tokens, judged as whole texts by re and step by step."""
     dfa = Dfa(PATTERN)
     alone: dict[tuple[int, ...], Fraction] = {}
@@ -33,15 +33,15 @@ def test_the_two_laws_are_those_of_listing_every_sequence():
                 continue
             p, q, state = Fraction(1), Fraction(1), 1
             for place, token in enumerate(tokens):
-                shares, mask = law(tokens[:place]), dfa.mask(state, WORDS)
+                shares, mask = dist(tokens[:place]), dfa.mask(state, WORDS)
                 p *= shares[token]
                 q *= shares[token] / sum(s for s, may in zip(shares, mask, strict=True) if may)
                 state = dfa.after(state, WORDS.tokens[token])
             alone[tokens], under[tokens] = p, q
-    found = list(ch23.ways(law, dfa, WORDS))
+    found = list(ch23.ways(dist, dfa, WORDS))
     assert {way.tokens: way.alone for way in found} == alone
     assert {way.tokens: way.masked for way in found} == under
-    rejected, masked = ch23.two_laws(found, WORDS)
+    rejected, masked = ch23.two_dists(found, WORDS)
     assert sum(rejected.values()) == sum(masked.values()) == 1
     assert set(rejected) == {"aaac", "aabc", "abac", "abbc"}
     assert rejected != masked
@@ -139,8 +139,8 @@ def test_captions_say_what_the_pictures_show(monkeypatch):
     ch23_pictures.draw_choices(["a", "ba", "c"], [(2, 1), (4, 2), (1, 1)])
     curves = {Fraction(1, 4): {Fraction(1, 2): Fraction(3, 10)}}
     ch23_pictures.draw_difference(curves, (Fraction(1, 2), Fraction(3, 10)))
-    laws = {"x = ": ({"True\n": 0.25, "None\n": 0.75}, {"True\n": 0.5, "None\n": 0.5})}
-    ch23_pictures.draw_laws(laws)
+    dists = {"x = ": ({"True\n": 0.25, "None\n": 0.75}, {"True\n": 0.5, "None\n": 0.5})}
+    ch23_pictures.draw_dists(dists)
     ch23_pictures.draw_costs(
         {"plain": {8: 1e-5, 16: 3e-5}}, {"tiny": (8, 1e-3)}, {8: 1e-7, 16: 2e-7}
     )

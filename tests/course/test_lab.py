@@ -189,9 +189,11 @@ def test_links_to_the_engine_open_in_the_checkout(tmp_path: Path) -> None:
 
 
 def test_in_the_checkout_jupyterlab_opens_at_its_root() -> None:
-    words = lab.command(lab.ROOT / "work" / "notebooks", "03_kv.ipynb", browser=True, port=None)
+    folder = Path("desk", "notebooks")
+    words = lab.command(lab.ROOT / folder, "03_kv.ipynb", browser=True, port=None)
     assert f"--ServerApp.root_dir={lab.ROOT}" in words
-    assert "--LabApp.default_url=/lab/tree/work/notebooks/03_kv.ipynb" in words
+    assert f"--LabApp.default_url=/lab/tree/{folder.as_posix()}/03_kv.ipynb" in words
+    assert any("checkpoint_dir=" in word and ".checkpoints" in word for word in words)
 
 
 def test_links_of_copies_lead_to_files(desk: Path) -> None:

@@ -2,9 +2,12 @@
 nothing may be broken."""
 
 import ast
+import base64
 import copy
 import json
 import re
+import zlib
+from fractions import Fraction
 
 import notebook_rules as rules
 import pytest
@@ -29,6 +32,30 @@ def test_every_small_task_has_one_sealed_answer_and_every_answer_a_task():
     calls = [call for path in PATHS for _, call in Chapter.load(path).calls("turn")]
     names = [rules.first(call) for call in calls if ast.unparse(call.func) == "turn"]
     assert sorted(names) == sorted(turns.load_turns().keys() - {"90.product"})
+
+
+def test_what_a_task_printed_is_its_sealed_answer_and_its_reason():
+    """So the answers of the file are those of the executed chapters. One is cut ("...")."""
+    cut = []
+    for chapter in map(Chapter.load, PATHS):
+        for at, call in chapter.calls("turn"):
+            if ast.unparse(call.func) != "turn":
+                continue
+            name = str(rules.first(call))
+            digits, right, said = turns.load_turns()[name].split()
+            why = json.loads(zlib.decompress(base64.b64decode(said)))[1]
+            printed = " ".join(rules.stdout(chapter.cells[at]["outputs"]).split())
+            assert printed.startswith("Right: ") and printed.endswith(f". {why}"), name  # noqa: PT018
+            shown = printed.removeprefix("Right: ").removesuffix(f". {why}")
+            if shown.endswith("..."):
+                cut.append(name)
+                continue
+            number = shown.replace(",", "")
+            value = Fraction(number) if re.fullmatch(r"[\d./]+", number) else shown
+            if shown[0] in "[({TF":
+                value = ast.literal_eval(shown)
+            assert turns.hashed(name, value, int(digits)) == right, name
+    assert cut == ["11.softmax"]
 
 
 READ_BY_ALL = {

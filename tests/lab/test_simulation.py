@@ -109,9 +109,9 @@ def test_preemption_by_swap_takes_time_on_the_link():
     config, device = preset("smollm2-135m"), DATASHEET["h100-sxm"]
     runs = {}
     for link in (1e9, 1e12):
-        law = roofline(config, device, 4, link=link)
+        seconds = roofline(config, device, 4, link=link)
         sim = Simulation(
-            6, 4, num_host_blocks=6, seconds=law, preemption_mode="swap", max_num_seqs=2
+            6, 4, num_host_blocks=6, seconds=seconds, preemption_mode="swap", max_num_seqs=2
         )
         sim.add(8, 8)
         sim.add(8, 8)
@@ -142,8 +142,8 @@ def test_a_roofline_step_is_cost_over_hardware():
 def test_a_chunk_in_mid_prompt_pays_for_no_logits():
     """The engine computes none, so the head is neither read nor multiplied."""
     config, device = preset("llama-3.1-8b"), DATASHEET["h100-sxm"]
-    law = roofline(config, device)
-    sim = Simulation(64, 16, seconds=law, max_num_seqs=1, max_num_batched_tokens=64)
+    seconds = roofline(config, device)
+    sim = Simulation(64, 16, seconds=seconds, max_num_seqs=1, max_num_batched_tokens=64)
     sim.add(128, 1)
     first, second = sim.run()
     took = [record.computed - record.started for record in (first, second)]
@@ -221,11 +221,11 @@ def test_the_cost_of_a_step_is_that_of_its_drafts():
 
 def test_a_roofline_has_logits_for_every_draft():
     config, hardware = preset("qwen3-0.6b"), DATASHEET["h100-sxm"]
-    law = roofline(config, hardware)
+    seconds = roofline(config, hardware)
     for k in (0, 3):  # so many rows that arithmetic takes longer than reading weights
         record = StepRecord(1, rows=[Row(i, 10, 1 + k, 1 + k, 0, 0) for i in range(1000)])
         cost = step_cost(config, [1 + k] * 1000, [11 + k] * 1000, num_logits=1000 * (1 + k))
-        assert law(record) == step_time(cost, hardware).seconds
+        assert seconds(record) == step_time(cost, hardware).seconds
 
 
 def test_acceptance_follows_the_table_whatever_the_schedule():
@@ -354,7 +354,7 @@ MISTAKES = [  # (of what, arguments, what the error says)
     ("simulation", {"scheduler": int}, "it must be Scheduler or a class derived from it"),
     ("simulation", {"speculation": (0.5,)}, r"speculation is \(0.5,\); .* a SimulatedDrafts"),
     ("simulation", {"seconds": 0.1}, r"seconds is 0.1; .* such as every_step\(0.1\)"),
-    *(("law", {"seconds": each}, "seconds for step 1; it must") for each in (-1.0, NAN, INF, None)),
+    *(("time", {"seconds": x}, "seconds for step 1; it must") for x in (-1.0, NAN, INF, None)),
     *(("run", {"until": each}, "until is") for each in (NAN, "3", None)),
     ("link", {"link": 0}, "link is 0; it must be above 0"),
 ]
@@ -362,7 +362,7 @@ MISTAKES = [  # (of what, arguments, what the error says)
 
 @pytest.mark.parametrize(("what", "arguments", "says"), MISTAKES)
 def test_what_makes_no_sense_is_refused(what, arguments, says):
-    def law(seconds):
+    def time(seconds):
         sim = Simulation(8, 4, seconds=every_step(seconds))
         sim.add(1, 1)
         sim.run()
@@ -373,7 +373,7 @@ def test_what_makes_no_sense_is_refused(what, arguments, says):
         "drafts": SimulatedDrafts,
         "add": lambda **more: sim.add(**({"prompt": 3, "new": 1} | more)),
         "simulation": lambda **more: Simulation(**({"num_blocks": 8} | more)),
-        "law": law,
+        "time": time,
         "run": sim.run,
         "link": lambda link: roofline(preset("llama-3.1-8b"), DATASHEET["h100-sxm"], link=link),
     }[what]

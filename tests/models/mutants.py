@@ -419,5 +419,7 @@ MUTANTS = (
     Mutant("output matrix not tied", "qwen2", untied),
     Mutant("norms of q over each head alone", "olmo2", change(WholeNormAttention, norm_each_head)),
     Mutant("attention's output not normed", "olmo2", drop_norm("post_attention_layernorm")),
+    Mutant("RoPE in every layer", "smollm3", set_to(Attention, has_rope=True)),
+    Mutant("RoPE in no layer", "smollm3, tied, window", set_to(Attention, has_rope=False)),
     Mutant("the sum normed, not the MLP's output", "olmo2", norm_sums),
 )

@@ -58,6 +58,7 @@ FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v2": MLA,
     "deepseek_v3": MLA | {"n_group": 4, "topk_group": 2},
     "olmo2": {},
+    "smollm3": {"no_rope_layer_interval": 2},
 }
 
 
@@ -273,4 +274,15 @@ CASES: dict[str, Tiny] = {
     ),
     "olmo2": Tiny("olmo2", shard_size="40KB"),
     "olmo2, tied, biases": Tiny("olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
+    "smollm3": Tiny("smollm3", {"tie_word_embeddings": False}, shard_size="40KB"),
+    "smollm3, tied, window": Tiny(
+        "smollm3",
+        {
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
 }

@@ -1,4 +1,4 @@
-"""Choosing tokens in C: against the torch that says what it means, float64, and exact laws."""
+"""Choosing tokens in C: against torch, float64, and exact distributions."""
 
 import dataclasses
 import math
@@ -120,7 +120,7 @@ def test_the_tokens_are_torch_s(c, dtype, size):
 
 
 def test_random_truncation_is_torch_s(c):
-    """Many seeds for each law, so that a token too many or too few is drawn or missed."""
+    """Many seeds for each distribution, so that a token too many or too few is drawn or missed."""
     generator = np.random.default_rng(0)
     for case in range(30):
         params = dict(
@@ -236,7 +236,7 @@ def test_of_equal_sums_the_lowest_id(c):
     "params",
     [pytest.param(kind, marks=[pytest.mark.slow] * (len(kind) == 1)) for kind in EVERY_KIND[2:]],
 )
-def test_draws_follow_the_exact_law(params):
+def test_draws_follow_the_exact_dist(params):
     """With the library that this processor uses; against float64, without the sampler's torch."""
     c = load("native")
     logits, draws = draw(1, 150, seed=3), 20_000
@@ -246,16 +246,16 @@ def test_draws_follow_the_exact_law(params):
     )
     wanted = SamplingParams(**params)
     scores = logits[0].double().numpy() / wanted.temperature
-    law = np.exp(scores - scores.max())
-    law[law < wanted.min_p] = 0
-    order = np.argsort(-law, kind="stable")
+    dist = np.exp(scores - scores.max())
+    dist[dist < wanted.min_p] = 0
+    order = np.argsort(-dist, kind="stable")
     if wanted.top_k > 0:
-        law[order[wanted.top_k :]] = 0
-    law /= law.sum()
-    law[order[1:][np.cumsum(law[order])[:-1] >= wanted.top_p]] = 0
-    law /= law.sum()
-    assert counts[law == 0].sum() == 0
-    expected, rare = law * draws, law * draws < 5
+        dist[order[wanted.top_k :]] = 0
+    dist /= dist.sum()
+    dist[order[1:][np.cumsum(dist[order])[:-1] >= wanted.top_p]] = 0
+    dist /= dist.sum()
+    assert counts[dist == 0].sum() == 0
+    expected, rare = dist * draws, dist * draws < 5
     observed = np.append(counts[~rare], counts[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())
     if (expected > 0).sum() > 1:

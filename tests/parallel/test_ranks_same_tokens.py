@@ -25,7 +25,7 @@ def test_experts_that_do_not_divide_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("law", "gathers", "num_bytes"),
+    ("dist", "gathers", "num_bytes"),
     [
         ({"temperature": 0.0}, 1, lambda most: 16),
         ({"temperature": 0.9, "min_p": 0.01}, 2, lambda most: 16),
@@ -34,15 +34,15 @@ def test_experts_that_do_not_divide_are_refused():
     ids=["greedy", "min-p", "top-p"],
 )
 @pytest.mark.parametrize(("name", "size"), [("llama", 2), ("qwen3_moe", 4), ("deepseek_v3", 2)])
-def test_a_step_has_two_sums_per_layer_one_for_the_embedding_and_what_the_law_gathers(
-    name, size, law, gathers, num_bytes
+def test_a_step_has_two_sums_per_layer_one_for_the_embedding_and_what_the_dist_gathers(
+    name, size, dist, gathers, num_bytes
 ):
     with_ranks = ranks(f"tp {size}", name, max_num_seqs=8)
     config = with_ranks.engine.source.config
     groups = [each.communicator for each in with_ranks.engine.runner.places]
     for each in groups:
         each.forget_traffic()
-    with_ranks.generate([[5, 6, 7]], SamplingParams(max_tokens=6, **law), use_tqdm=False)
+    with_ranks.generate([[5, 6, 7]], SamplingParams(max_tokens=6, **dist), use_tqdm=False)
     steps = list(with_ranks.trace)
     num_tokens = sum(record.num_prefill_tokens + record.num_decode_tokens for record in steps)
     hidden = config.hidden_size * 4

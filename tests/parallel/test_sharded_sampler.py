@@ -85,18 +85,18 @@ def backend(request, monkeypatch):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 @pytest.mark.parametrize("vocab_size", [7, 131, 1003])
-def test_laws_that_need_no_gathered_logits(vocab_size, size, backend):
+def test_dists_that_need_no_gathered_logits(vocab_size, size, backend):
     """7 tokens: all ranks but the first have none."""
     compare(size, some_logits(vocab_size), HERE)
 
 
 @pytest.mark.parametrize("forks", [(), tuple(i % 4 for i in range(ROWS))], ids=["", "forks"])
 @pytest.mark.parametrize("kinds", [tuple(PARAMS), ("top-k", "top-p")], ids=["mixed", "gathered"])
-def test_rows_with_any_law_stand_side_by_side(kinds, forks, backend):
+def test_rows_with_any_dist_stand_side_by_side(kinds, forks, backend):
     compare(3, some_logits(517, seed=2), kinds, forks)
 
 
-def test_forks_of_laws_that_need_no_gathered_logits(backend):
+def test_forks_of_dists_that_need_no_gathered_logits(backend):
     compare(4, some_logits(517, seed=3), HERE, tuple(i % 3 for i in range(ROWS)))
 
 
@@ -121,7 +121,7 @@ def test_logits_that_are_all_negative(backend):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [0, 70, 499])
-def test_a_row_without_a_law_fails_alone(bad, place, backend):
+def test_a_row_without_a_dist_fails_alone(bad, place, backend):
     """The largest logit says so on every rank: NaN, infinity, or minus infinity everywhere."""
     logits = some_logits(500, seed=5)
     if bad == float("-inf"):
@@ -157,7 +157,7 @@ def test_sixteen_bytes_per_row_are_gathered(kinds):
 
 
 def local_ids(right, logits, pack, before, best, vocab_size):
-    """Noise by the place in the shard: fluent, and another law than one rank's."""
+    """Noise by the place in the shard: fluent, and another distribution than one rank's."""
     return right(logits, pack, 0, best, vocab_size)
 
 

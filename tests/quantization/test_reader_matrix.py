@@ -6,7 +6,6 @@ matrices are plain, tied, or quantised.
 
 import copy
 import json
-import math
 import re
 import zlib
 from itertools import product
@@ -100,12 +99,11 @@ def check(checkpoint: Checkpoint, values: dict[str, torch.Tensor], folder: Path)
 
 
 def quick_cells() -> set[tuple[str, str, str]]:
-    """Each layout at least once, and each family with each head: both lists go round in turn."""
-    names, families = list(LAYOUTS), list(FAMILY)
-    count = max(len(names), math.lcm(len(families), len(HEADS)))
+    """Each layout at least once, and each family with each head: layouts go round in turn."""
+    names, pairs = list(LAYOUTS), list(product(HEADS, FAMILY))
     return {
-        (names[i % len(names)], families[i % len(families)], HEADS[i % len(HEADS)])
-        for i in range(count)
+        (names[i % len(names)], *pairs[i % len(pairs)][::-1])
+        for i in range(max(len(names), len(pairs)))
     }
 
 

@@ -1,6 +1,6 @@
 """`num_speculative_tokens="auto"` on a virtual clock: finds what pays, loses next to nothing.
 
-The law of step times and the acceptance are made up, so what would be best is known.
+Step times and the acceptance are made up, so what would be best is known.
 """
 
 import pytest
@@ -31,20 +31,21 @@ def knee(batch, tokens, asked):
     return 0.010 + 0.003 * max(0, tokens - 4) + 0.0003 * asked
 
 
-LAWS = {"small": small, "roomy": roomy, "knee": knee}
+TIMES = {"small": small, "roomy": roomy, "knee": knee}
+CASES = [("small", 1), ("roomy", 1), ("roomy", 16), ("knee", 1)]
 
 
-def machine(law, habits, seed=0, most=8, noise=0.0):
-    made = Machine(AdaptiveDrafts(most), law, seed, noise)
+def machine(time, habits, seed=0, most=8, noise=0.0):
+    made = Machine(AdaptiveDrafts(most), time, seed, noise)
     for number, habit in enumerate(habits):
         made.add(str(number), habit)
     made.step()  # prompts
     return made
 
 
-def fixed_speed(law, habits, most):
+def fixed_speed(time, habits, most):
     """Tokens per second of a constant number of drafts."""
-    made = Machine(Drafts(most), law, seed=1)
+    made = Machine(Drafts(most), time, seed=1)
     for number, habit in enumerate(habits):
         made.add(str(number), habit)
     made.run(400)
@@ -52,11 +53,11 @@ def fixed_speed(law, habits, most):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-@pytest.mark.parametrize(("law", "batch"), [("small", 1), ("roomy", 1), ("roomy", 16), ("knee", 1)])
-def test_it_finds_about_the_best_number(law, batch, noise):
+@pytest.mark.parametrize(("time", "batch"), CASES)
+def test_it_finds_about_the_best_number(time, batch, noise):
     habits = [Habit(0.85)] * batch
-    speeds = [fixed_speed(LAWS[law], habits, most) for most in range(9)]
-    made = machine(LAWS[law], habits, noise=noise)
+    speeds = [fixed_speed(TIMES[time], habits, most) for most in range(9)]
+    made = machine(TIMES[time], habits, noise=noise)
     made.run(60)
     made.run(200)
     assert max(speeds) > 1.5 * speeds[0]
@@ -64,25 +65,25 @@ def test_it_finds_about_the_best_number(law, batch, noise):
 
 
 @pytest.mark.parametrize(
-    ("law", "batch", "noise", "seed"), pairwise([*LAWS], [1, 4, 16, 64], [0.0, 0.1], range(3))
+    ("time", "batch", "noise", "seed"), pairwise([*TIMES], [1, 4, 16, 64], [0.0, 0.1], range(3))
 )
-def test_wrong_drafts_cost_less_than_three_percent(law, batch, noise, seed):
-    made = machine(LAWS[law], [Habit(0.0)] * batch, seed, noise=noise)
+def test_wrong_drafts_cost_less_than_three_percent(time, batch, noise, seed):
+    made = machine(TIMES[time], [Habit(0.0)] * batch, seed, noise=noise)
     made.run(500)
-    plain = batch / (LAWS[law](batch, batch, False) * (1 + noise))
+    plain = batch / (TIMES[time](batch, batch, False) * (1 + noise))
     assert made.speed(500) > 0.97 * plain
     assert sum(map(bool, made.asked(300))) <= 12
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("time", TIMES)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(
     "habit", [Habit(0.5, 0.25, 0.5), Habit(0.9, 0.3, 0.9)], ids=["bad", "good"]
 )
-def test_drafts_that_end_where_they_are_improbable(law, batch, habit):
+def test_drafts_that_end_where_they_are_improbable(time, batch, habit):
     """Suffixes answer seldom, and with fewer drafts than they are asked for."""
-    speeds = [fixed_speed(LAWS[law], [habit] * batch, most) for most in (0, 2, 8)]
-    made = machine(LAWS[law], [habit] * batch, seed=1)
+    speeds = [fixed_speed(TIMES[time], [habit] * batch, most) for most in (0, 2, 8)]
+    made = machine(TIMES[time], [habit] * batch, seed=1)
     made.run(500)
     assert made.speed(500) > 0.98 * speeds[0]
     assert made.speed(300) > 0.9 * max(speeds)
@@ -184,7 +185,7 @@ def test_a_first_step_that_compiles_does_not_end_drafts():
             slow.clear()
         return roomy(batch, tokens, asked) + extra
 
-    made.law = compiles
+    made.step_time = compiles
     made.run(200)
     made.run(100)
     assert made.speed(100) > 2.5 / roomy(1, 1, False)

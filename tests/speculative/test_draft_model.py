@@ -151,13 +151,13 @@ def test_with_as_many_drafts_as_pay(folder, monkeypatch):
     ids=["sampled", "truncated", "greedy"],
 )
 def test_with_noise_of_its_own(folder, monkeypatch, how):
-    """By the ratio of probabilities, too, equal laws always accept, whatever was drawn."""
+    """By the ratio of probabilities, too, equal distributions always accept, whatever was drawn."""
     llm = with_draft(folder, folder, config={"rejection_sample_method": "standard"})
     watch(llm, monkeypatch)
     generate(llm, [LONG[:9], LONG[20:23], LONG[40:60]], params_of(60, **how))
     assert not draft_of(llm).coupled
     counters = llm.engine.scheduler.counters
-    # Laws that differ by rounding accept a draft with a probability that may not quite be 1.
+    # Distributions that differ by rounding accept a draft with a probability just below 1.
     assert counters.num_accepted_tokens >= 0.99 * counters.num_draft_tokens > 100
 
 

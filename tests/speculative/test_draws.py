@@ -1,4 +1,4 @@
-"""What a draft model draws, against the sampler, and against laws by numpy in float64."""
+"""What a draft model draws, against the sampler, and against distributions by numpy in float64."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from minillm.scheduling.plan import NewSequence
 from minillm.speculative.draws import Draws
 from minillm.speculative.proposer import Draft, DraftRow
 from minillm_kernels import reference
-from tests.speculative.laws import pipeline
+from tests.speculative.distributions import pipeline
 
 V = 11
 HOW = {
@@ -45,7 +45,7 @@ def logits_of(count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, V, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def law_of(logits: Tensor, **how: float) -> NDArray[np.float64]:
+def dist_of(logits: Tensor, **how: float) -> NDArray[np.float64]:
     """Probabilities of one row, by numpy."""
     return pipeline(logits.numpy(), SamplingParams(**how))
 
@@ -62,11 +62,11 @@ def test_a_coupled_draft_is_what_the_sampler_draws_from_these_logits(how, dtype)
         ]
         expected = sample(each, of_sampler).token_ids
         assert [draft.token_ids[depth] for draft in found] == expected
-    assert all(draft.law is None for draft in found)
+    assert all(draft.dist is None for draft in found)
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_drafts_follow_their_law(how):
+def test_drafts_follow_their_dist(how):
     """Counts of 20,000 draws: an expected distance of 0.009 for 11 tokens, and 0.02 with a
     probability of 10^-4; the noise is fixed."""
     count = 20_000
@@ -74,9 +74,9 @@ def test_drafts_follow_their_law(how):
     found = draw(rows_of(count, **HOW[how]), [logits], coupled=False)
     tokens = [draft.token_ids[0] for draft in found]
     shares = np.bincount(tokens, minlength=V) / count
-    law = law_of(logits[0], **HOW[how])
-    assert np.abs(shares - law).sum() / 2 < 0.02
-    assert set(tokens) <= set(np.flatnonzero(law))
+    dist = dist_of(logits[0], **HOW[how])
+    assert np.abs(shares - dist).sum() / 2 < 0.02
+    assert set(tokens) <= set(np.flatnonzero(dist))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -102,8 +102,8 @@ def test_rows_leave_when_they_have_their_drafts():
         found = draw(rows, logits, coupled)
         assert [len(draft.token_ids) for draft in found] == [3, 3, 1]
         assert found[2].token_ids == [int(logits[0][2].argmax())]
-        laws = [draft.law for draft in found]
+        dists = [draft.dist for draft in found]
         if not coupled:
-            assert [law.shape for law in laws] == [(3, V), (3, V), (1, V)]
-            expected = law_of(logits[1][1], temperature=1.0)
-            np.testing.assert_allclose(laws[1][1].numpy(), expected, atol=1e-6)
+            assert [dist.shape for dist in dists] == [(3, V), (3, V), (1, V)]
+            expected = dist_of(logits[1][1], temperature=1.0)
+            np.testing.assert_allclose(dists[1][1].numpy(), expected, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The ratio rule by exact counting: what it emits has the target's law, and no wrong variant has.
+"""The ratio rule by exact counting: it emits the target's distribution, no wrong variant does.
 
 The functions are those that the engine calls. `test_ratio_sampler.py` draws with them.
 """
@@ -13,23 +13,23 @@ from torch import Tensor
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.ops.philox import Purpose, random_words
-from minillm.ops.sampling import Pack, law
+from minillm.ops.sampling import Pack, dist
 from minillm.sampling import ratio
-from minillm.sampling.ratio import accept_probability, draw, emitted_law, residual
+from minillm.sampling.ratio import accept_probability, draw, emitted_dist, residual
 from minillm.sampling.rules import coins
-from tests.speculative.laws import distance, pipeline
+from tests.speculative.distributions import distance, pipeline
 
 EXACT = 1e-12
 P, Q = torch.tensor([[0.1, 0.5, 0.4], [0.5, 0.4, 0.1]], dtype=torch.float64)
-Law = Callable[[tuple[int, ...]], Tensor]
+Dist = Callable[[tuple[int, ...]], Tensor]
 
 
 def one_hot(token: int, size: int) -> Tensor:
     return torch.eye(size, dtype=torch.float64)[token]
 
 
-def random_law(generator: torch.Generator, size: int) -> Tensor:
-    """A law in which some probabilities are 0."""
+def random_dist(generator: torch.Generator, size: int) -> Tensor:
+    """A distribution in which some probabilities are 0."""
     weights = torch.rand(size, generator=generator, dtype=torch.float64) ** 2
     kept = torch.rand(size, generator=generator) < 0.7
     kept[int(torch.randint(size, (1,), generator=generator))] = True
@@ -37,12 +37,12 @@ def random_law(generator: torch.Generator, size: int) -> Tensor:
 
 
 def pairs() -> list[tuple[Tensor, Tensor]]:
-    """Laws of 3 to 5 tokens: random ones, equal, disjoint, and with one token only."""
+    """Distributions of 3 to 5 tokens: random ones, equal, disjoint, and with one token only."""
     generator = torch.Generator().manual_seed(0)
     found = [(P, Q), (Q, P)]
     for size in (3, 4, 5):
-        found += [(random_law(generator, size), random_law(generator, size)) for _ in range(60)]
-        same, flat = random_law(generator, size), torch.full((size,), 1 / size, dtype=torch.float64)
+        found += [(random_dist(generator, size), random_dist(generator, size)) for _ in range(60)]
+        flat = torch.full_like(same := random_dist(generator, size), 1 / size)
         low = torch.zeros(size, dtype=torch.float64)
         low[:2] = torch.tensor([0.25, 0.75])
         found += [(same, same), (flat, flat), (low, low.flip(0)), (low.flip(0), low)]
@@ -51,9 +51,9 @@ def pairs() -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def test_the_emitted_token_has_the_law_of_the_target():
+def test_the_emitted_token_has_the_dist_of_the_target():
     for p, q in pairs():
-        assert (emitted_law(p, q) - p).abs().max() < EXACT
+        assert (emitted_dist(p, q) - p).abs().max() < EXACT
         each = (q[d] * accept_probability(p, q, torch.tensor(d)) for d in range(len(p)))
         assert float(sum(each)) == pytest.approx(1 - distance(p, q), abs=EXACT)
 
@@ -129,17 +129,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_variant_has_another_law(name):
+def test_a_wrong_variant_has_another_dist(name):
     rule, drawn, published = WRONG[name]
-    emitted = emitted_law(P, Q, rule, drawn)
+    emitted = emitted_dist(P, Q, rule, drawn)
     assert distance(emitted, P) > 0.06
     if published is not None:
         assert emitted.tolist() == pytest.approx(published, abs=1e-12)
 
 
 def test_identical_models_never_reject():
-    """Claim G5: with a flat law of 50,000 tokens `p / (q + 1e-8)` rejects 5 drafts in 10,000, and
-    then nothing is left to draw from."""
+    """Claim G5: with a flat distribution of 50,000 tokens `p / (q + 1e-8)` rejects 5 drafts in
+    10,000, and then nothing is left to draw from."""
     flat = torch.full((50_000,), 1 / 50_000)
     assert float(accept_probability(flat, flat, torch.tensor(7))) == 1
     assert float(with_epsilon(flat, flat, 7)[0]) == pytest.approx(1 - 5e-4, abs=1e-5)
@@ -155,21 +155,21 @@ def test_a_token_without_probability_is_never_accepted():
     generator = torch.Generator().manual_seed(3)
     caught = 0
     for _ in range(50):
-        p, q = random_law(generator, 5), random_law(generator, 5)
-        caught += distance(emitted_law(p, q, accepts_what_is_impossible), p) > 1e-4
+        p, q = random_dist(generator, 5), random_dist(generator, 5)
+        caught += distance(emitted_dist(p, q, accepts_what_is_impossible), p) > 1e-4
     assert caught > 25  # where p has a 0 that q has not
 
 
 # ---- runs of tokens --------------------------------------------------------------------------
 
 
-def chain_law(
-    p: Law, q: Law, k: int, count: int, bonus_is_late: bool = False, once_per_step: bool = False
+def chain_dist(
+    p: Dist, q: Dist, k: int, count: int, bonus_is_late: bool = False, once_per_step: bool = False
 ) -> dict:
-    """The law of the first `count` tokens, by going through all drafts of all rounds.
+    """The distribution of the first `count` tokens, by going through all drafts of all rounds.
 
-    Wrong variants: the last token is sampled where the last draft was; the target's laws are those
-    at the start of the step.
+    Wrong variants: the last token is sampled where the last draft was; the target's distributions
+    are those at the start of the step.
     """
     cells: dict[tuple[int, ...], float] = defaultdict(float)
 
@@ -198,17 +198,17 @@ def chain_law(
     return cells
 
 
-def laws_of(seed: int, size: int = 3) -> Law:
-    """A law for every history."""
+def dists_of(seed: int, size: int = 3) -> Dist:
+    """A distribution for every history."""
     generator = torch.Generator().manual_seed(seed)
     known: dict[tuple[int, ...], Tensor] = {}
     for length in range(6):
         for history in itertools.product(range(size), repeat=length):
-            known[history] = random_law(generator, size)
+            known[history] = random_dist(generator, size)
     return known.__getitem__
 
 
-def off(cells: dict, p: Law, count: int, size: int = 3) -> float:
+def off(cells: dict, p: Dist, count: int, size: int = 3) -> float:
     """The largest error of a probability."""
     errors = []
     for run in itertools.product(range(size), repeat=count):
@@ -221,16 +221,16 @@ def off(cells: dict, p: Law, count: int, size: int = 3) -> float:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_runs_of_tokens_have_the_law_of_the_target(k, count):
-    p, q = laws_of(1), laws_of(2)
-    assert off(chain_law(p, q, k, count), p, count) < EXACT
-    assert off(chain_law(p, p, k, count), p, count) < EXACT
+def test_runs_of_tokens_have_the_dist_of_the_target(k, count):
+    p, q = dists_of(1), dists_of(2)
+    assert off(chain_dist(p, q, k, count), p, count) < EXACT
+    assert off(chain_dist(p, p, k, count), p, count) < EXACT
 
 
 @pytest.mark.parametrize("wrong", ["bonus_is_late", "once_per_step"])
-def test_a_wrong_step_has_another_law(wrong):
-    p, q = laws_of(1), laws_of(2)
-    assert off(chain_law(p, q, 1, 3, **{wrong: True}), p, 3) > 0.01
+def test_a_wrong_step_has_another_dist(wrong):
+    p, q = dists_of(1), dists_of(2)
+    assert off(chain_dist(p, q, 1, 3, **{wrong: True}), p, 3) > 0.01
 
 
 # ---- from words to decisions -----------------------------------------------------------------
@@ -255,8 +255,8 @@ def test_coins_are_words_of_their_purpose():
 
 @pytest.mark.parametrize("word", [0, 2**32 - 1])
 def test_both_ends_of_the_noise(word, monkeypatch):
-    """The largest word is 1 - 2^-33, which float32 rounds to 1: equal laws would reject. The
-    smallest is no 0, which would accept a token without probability."""
+    """The largest word is 1 - 2^-33, which float32 rounds to 1: equal distributions would reject.
+    The smallest is no 0, which would accept a token without probability."""
     words = torch.full((1, 1), word)
     monkeypatch.setattr("minillm.sampling.rules.philox", lambda *_: (words,))
     (coin,) = coins(pack_of(1), Purpose.ACCEPT)
@@ -284,11 +284,11 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=str)
-def test_the_law_is_that_of_the_whole_pipeline(params):
+def test_the_dist_is_that_of_the_whole_pipeline(params):
     logits = torch.randn(20, 12, generator=torch.Generator().manual_seed(5)) * 2
-    found = law(logits, pack_of(20, params))
+    found = dist(logits, pack_of(20, params))
     for row, given in zip(found, logits, strict=True):
         assert distance(row, pipeline(given.numpy(), params)) < 1e-6
-        alone = law(given[None], pack_of(1, params))
+        alone = dist(given[None], pack_of(1, params))
         assert torch.equal(alone[0], row)
     assert found.dtype == torch.float32

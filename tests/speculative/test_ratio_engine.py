@@ -1,6 +1,6 @@
 """The rules "standard" and "synthetic" in the whole engine, on a model with a vocabulary of 8.
 
-The exact laws come from transformers: its logits after every history of the first tokens.
+The exact distributions come from transformers: its logits after every history of the first tokens.
 """
 
 import itertools
@@ -17,10 +17,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from minillm import LLM, SamplingParams
 from minillm.ops.philox import Purpose
-from minillm.ops.sampling import Pack, choose, law
+from minillm.ops.sampling import Pack, choose, dist
 from minillm.speculative.proposer import Draft
 from tests.engine.small import assert_idle
-from tests.speculative.laws import chi_square, last_two, pipeline, table
+from tests.speculative.distributions import chi_square, last_two, pipeline, table
 from tests.speculative.test_ratio_sampler import StopsTheBatch
 
 PROMPT = [1, 5, 2, 7, 0, 3]
@@ -52,14 +52,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Sampled:
     """Draws drafts from a table, with noise of their own, and says what from."""
 
-    def __init__(self, logits: torch.Tensor, tells_law: bool = True):
-        self.logits, self.tells_law = logits, tells_law
+    def __init__(self, logits: torch.Tensor, tells_dist: bool = True):
+        self.logits, self.tells_dist = logits, tells_dist
 
     def propose(self, rows):
         return [self.draft(row) for row in rows]
 
     def draft(self, row):
-        history, laws, params = list(row.token_ids), [], row.new.params
+        history, dists, params = list(row.token_ids), [], row.new.params
         one, new = torch.ones(1), row.new
         for _ in range(row.num_drafts):
             stream = torch.tensor([[new.seed], [new.sample_index], [len(history)]])
@@ -67,10 +67,10 @@ class Sampled:
             pack = Pack(*numbers, (one * max(params.top_k, 0)).int(), *stream, True)
             raw = self.after(history)
             token, _ = choose(raw, pack, purpose=Purpose.DRAFT)
-            laws.append(law(raw, pack)[0])
+            dists.append(dist(raw, pack)[0])
             history.append(int(token))
         tokens = history[len(row.token_ids) :]
-        return Draft(tokens, torch.stack(laws)) if self.tells_law else tokens
+        return Draft(tokens, torch.stack(dists)) if self.tells_dist else tokens
 
     def after(self, history):
         return self.logits[last_two(history)][None]
@@ -97,17 +97,17 @@ def run(llm: LLM, params: SamplingParams, num_requests: int, num_tokens: int, n:
 
 
 def cells_of(folder: Path, params: SamplingParams, count: int) -> dict:
-    """The exact law of the first `count` tokens."""
+    """The exact distribution of the first `count` tokens."""
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    laws: dict = {}
+    dists: dict = {}
     for length in range(count):
         histories = list(itertools.product(range(8), repeat=length))
         with torch.no_grad():
             logits = model(torch.tensor([[*PROMPT, *each] for each in histories])).logits[:, -1]
         for history, row in zip(histories, logits.numpy(), strict=True):
-            laws[history] = pipeline(row, params, history)
+            dists[history] = pipeline(row, params, history)
     return {
-        each: float(np.prod([laws[each[:i]][token] for i, token in enumerate(each)]))
+        each: float(np.prod([dists[each[:i]][token] for i, token in enumerate(each)]))
         for each in itertools.product(range(8), repeat=count)
     }
 
@@ -136,7 +136,7 @@ SWAPS = STARVED | {"swap_space": 0.001}
     [(TRUNCATED, 2, ROOM), (PENALISED, 3, ROOM), (PLAIN, 3, STARVED), (PLAIN, 1, SWAPS)],
     ids=["truncated", "penalised", "recompute", "swap"],
 )
-def test_the_law_of_the_first_tokens(folder, params, num_drafts, more):
+def test_the_dist_of_the_first_tokens(folder, params, num_drafts, more):
     llm = engine(folder, Sampled(DRAFT), num_drafts, **more)
     assert excess(folder, run(llm, params, 40, 5), params) < 1
     counters = llm.engine.scheduler.counters
@@ -149,7 +149,7 @@ def test_the_law_of_the_first_tokens(folder, params, num_drafts, more):
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "num_drafts"), [(1, 1), (2, 2), (8, 4), (64, 2)])
 @pytest.mark.parametrize("params", [PLAIN, TRUNCATED, PENALISED], ids=["plain", "cut", "penalised"])
-def test_the_law_in_batches(folder, params, num_rows, num_drafts):
+def test_the_dist_in_batches(folder, params, num_rows, num_drafts):
     llm = engine(folder, Sampled(DRAFT), num_drafts, max_num_seqs=num_rows)
     count = 500 if num_rows < 8 else 1000
     assert excess(folder, run(llm, params, count, 5, n=min(num_rows, 8)), params) < 1
@@ -164,11 +164,11 @@ def test_one_rejection_must_not_stop_the_batch(folder):
 
 
 @pytest.mark.mutation
-def test_a_draft_that_lies_about_its_law_is_seen(folder):
+def test_a_draft_that_lies_about_its_dist_is_seen(folder):
     class Liar(Sampled):
         def draft(self, row):
-            tokens, laws = super().draft(row)
-            return Draft(tokens, laws.sqrt() / laws.sqrt().sum(-1, keepdim=True))
+            tokens, dists = super().draft(row)
+            return Draft(tokens, dists.sqrt() / dists.sqrt().sum(-1, keepdim=True))
 
     llm = engine(folder, Liar(DRAFT), 1)
     assert excess(folder, run(llm, PLAIN, 50, 4), PLAIN) > 1.5
@@ -187,7 +187,7 @@ class Target(Sampled):
 
 
 def test_identical_models_accept_everything(folder):
-    """But for rounding: the two laws are computed in different ways."""
+    """But for rounding: the two distributions are computed in different ways."""
     for params in (PLAIN, TRUNCATED):
         llm = engine(folder, Target(folder), 4)
         run(llm, params, 1, 26)
@@ -195,10 +195,10 @@ def test_identical_models_accept_everything(folder):
         assert counters.num_draft_tokens == counters.num_accepted_tokens == 16 * 20
 
 
-def test_without_laws_tokens_are_those_of_plain_decoding(folder):
+def test_without_dists_tokens_are_those_of_plain_decoding(folder):
     plain = run(engine(folder), TRUNCATED, 1, 16)
     for method in ("strict", "standard"):
-        llm = engine(folder, Sampled(DRAFT, tells_law=False), 3, method)
+        llm = engine(folder, Sampled(DRAFT, tells_dist=False), 3, method)
         assert run(llm, TRUNCATED, 1, 16) == plain
         assert llm.engine.scheduler.counters.num_accepted_tokens > 0
     ruled, again = (run(engine(folder, Sampled(DRAFT), 3), TRUNCATED, 1, 16) for _ in range(2))
@@ -210,21 +210,21 @@ def test_without_laws_tokens_are_those_of_plain_decoding(folder):
     ("wrong", "message"),
     [
         (
-            lambda laws: laws[:, :7],
+            lambda dists: dists[:, :7],
             r"is \[3, 7\], torch.float32; probabilities \[3, 8\] are expected",
         ),
-        (lambda laws: laws[:2], r"is \[2, 8\], .*; probabilities \[3, 8\] are expected"),
-        (lambda laws: laws > 0, r"torch.bool; probabilities"),
-        (lambda laws: laws.log(), r"must be probabilities that sum to 1"),
-        (lambda laws: laws * 1.01, r"a row whose sum is 0.01 off 1"),
-        (lambda laws: laws * torch.nan, r"must be probabilities"),
+        (lambda dists: dists[:2], r"is \[2, 8\], .*; probabilities \[3, 8\] are expected"),
+        (lambda dists: dists > 0, r"torch.bool; probabilities"),
+        (lambda dists: dists.log(), r"must be probabilities that sum to 1"),
+        (lambda dists: dists * 1.01, r"a row whose sum is 0.01 off 1"),
+        (lambda dists: dists * torch.nan, r"must be probabilities"),
     ],
 )
-def test_what_is_no_law_is_refused(folder, wrong, message, caplog):
+def test_what_is_no_dist_is_refused(folder, wrong, message, caplog):
     class Confused(Sampled):
         def draft(self, row):
-            tokens, laws = super().draft(row)
-            return Draft(tokens, wrong(laws))
+            tokens, dists = super().draft(row)
+            return Draft(tokens, wrong(dists))
 
     llm = engine(folder, Confused(DRAFT), 3)
     with caplog.at_level(logging.WARNING):

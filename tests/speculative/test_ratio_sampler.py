@@ -1,7 +1,7 @@
-"""The ratio rule in the real sampler: laws of one, two and three tokens, and bugs that they show.
+"""The ratio rule in the real sampler: distributions of one to three tokens, and bugs they show.
 
-A test compares counts with the exact law at a level of 10^-6; each of the planted bugs has been
-published, by another engine or by an article. What a count cannot see is in `test_ratio.py`.
+A test compares counts with the exact distribution at a level of 10^-6; each of the planted bugs has
+been published, by another engine or by an article. What a count cannot see is in `test_ratio.py`.
 """
 
 import pytest
@@ -9,14 +9,14 @@ import torch
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.ops.philox import Purpose
-from minillm.ops.sampling import Pack, choose, law
+from minillm.ops.sampling import Pack, choose, dist
 from minillm.sampling import ratio
 from minillm.sampling.edits import Edits, SamplingRow
 from minillm.sampling.ratio import Ratio, accept_probability, draw, residual
 from minillm.sampling.rules import DraftedToken, Rule, coins
 from minillm.sampling.sampler import Sampler
 from minillm_kernels import reference
-from tests.speculative.laws import Rig, chi_square, close_to, distance, law_of_first, table
+from tests.speculative.distributions import Rig, chi_square, close_to, distance, first_dist, table
 
 TARGET = table(1)
 DRAFT = close_to(TARGET, 2)
@@ -39,7 +39,7 @@ def worst(rig: Rig, num_sequences: int, num_tokens: int) -> float:
     runs = rig.run(num_sequences, num_tokens)
     found = []
     for count in range(1, num_tokens + 1):
-        cells = law_of_first(rig.target, rig.params, count)
+        cells = first_dist(rig.target, rig.params, count)
         statistic, allowed = chi_square([run[:count] for run in runs], cells)
         found.append(statistic / max(allowed, 1e-9))
     return max(found)
@@ -49,7 +49,7 @@ def rig_of(params=PLAIN, num_drafts=2, batch_size=N, rule=None, target=TARGET, d
     return Rig(target, draft, params, num_drafts, rule or Ratio(), batch_size)
 
 
-# ---- laws of tokens --------------------------------------------------------------------------
+# ---- distributions of tokens ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["plain-2", "truncated-2", "min_p-4"])
@@ -76,7 +76,7 @@ def test_penalties_that_depend_on_drafts(num_drafts):
 
 
 def test_the_draft_may_be_far_off():
-    """Disjoint laws: every draft is rejected."""
+    """Disjoint distributions: every draft is rejected."""
     low, high = TARGET.clone(), TARGET.clone()
     low[..., :4], high[..., 4:] = -torch.inf, -torch.inf
     rig = rig_of(target=low, draft=high)
@@ -84,13 +84,13 @@ def test_the_draft_may_be_far_off():
     assert rig.num_accepted == 0
 
 
-def test_the_acceptance_is_that_of_the_laws():
+def test_the_acceptance_is_that_of_the_dists():
     """The sum of min(p, q): no more of a draft can be accepted."""
     same = torch.zeros(9, 9, 8)
     target, draft = same + TARGET[0, 0], same + DRAFT[0, 0]
     rig = rig_of(target=target, draft=draft, num_drafts=3)
     rig.run(5000, 6)
-    p, q = (law_of_first(each, PLAIN, 1) for each in (target, draft))
+    p, q = (first_dist(each, PLAIN, 1) for each in (target, draft))
     right = 1 - distance(list(p.values()), list(q.values()))
     spread = (right * (1 - right) / rig.num_drafted) ** 0.5
     assert abs(rig.num_accepted / rig.num_drafted - right) < 5 * spread
@@ -127,8 +127,8 @@ class StopsTheBatch(Ratio):
     """Claim G4: one rejection rejects all drafts of the batch."""
 
     def choose(self, samples, logits, pack, drafted, model_dtype):
-        p = law(logits, pack).double()
-        q = torch.stack([each.law for each in drafted]).double()
+        p = dist(logits, pack).double()
+        q = torch.stack([each.dist for each in drafted]).double()
         tokens = torch.tensor([each.token for each in drafted])
         accept, resample = coins(pack, Purpose.ACCEPT, Purpose.RESAMPLE)
         if bool((accept < accept_probability(p, q, tokens)).all()):
@@ -139,16 +139,16 @@ class StopsTheBatch(Ratio):
 @pytest.mark.mutation
 @pytest.mark.parametrize(("batch_size", "num_sequences"), [(1, 300), (2, 1200), (8, 2400)])
 def test_one_rejection_must_not_stop_the_batch(batch_size, num_sequences):
-    """The planted rule is right for a batch of 1, and has the law of claim G4 for others."""
+    """The planted rule is right for a batch of 1; for others it has claim G4's distribution."""
     rig = rig_of(num_drafts=1, batch_size=batch_size, rule=StopsTheBatch())
     runs = rig.run(num_sequences, 1)
-    p, q = (torch.tensor(list(law_of_first(each, PLAIN, 1).values())) for each in (TARGET, DRAFT))
+    p, q = (torch.tensor(list(first_dist(each, PLAIN, 1).values())) for each in (TARGET, DRAFT))
     alpha = 1 - distance(p, q)
     accepted = torch.minimum(p, q) * alpha ** (batch_size - 1)
     planted = accepted + (1 - alpha**batch_size) * residual(p, q)
     statistic, allowed = chi_square(runs, {(i,): float(each) for i, each in enumerate(planted)})
     assert statistic < allowed
-    statistic, allowed = chi_square(runs, law_of_first(TARGET, PLAIN, 1))
+    statistic, allowed = chi_square(runs, first_dist(TARGET, PLAIN, 1))
     assert (statistic < allowed) == (batch_size == 1)
 
 
@@ -162,34 +162,34 @@ def resamples_from_p(monkeypatch, rig):
 
 
 def p_is_not_truncated(monkeypatch, rig):
-    """The law of the target is not that of its sampler."""
-    monkeypatch.setattr(ratio, "law", lambda z, pack: law(z, pack._replace(truncates=False)))
+    """The distribution of the target is not that of its sampler."""
+    monkeypatch.setattr(ratio, "dist", lambda z, pack: dist(z, pack._replace(truncates=False)))
 
 
 def q_is_not_truncated(monkeypatch, rig):
-    rig.law_of_draft = lambda z, pack: law(z, pack._replace(truncates=False))
+    rig.dist_of_draft = lambda z, pack: dist(z, pack._replace(truncates=False))
 
 
 def q_has_another_temperature(monkeypatch, rig):
-    rig.law_of_draft = lambda z, pack: law(z, pack._replace(temperature=pack.temperature * 1.5))
+    rig.dist_of_draft = lambda z, pack: dist(z, pack._replace(temperature=pack.temperature * 1.5))
 
 
 def q_is_late(monkeypatch, rig):
-    """The law that a draft was drawn from is that of the draft after it."""
+    """The distribution that a draft was drawn from is that of the draft after it."""
     given = rig.sampler.choose
     monkeypatch.setattr(
         rig.sampler,
         "choose",
-        lambda *args, laws, **more: given(
-            *args, laws={row: each.roll(-1, 0) for row, each in laws.items()}, **more
+        lambda *args, dists, **more: given(
+            *args, dists={row: each.roll(-1, 0) for row, each in dists.items()}, **more
         ),
     )
 
 
 def drafts_are_the_best_tokens(monkeypatch, rig):
-    """An argmax draft, with the law of a sampled one."""
+    """An argmax draft, with the distribution of a sampled one."""
     monkeypatch.setattr(
-        "tests.speculative.laws.choose",
+        "tests.speculative.distributions.choose",
         lambda z, pack, purpose: choose(z, pack._replace(temperature=0 * pack.temperature)),
     )
 
@@ -258,8 +258,8 @@ class ResidualWithNoiseOf(Ratio):
     def choose(self, samples, logits, pack, drafted, model_dtype):
         decided = super().choose(samples, logits, pack, drafted, model_dtype)
         tokens = torch.tensor([each.token for each in drafted])
-        q = torch.stack([each.law for each in drafted]).double()
-        left = residual(law(logits, pack).double(), q).log().float()
+        q = torch.stack([each.dist for each in drafted]).double()
+        left = residual(dist(logits, pack).double(), q).log().float()
         ones, zeros = torch.ones(len(left)), torch.zeros(len(left))
         stream = pack.seed, pack.sample_index, pack.position, self.purpose
         return torch.where(
@@ -272,13 +272,13 @@ def test_the_residual_has_noise_of_its_own():
     target, draft = (
         torch.tensor(each).log().expand(4, 4, 3) for each in ([0.1, 0.5, 0.4], [0.5, 0.4, 0.1])
     )
-    laws = {}
+    dists = {}
     for purpose in (Purpose.RESAMPLE, Purpose.DRAFT):
         rule = ResidualWithNoiseOf(purpose)
         runs = Rig(target, draft, PLAIN, 1, rule, N).run(N, 1)
-        laws[purpose] = torch.tensor(runs)[:, 0].bincount() / N
-    assert distance(laws[Purpose.RESAMPLE], [0.1, 0.5, 0.4]) < 0.01
-    assert distance(laws[Purpose.DRAFT], [0.1, 0.4475, 0.4525]) < 0.01
+        dists[purpose] = torch.tensor(runs)[:, 0].bincount() / N
+    assert distance(dists[Purpose.RESAMPLE], [0.1, 0.5, 0.4]) < 0.01
+    assert distance(dists[Purpose.DRAFT], [0.1, 0.4475, 0.4525]) < 0.01
 
 
 # ---- many rows at once, without the sampler --------------------------------------------------
@@ -286,20 +286,20 @@ def test_the_residual_has_noise_of_its_own():
 
 @pytest.mark.slow
 def test_200_000_first_tokens():
-    """Large enough to see laws that are 0.01 apart."""
+    """Large enough to see distributions that are 0.01 apart."""
     size = 200_000
     ones, zeros = torch.ones(size), torch.zeros(size, dtype=torch.int64)
     pack = Pack(ones, 0 * ones, ones, zeros.int(), torch.arange(size), zeros, zeros, False)
     raw, logits = DRAFT[8, 8].expand(size, -1), TARGET[8, 8].expand(size, -1)
     tokens, _ = choose(raw, pack, purpose=Purpose.DRAFT)
-    q = law(raw, pack)
+    q = dist(raw, pack)
     drafted = [
         DraftedToken(token, 0, each)
         for token, each in zip(tokens.tolist(), q.unbind(0), strict=True)
     ]
     samples, _ = choose(logits, pack)
     decided = Ratio().choose(samples, logits, pack, drafted, torch.float32)
-    cells = law_of_first(TARGET, PLAIN, 1)
+    cells = first_dist(TARGET, PLAIN, 1)
     for found in (samples, decided):
         statistic, allowed = chi_square([(token,) for token in found.tolist()], cells)
         assert statistic < allowed
@@ -324,12 +324,12 @@ def sampler_of(params: list[SamplingParams], rule: Rule | None) -> Sampler:
 MIXED = [PLAIN, TRUNCATED, PENALISED, SamplingParams(temperature=0.0), LEAST, PLAIN]
 
 
-def chosen(rows: list[int], rule: Rule | None, without_law: int = -1, num_forks: int = 0) -> dict:
+def chosen(rows: list[int], rule: Rule | None, without_dist: int = -1, num_forks: int = 0) -> dict:
     """Tokens of some of the rows 0 to 5, which have 0 to 3 drafts; those without fork."""
     sampler = sampler_of(MIXED, rule)
     generator = torch.Generator().manual_seed(9)
     logits = torch.randn(6, 4, 8, generator=generator)
-    laws = torch.randn(6, 3, 8, generator=generator).softmax(-1)
+    dists = torch.randn(6, 3, 8, generator=generator).softmax(-1)
     drafts = {row: [row, 2, 7][: row % 4] for row in rows if row % 4}
     places = [row for row in rows for _ in range(1 + row % 4)]
     tokens, _ = sampler.choose(
@@ -338,7 +338,7 @@ def chosen(rows: list[int], rule: Rule | None, without_law: int = -1, num_forks:
         [i for row in rows for i in range(1 + row % 4)],
         [0 if row % 4 else num_forks for row in places],
         drafts,
-        {row: laws[row] for row in drafts if row != without_law},
+        {row: dists[row] for row in drafts if row != without_dist},
     )
     found, left = {}, tokens.tolist()
     for row in rows:
@@ -359,12 +359,12 @@ def test_a_row_is_the_same_alone_and_in_any_batch(monkeypatch):
     assert {row: tokens[: 1 + row % 4] for row, tokens in forked.items()} == together
 
 
-def test_without_a_law_samples_stay():
+def test_without_a_dist_samples_stay():
     """Such a draft is accepted where it equals the sample, as in strict mode."""
     rows = list(range(6))
     strict, ruled = chosen(rows, None), chosen(rows, Ratio())
-    assert ruled[2] != strict[2]  # penalised, with a law
-    without = chosen(rows, Ratio(), without_law=2)
+    assert ruled[2] != strict[2]  # penalised, with a distribution
+    without = chosen(rows, Ratio(), without_dist=2)
     assert without[2] == strict[2]
     assert [without[row] for row in (0, 3, 4)] == [strict[row] for row in (0, 3, 4)]
     assert [without[row] for row in (1, 5)] == [ruled[row] for row in (1, 5)]
@@ -374,13 +374,13 @@ def test_without_a_law_samples_stay():
 def test_a_row_that_fails_harms_no_other():
     sampler = sampler_of([PLAIN, PLAIN, PENALISED], Ratio())
     logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(4))
-    laws = torch.full((1, 8), 0.125)
+    dists = torch.full((1, 8), 0.125)
     arguments = [0, 0, 1, 1, 2, 2], [0, 1] * 3, [], {0: [1], 1: [2], 2: [3]}
-    right, _ = sampler.choose(logits, *arguments, dict.fromkeys(range(3), laws))
+    right, _ = sampler.choose(logits, *arguments, dict.fromkeys(range(3), dists))
     for bad in (torch.nan, torch.inf, -torch.inf):
         broken = logits.clone()
         broken[2] = bad
-        tokens, best = sampler.choose(broken, *arguments, dict.fromkeys(range(3), laws))
+        tokens, best = sampler.choose(broken, *arguments, dict.fromkeys(range(3), dists))
         assert best.isfinite().tolist() == [True, True, False, True, True, True]
         kept = [0, 1, 3, 4, 5]
         assert tokens[kept].tolist() == right[kept].tolist()

@@ -15,7 +15,7 @@ H200 = next(value for key, value in DATASHEET.items() if key.startswith("h200"))
 
 
 def linear(batch, drafts):
-    """A made-up law: 10 ms, and 1 ms for each token."""
+    """A made-up distribution: 10 ms, and 1 ms for each token."""
     return 0.010 + 0.001 * (batch + drafts)
 
 

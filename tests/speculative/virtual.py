@@ -1,7 +1,7 @@
-"""The real scheduler on a virtual clock: steps take what a law says, drafts are accepted by chance.
+"""The real scheduler on a virtual clock: steps take given times, drafts are accepted by chance.
 
 Nothing is computed. A sequence's proposer answers with some probability and its drafts are accepted
-with another one, both given by the test; a step takes the seconds of the test's law.
+with another one, both given by the test; a step takes the seconds of the test's step times.
 """
 
 import random
@@ -17,7 +17,7 @@ from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Request
 from minillm.scheduling.scheduler import Scheduler
 
-Law = Callable[[int, int, bool], float]  # seconds of (sequences, tokens, whether drafts were asked)
+StepTime = Callable[[int, int, bool], float]  # seconds of (sequences, tokens, drafts asked)
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Machine:
     """A scheduler with drafts, its clock, and what happened."""
 
     drafts: Drafts
-    law: Law
+    step_time: StepTime
     seed: int = 0
     noise: float = 0.0
     pauses: float = 0.0  # how often something else has the processor for up to 4 plain steps
@@ -75,11 +75,11 @@ class Machine:
                 num_drafted[row.seq_id] = drafted
             sampled[row.seq_id] = [7] * (1 + accepted)
         asked = any(row.num_logits > 1 for row in plan.rows)
-        seconds = self.law(len(plan.rows), tokens, asked)
+        seconds = self.step_time(len(plan.rows), tokens, asked)
         if self.noise:
             seconds *= 1 + self.random.expovariate(1 / self.noise)
         if self.random.random() < self.pauses:
-            seconds += self.random.uniform(0.0, 4.0) * self.law(
+            seconds += self.random.uniform(0.0, 4.0) * self.step_time(
                 len(plan.rows), len(plan.rows), False
             )
         self.clock += seconds
@@ -110,7 +110,7 @@ class Machine:
 
     def run_plain(self, count: int) -> float:
         """Tokens per second of the same machine without drafts."""
-        other = Machine(Drafts(0), self.law, self.seed, self.noise, self.pauses)
+        other = Machine(Drafts(0), self.step_time, self.seed, self.noise, self.pauses)
         for name, habit in self.habits.items():
             other.add(name, habit)
         other.run(count + 1)

@@ -1,8 +1,8 @@
 """The inverse of the running sum: one number `u` draws from any list of probabilities.
 
-This draw and the Gumbel trick of chapter 02 have the same law, but use random numbers differently.
-Here one number decides, so the tokens need an order and a running sum. There every token has its
-own number, which suits a GPU and lets a kernel draw without sorting.
+This draw and the Gumbel trick of chapter 02 have the same distribution, but use random numbers
+differently. Here one number decides, so the tokens need an order and a running sum. There every
+token has its own number, which suits a GPU and lets a kernel draw without sorting.
 
 The order has a use as well. The best token comes first, so a lower temperature moves each border to
 the right, and for the same `u` the choice can only move up the ranking. Two settings can therefore

@@ -9,10 +9,10 @@ from statistics import NormalDist
 def levels() -> list[float]:
     """Probabilities from below: 1 - delta to one half and on to delta."""
     delta = float((1 - Fraction(1, 30) + 1 - Fraction(1, 32)) / 2)
-    law = NormalDist()
-    found = [law.inv_cdf((1 - delta) + (delta - 0.5) * place / 7) for place in range(7)]
+    dist = NormalDist()
+    found = [dist.inv_cdf((1 - delta) + (delta - 0.5) * place / 7) for place in range(7)]
     found.append(0.0)
-    found += [law.inv_cdf(0.5 + (delta - 0.5) * place / 8) for place in range(1, 9)]
+    found += [dist.inv_cdf(0.5 + (delta - 0.5) * place / 8) for place in range(1, 9)]
     return [each / found[-1] for each in found]
 
 

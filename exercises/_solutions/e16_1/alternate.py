@@ -1,4 +1,5 @@
-"""Another way: count the kept drafts first; the law of the last token follows from their number.
+"""Another way: count the kept drafts first; the distribution of the last token follows from their
+number.
 
 `takewhile` goes over the places that pass. Instead of dividing the residual, multiply u by its
 sum.
@@ -20,23 +21,23 @@ def residual(p: list[float], q: list[float]) -> list[float]:
 
 def verify(
     targets: list[list[float]],
-    laws: list[list[float]],
+    dists: list[list[float]],
     drafts: list[int],
     coins: list[float],
     u: float,
 ) -> list[int]:
-    """Count, choose a law, draw."""
+    """Count, choose a distribution, draw."""
 
     def stands(place: int) -> bool:
         token = drafts[place]
-        return coins[place] < accept_probability(targets[place], laws[place], token)
+        return coins[place] < accept_probability(targets[place], dists[place], token)
 
     count = len(list(takewhile(stands, range(len(drafts)))))
-    law = targets[count]
+    dist = targets[count]
     if count < len(drafts):
-        law = residual(law, laws[count])
-    sums = list(accumulate(law))
+        dist = residual(dist, dists[count])
+    sums = list(accumulate(dist))
     end = next((token for token, total in enumerate(sums) if total > u), None)
     if end is None:
-        end = max(token for token, share in enumerate(law) if share > 0)
+        end = max(token for token, share in enumerate(dist) if share > 0)
     return [*drafts[:count], end]

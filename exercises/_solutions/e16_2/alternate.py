@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable
 
 
-def pick(law: list[float], noise: list[float]) -> int:
-    """Who arrives first: exp(-noise) / law is the time of each token."""
+def pick(dist: list[float], noise: list[float]) -> int:
+    """Who arrives first: exp(-noise) / distribution is the time of each token."""
     best, first = 0, math.inf
-    for token, (share, luck) in enumerate(zip(law, noise, strict=True)):
+    for token, (share, luck) in enumerate(zip(dist, noise, strict=True)):
         if share > 0 and -luck - math.log(share) < first:
             best, first = token, -luck - math.log(share)
     return best
@@ -44,8 +44,8 @@ def generate(
         known = tokens + new
         most = min(k, count - len(new) - 1)
         drafts = list(propose(list(known), most)) if most else []
-        laws = large(known, drafts)
-        picks = [pick(law, noise(len(known) + i)) for i, law in enumerate(laws)]
+        dists = large(known, drafts)
+        picks = [pick(dist, noise(len(known) + i)) for i, dist in enumerate(dists)]
         wrong = [i for i, token in enumerate(drafts) if picks[i] != token]
         new += picks[: wrong[0] + 1] if wrong else picks
     return new

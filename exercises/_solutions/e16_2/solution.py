@@ -1,21 +1,22 @@
 """A token is a function of the text before it and of its position; so it may be computed early.
 
-`generate` asks the large model for all laws behind the drafts at once, and picks at each place with
-the noise of that position. The picks are right as long as the drafts before them are, and the first
-pick that differs from its draft is right, too. Nothing is asked of the proposer but tokens: it
-changes how many steps there are, and no token.
+`generate` asks the large model for all distributions behind the drafts at once, and picks at each
+place with the noise of that position. The picks are right as long as the drafts before them are,
+and the first pick that differs from its draft is right, too. Nothing is asked of the proposer but
+tokens: it changes how many steps there are, and no token.
 
 In `agreement`, ln p + g is an exponential race: with noise g = -ln E, the token with the smallest
-E / p wins. Both laws choose i exactly if E_j > E_i max(p_j / p_i, q_j / q_i) for every other j.
+E / p wins. Both distributions choose i exactly if E_j > E_i max(p_j / p_i, q_j / q_i) for every
+other j.
 """
 
 import math
 from collections.abc import Callable
 
 
-def pick(law: list[float], noise: list[float]) -> int:
-    """The token with the largest ln(law) + noise; of equal ones the smaller."""
-    scores = [math.log(p) + g if p > 0 else -math.inf for p, g in zip(law, noise, strict=True)]
+def pick(dist: list[float], noise: list[float]) -> int:
+    """The token with the largest ln(distribution) + noise; of equal ones the smaller."""
+    scores = [math.log(p) + g if p > 0 else -math.inf for p, g in zip(dist, noise, strict=True)]
     return scores.index(max(scores))
 
 
@@ -45,10 +46,10 @@ def generate(
     while len(text) < end:
         room = min(k, end - len(text) - 1)
         drafts = propose(text, room) if room > 0 else []
-        laws = large(text, drafts)
+        dists = large(text, drafts)
         start = len(text)
-        for place, law in enumerate(laws):
-            token = pick(law, noise(start + place))
+        for place, dist in enumerate(dists):
+            token = pick(dist, noise(start + place))
             text.append(token)
             if place < len(drafts) and token != drafts[place]:
                 break

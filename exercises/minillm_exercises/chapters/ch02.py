@@ -1,5 +1,5 @@
 """What chapter 02 needs beside the engine: a picture of a truncated distribution, a test of counts
-against a law, and a measure of how much a text repeats itself."""
+against a distribution, and a measure of how much a text repeats itself."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
     from minillm import LLM
 
-FEWEST_EXPECTED = 5.0  # below this a count is too small for the chi-square law (Cochran, 1954)
+FEWEST_EXPECTED = 5.0  # below this a count is too small for the chi-square test (Cochran, 1954)
 
 
 @dataclass(frozen=True)
 class ChiSquare:
-    """Pearson's statistic of counts against a law (1900), and its degrees of freedom."""
+    """Pearson's statistic of counts against a distribution (1900), and its degrees of freedom."""
 
     statistic: float
     degrees: int
 
     @property
     def fits(self) -> bool:
-        """Whether the counts may come from the law: the statistic is at most four standard
-        deviations above the mean that the law gives it, ``degrees + 4 sqrt(2 degrees)``."""
+        """Whether the counts may come from the distribution: the statistic is at most four standard
+        deviations above its mean then, ``degrees + 4 sqrt(2 degrees)``."""
         return self.statistic <= self.degrees + 4 * math.sqrt(2 * self.degrees)
 
 

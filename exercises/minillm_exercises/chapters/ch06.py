@@ -15,7 +15,7 @@ from random import Random
 from types import MappingProxyType
 
 from minillm.config import ModelConfig
-from minillm.lab.simulation import Simulation, StepLaw
+from minillm.lab.simulation import Simulation, StepTime
 from minillm.models.presets import preset
 from minillm.scheduling.record import Blocked, StepRecord
 from minillm.scheduling.scheduler import Scheduler
@@ -25,12 +25,12 @@ from minillm_exercises.chapters.common import rounds as rounds
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.errors import ExerciseError
 
-MEAN = 275  # tokens of an answer, under each law
+MEAN = 275  # tokens of an answer, under each distribution
 
-Law = Callable[[Random], int]
+Dist = Callable[[Random], int]
 
-# How long answers are: four laws with one mean (the log-normal's is 277, and a draw's varies).
-LAWS: Mapping[str, Law] = MappingProxyType(
+# How long answers are: four distributions with one mean (log-normal: 277; a draw's varies).
+DISTS: Mapping[str, Dist] = MappingProxyType(
     {
         "equal": lambda chance: MEAN,
         "uniform": lambda chance: chance.randint(50, 500),
@@ -40,14 +40,14 @@ LAWS: Mapping[str, Law] = MappingProxyType(
 )
 
 
-def draw(law: str, count: int, seed: int = 6, scale: int = 1) -> list[int]:
-    """So many lengths by a law of `LAWS`, divided by `scale` where a short run is wanted; the same
-    on every machine.
+def draw(dist: str, count: int, seed: int = 6, scale: int = 1) -> list[int]:
+    """So many lengths by a distribution of `DISTS`, divided by `scale` where a short run is wanted;
+    the same on every machine.
 
     Raises:
-        ExerciseError: a law that is not of `LAWS`.
+        ExerciseError: a distribution that is not of `DISTS`.
     """
-    chance, length = Random(seed), chosen("law", law, LAWS)
+    chance, length = Random(seed), chosen("dist", dist, DISTS)
     return [max(1, round(length(chance) / scale)) for _ in range(count)]
 
 
@@ -58,7 +58,7 @@ def uniform(count: int, low: int, high: int, seed: int = 6) -> list[int]:
 
 
 def exponential(count: int, mean: float, most: int, seed: int = 6) -> list[int]:
-    """So many lengths of an exponential law, cut off at `most`."""
+    """So many lengths of an exponential distribution, cut off at `most`."""
     chance = Random(seed)
     return [min(most, max(1, round(chance.expovariate(1 / mean)))) for _ in range(count)]
 
@@ -147,7 +147,7 @@ class Room:
 
     seats: int
     blocks: int | None = None
-    seconds: StepLaw | None = None
+    seconds: StepTime | None = None
 
 
 def serve(

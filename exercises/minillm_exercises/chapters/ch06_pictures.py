@@ -1,4 +1,4 @@
-"""Chapter 06's pictures: seats over steps, what each law gains, a real run, and the load."""
+"""Chapter 06's pictures: seats over steps, what each distribution gains, a real run, the load."""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -75,20 +75,20 @@ def draw_schedules(traces: Mapping[str, Trace], seats: int, least: int) -> None:
 
 def draw_gains(gains: Mapping[str, Mapping[int, Fraction]],
                most: Mapping[str, Mapping[int, Fraction]]) -> None:  # fmt: skip
-    """Draw the gain of each law over the number of seats, and what it can be at most."""
+    """Draw the gain of each distribution over the number of seats, and what it can be at most."""
     fig, ax = figure("seats (logarithmic)", "gain in steps (times, logarithmic)", size=(7, 4.2))
-    for number, (law, by_seats) in enumerate(gains.items()):
+    for number, (dist, by_seats) in enumerate(gains.items()):
         seats = list(by_seats)
         name = "most possible" if number == len(gains) - 1 else ""
-        bound(ax, seats, [float(most[law][count]) for count in seats], name, "above")
+        bound(ax, seats, [float(most[dist][count]) for count in seats], name, "above")
         values = [float(by_seats[count]) for count in seats]
-        ax.plot(seats, values, label=law, **series(number))
-        ax.annotate(f" {law}, {values[-1]:.1f}", (seats[-1], values[-1]), (4, 0), va="center",
+        ax.plot(seats, values, label=dist, **series(number))
+        ax.annotate(f" {dist}, {values[-1]:.1f}", (seats[-1], values[-1]), (4, 0), va="center",
                     textcoords="offset points", fontsize=9)  # fmt: skip
     _logarithmic(ax, seats, (1, 2, 5, 10, 20))
     ax.set_xlim(right=seats[-1] * 3.2)
-    last = max(gains, key=lambda law: gains[law][seats[-1]])
-    low, high = (float(gains[law][seats[-1]]) for law in ("equal", last))
+    last = max(gains, key=lambda dist: gains[dist][seats[-1]])
+    low, high = (float(gains[dist][seats[-1]]) for dist in ("equal", last))
     show(fig, f"Computed: steps of static over steps of continuous batching; the dashed lines are "
               f"the most that is possible. The gain with {seats[-1]} seats goes from "
               f"{low:.1f} times (equal) to {high:.1f} times ({last}).")  # fmt: skip

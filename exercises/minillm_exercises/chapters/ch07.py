@@ -29,7 +29,7 @@ CAP = 2048
 REASONS = ("no hole", "over-reserved", "full")
 
 # How long requests are: uniform, or log-normal with this mean and deviation of the logarithm.
-LAWS: Mapping[str, tuple[float, float] | None] = MappingProxyType(
+DISTS: Mapping[str, tuple[float, float] | None] = MappingProxyType(
     {"uniform": None, "mixed": (6.2, 0.8), "mostly short": (5.6, 0.9)}
 )
 
@@ -189,32 +189,32 @@ def refusals(moments: Sequence[Moment]) -> dict[str, int]:
 
 
 def table_rows(runs: Mapping[str, Mapping[str, Sequence[Moment]]]) -> list[list[str]]:
-    """A line per law and memory: how many ran at once, refusals by reason, and preemptions."""
+    """A line per distribution and memory: how many ran at once, refusals by reason, preemptions."""
     rows = []
-    for law, found in runs.items():
+    for dist, found in runs.items():
         for name, moments in found.items():
             seen = refusals(moments)
             reasons = [f"{seen.get(reason, 0):,}" for reason in REASONS]
             lost = f"{sum(moment.preempted for moment in moments):,}"
-            rows.append([law, name, average(moments, "running"), *reasons, lost])
+            rows.append([dist, name, average(moments, "running"), *reasons, lost])
     return rows
 
 
-def lengths(law: str, count: int, seed: int = 0) -> list[int]:
-    """Slots that requests need in the end, of 100 to CAP ("uniform"), or by a log-normal law.
+def lengths(dist: str, count: int, seed: int = 0) -> list[int]:
+    """Slots that requests need in the end: 100 to CAP ("uniform"), or log-normally distributed.
 
     Raises:
-        ExerciseError: a law that is not of `LAWS`.
+        ExerciseError: a distribution that is not of `DISTS`.
     """
-    draw, shape = random.Random(seed), chosen("law", law, LAWS)
+    draw, shape = random.Random(seed), chosen("dist", dist, DISTS)
     if shape is None:
         return [draw.randint(100, CAP) for _ in range(count)]
     return [min(CAP, max(4, round(draw.lognormvariate(*shape)))) for _ in range(count)]
 
 
-def requests(law: str, count: int, seed: int = 0) -> list[Work]:
+def requests(dist: str, count: int, seed: int = 0) -> list[Work]:
     """Requests of which a quarter is prompt."""
-    return [Work(i, total // 4, total) for i, total in enumerate(lengths(law, count, seed))]
+    return [Work(i, total // 4, total) for i, total in enumerate(lengths(dist, count, seed))]
 
 
 def come_and_go(memory: Memory, why: Why, arrivals: int, runs: int = 1, seed: int = 0) -> list[str]:

@@ -37,19 +37,19 @@ def draw_reservations(works: Sequence[Work], computed: int, cap: int = CAP) -> N
 
 
 def draw_pools(runs: Mapping[str, Mapping[str, Sequence[Moment]]], slots: int) -> None:
-    """Draw the memory over the steps: a row per law of lengths, a column per allocator."""
+    """Draw the memory over the steps: a row per distribution of lengths, a column per allocator."""
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
     columns = list(next(iter(runs.values())))
     fig, axes = figure("step", "slots (%)", len(runs), len(columns), (7.4, 5.2))
-    for row, (law, found) in zip(axes, runs.items(), strict=True):
+    for row, (dist, found) in zip(axes, runs.items(), strict=True):
         longest = max(map(len, found.values()))
         for ax, name in zip(row, columns, strict=True):
             _stack(ax, found[name], slots)
             ax.grid(visible=False)
             ax.set(xlim=(0, longest), ylim=(0, 100), xlabel="step")
-            ax.set_ylabel(f"{law}\nslots (%)" if name == columns[0] else "")
+            ax.set_ylabel(f"{dist}\nslots (%)" if name == columns[0] else "")
             ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
             ax.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
             ax.set_title(f"{name}: {average(found[name], 'running')} at once", fontsize=10)

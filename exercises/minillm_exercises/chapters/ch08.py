@@ -19,7 +19,7 @@ from minillm import LLM, SamplingParams
 from minillm.config import ModelConfig
 from minillm.lab.hardware import DATASHEET, Hardware
 from minillm.lab.roofline import step_cost, step_time
-from minillm.lab.simulation import Simulation, StepLaw
+from minillm.lab.simulation import Simulation, StepTime
 from minillm.models.forward_pass import Chunk
 from minillm.models.presets import preset
 from minillm.plan.cost import kv_bytes_per_token
@@ -256,7 +256,7 @@ class Flood:
 def flood(
     admission: str,
     share: str,
-    seconds: StepLaw,
+    seconds: StepTime,
     requests: int = 60,
     blocks: int = 500,
     mode: str = "recompute",

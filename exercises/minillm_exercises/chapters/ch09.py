@@ -295,8 +295,8 @@ def draw_speedup(shares: Sequence[float], measured: Sequence[float], model: str)
     fig, ax = figure("share of the prompt found, f", "first token, times as soon", size=(5.5, 3))
     ax.plot(shares, measured, label=f"measured, {model}", **{**series(0), "linestyle": ""})
     fine = [number / 100 for number in range(round(100 * max(shares)) + 1)]
-    law = [1 / (1 - share) for share in fine]
-    bound(ax, fine, law, "if time followed the tokens: 1 / (1 \u2212 f)", side="above", at=0.9)
+    dist = [1 / (1 - share) for share in fine]
+    bound(ax, fine, dist, "if time followed the tokens: 1 / (1 \u2212 f)", side="above", at=0.9)
     ax.legend(loc="upper left", frameon=True, framealpha=1, edgecolor="black")
     told = f"{measured[-1]:.1f} times as soon with {100 * shares[-1]:.0f} % of the prompt found"
     show(

@@ -119,7 +119,7 @@ class RoundedRows(CausalRows):
 
 @torch.no_grad()
 def run(subject: Subject, ids: Sequence[int], kind: Kind) -> tuple[Tensor, RoundedRows]:
-    """Logarithmic laws [T, V] with a cache of this kind, and the cache."""
+    """Logarithmic distributions [T, V] with a cache of this kind, and the cache."""
     rows = RoundedRows(len(ids), kind)
     hidden = subject.model(rows_batch(torch.tensor(ids), len(ids)), rows)
     return subject.model.logits(hidden).float().log_softmax(-1), rows
@@ -133,12 +133,12 @@ def judge(subject: Subject, kind: Kind) -> Quality:
 @torch.no_grad()
 def judge_engine(subject: Subject) -> Quality:
     """The same for the engine's own cache of 8 bits, which rounds queries and weights, too."""
-    config, run, laws = subject.model.config, ForwardPass(subject.model), []
+    config, run, dists = subject.model.config, ForwardPass(subject.model), []
     for ids in subject.windows:
         kv = KVCache(cache_spec(config, "int8"), config.num_layers, 1, len(ids), torch.float32)
         hidden, _ = run.run([Chunk(0, 0, ids)], kv)
-        laws.append(run.logits(hidden).float().log_softmax(-1))
-    return subject.quality(laws)
+        dists.append(run.logits(hidden).float().log_softmax(-1))
+    return subject.quality(dists)
 
 
 def cached(subject: Subject) -> list[tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""Chapter 16: proposers that are watched, a draft model in a dozen lines, and laws of tokens."""
+"""Chapter 16: proposers that are watched, a draft model in a dozen lines, and distributions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.timing import measure
 
-Law = Sequence[Fraction]
+Dist = Sequence[Fraction]
 CONTEXT = 256  # tokens in the cache before a verification that is timed
 MOST = 4096  # where a search for rows or a batch ends
 
@@ -197,7 +197,7 @@ def draws(logits: Tensor, seed: int) -> list[int]:
 
 
 def agreement(p: Tensor, q: Tensor) -> Tensor:
-    """The probability that two laws [N, V] draw the same token with the same Gumbel noise:
+    """The probability that two distributions [N, V] draw the same token with the same Gumbel noise:
     sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), by sorting instead of V x V quotients; [N]."""
     order = (p / q).argsort(dim=-1, descending=True)
     p, q = p.gather(-1, order), q.gather(-1, order)
@@ -215,34 +215,34 @@ def agreed(ours: Tensor, theirs: Tensor, seeds: int, shift: int) -> float:
     return equal / (seeds * len(ours))
 
 
-# Laws of the standard rule -------------------------------------------------------------------
+# Distributions of the standard rule ---------------------------------------------------------------
 
 
-def distance(one: Law, other: Law) -> Fraction:
-    """The total variation distance of two laws: the largest error in the probability of any set of
-    tokens."""
+def distance(one: Dist, other: Dist) -> Fraction:
+    """The total variation distance of two distributions: the largest error in the probability of
+    any set of tokens."""
     return sum((abs(a - b) for a, b in zip(one, other, strict=True)), Fraction(0)) / 2
 
 
-def batch_law(p: Law, q: Law, residual: Law, batch: int) -> list[Fraction]:
-    """The first token's law of a row where one rejection in a batch sends *all* rows to the
-    residual: all rows have these laws."""
+def batch_dist(p: Dist, q: Dist, residual: Dist, batch: int) -> list[Fraction]:
+    """The first token's distribution of a row where one rejection in a batch sends *all* rows to
+    the residual: all rows have these distributions."""
     kept = [min(a, b) for a, b in zip(p, q, strict=True)]
     all_accept = sum(kept, Fraction(0)) ** batch
     others = sum(kept, Fraction(0)) ** (batch - 1)
     return [k * others + (1 - all_accept) * r for k, r in zip(kept, residual, strict=True)]
 
 
-def shared_noise_law(p: Law, q: Law, residual: Law, rows: int = 400_000) -> list[float]:
-    """The first token's law where the residual is drawn with the Gumbel noise that drew the draft:
-    the shares of so many draws, coins apart."""
+def shared_noise_dist(p: Dist, q: Dist, residual: Dist, rows: int = 400_000) -> list[float]:
+    """The first token's distribution where the residual is drawn with the Gumbel noise that drew
+    the draft: the shares of so many draws, coins apart."""
     generator = torch.Generator().manual_seed(0)
-    law = [torch.tensor([float(each) for each in one], dtype=torch.float64) for one in (p, q)]
+    dist = [torch.tensor([float(each) for each in one], dtype=torch.float64) for one in (p, q)]
     left = torch.tensor([float(each) for each in residual], dtype=torch.float64)
     noise = -torch.rand(rows, len(p), generator=generator, dtype=torch.float64).log()
-    draft = (noise / law[1]).argmin(1)  # exponential races are the Gumbel trick
+    draft = (noise / dist[1]).argmin(1)  # exponential races are the Gumbel trick
     coin = torch.rand(rows, generator=generator, dtype=torch.float64)
-    accepted = coin < (law[0] / law[1])[draft]
+    accepted = coin < (dist[0] / dist[1])[draft]
     token = torch.where(accepted, draft, (noise / left).argmin(1))
     return (token.bincount(minlength=len(p)) / rows).tolist()
 

@@ -96,8 +96,8 @@ def show_step(each: Verified, known: str, tokenizer: "Tokenizer") -> None:
 
 
 def show_race(p: Sequence[float], q: Sequence[float], noise: Sequence[float]) -> None:
-    """Show two laws with the same noise: their logarithms plus the noise, the largest marked."""
-    ours, theirs = ([log(x) + g for x, g in zip(law, noise, strict=True)] for law in (p, q))
+    """Show two distributions with the same noise: logarithms plus noise, the largest marked."""
+    ours, theirs = ([log(x) + g for x, g in zip(dist, noise, strict=True)] for dist in (p, q))
 
     def cell(values: Sequence[float], at: int) -> str:
         return f"**{values[at]:.2f}**" if values[at] == max(values) else f"{values[at]:.2f}"

@@ -169,15 +169,15 @@ def with_capacity(
 def popularity(num_experts: int, exponent: float, seed: int = 0) -> NDArray[np.float64]:
     """How often each expert is wanted by Zipf's law (exponent 0: equally often), the popular ones
     anywhere; adds up to 1."""
-    law = np.arange(1, num_experts + 1) ** -float(exponent)
-    return np.random.default_rng(seed).permutation(law / law.sum())
+    dist = np.arange(1, num_experts + 1) ** -float(exponent)
+    return np.random.default_rng(seed).permutation(dist / dist.sum())
 
 
-def choices(law: NDArray[np.float64], per_token: int, tokens: int, seed: int = 0) -> Ids:
+def choices(dist: NDArray[np.float64], per_token: int, tokens: int, seed: int = 0) -> Ids:
     """Experts [tokens, per_token] that differ within a token, each drawn by its popularity among
-    those that are left (Gumbel's trick: the largest of log(law) + noise)."""
+    those that are left (Gumbel's trick: the largest of log(distribution) + noise)."""
     dice = np.random.default_rng(seed)
-    scores = np.log(law) - np.log(-np.log(dice.random((tokens, len(law)))))
+    scores = np.log(dist) - np.log(-np.log(dice.random((tokens, len(dist)))))
     return np.argpartition(-scores, per_token - 1, axis=1)[:, :per_token]
 
 
@@ -202,7 +202,7 @@ def rows_per_gpu(ids: Ids, placement: Sequence[Sequence[int]]) -> NDArray[np.int
 
 
 def balance(
-    law: NDArray[np.float64],
+    dist: NDArray[np.float64],
     per_token: int,
     tokens: int,
     placement: Sequence[Sequence[int]],
@@ -211,7 +211,7 @@ def balance(
     """Mean over largest number of rows of a GPU, the mean of so many simulated steps."""
     found = []
     for step in range(steps):
-        rows = rows_per_gpu(choices(law, per_token, tokens, 1000 + step), placement)
+        rows = rows_per_gpu(choices(dist, per_token, tokens, 1000 + step), placement)
         found.append(rows.mean() / rows.max())
     return float(np.mean(found))
 

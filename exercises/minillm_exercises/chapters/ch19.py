@@ -198,17 +198,17 @@ def noise(rows: int, vocab_size: int) -> Tensor:
     return to_gumbel(words)
 
 
-def law_of_local_noise(p: Sequence[Fraction], size: int) -> list[Fraction]:
-    """The law of the token where every rank draws the noise of its own places: tokens at the same
-    place share their noise, so the likelier one always beats the other, and the places are drawn
-    by the likeliest token of each."""
+def dist_of_local_noise(p: Sequence[Fraction], size: int) -> list[Fraction]:
+    """The distribution of the token where every rank draws the noise of its own places: tokens at
+    the same place share their noise, so the likelier one always beats the other, and the places are
+    drawn by the likeliest token of each."""
     each = len(p) // size
-    law = [Fraction(0)] * len(p)
+    dist = [Fraction(0)] * len(p)
     rivals = [range(place, len(p), each) for place in range(each)]
     top = [max(group, key=lambda token: p[token]) for group in rivals]
     for token in top:
-        law[token] = p[token] / sum(p[t] for t in top)
-    return law
+        dist[token] = p[token] / sum(p[t] for t in top)
+    return dist
 
 
 def distance(one: Sequence[Fraction], other: Sequence[Fraction]) -> Fraction:

@@ -1,4 +1,4 @@
-"""The pictures and tables of chapter 19: a pair of cut matrices, sums in a ring, laws, prices."""
+"""The pictures and tables of chapter 19: cut matrices, sums in a ring, distributions, prices."""
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -117,14 +117,14 @@ def draw_ring(size: int, others: int) -> None:
     )
 
 
-def draw_law(right: Sequence[Fraction], wrong: Sequence[Fraction], size: int) -> None:
+def draw_dist(right: Sequence[Fraction], wrong: Sequence[Fraction], size: int) -> None:
     """Draw the probability of each token, and what becomes of it with local noise."""
     fig, ax = figure("token", "probability (%)", size=(7.2, 3.4))
-    for number, (name, law) in enumerate(
+    for number, (name, dist) in enumerate(
         (("noise by the token's number", right), ("every rank counts from 0", wrong))
     ):
-        at = [token + 0.4 * number - 0.2 for token in range(len(law))]
-        ax.bar(at, [100 * float(each) for each in law], 0.38, label=name, **bars(number))
+        at = [token + 0.4 * number - 0.2 for token in range(len(dist))]
+        ax.bar(at, [100 * float(each) for each in dist], 0.38, label=name, **bars(number))
     each = len(right) // size
     top = 112 * float(max(*right, *wrong))
     for rank in range(1, size):
@@ -137,8 +137,8 @@ def draw_law(right: Sequence[Fraction], wrong: Sequence[Fraction], size: int) ->
     never = sum(not each for each in wrong)
     show(
         fig,
-        f"The law of a token on {size} ranks: where every rank counts its tokens from 0, {never} "
-        f"of {len(wrong)} tokens are never drawn, because their rivals have the same noise.",
+        f"The distribution of a token on {size} ranks: if every rank counts its tokens from 0, "
+        f"{never} of {len(wrong)} tokens are never drawn: their rivals have the same noise.",
     )
 
 

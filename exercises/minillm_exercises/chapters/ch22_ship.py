@@ -191,16 +191,16 @@ def least_price(
 ) -> float:
     """Dollars of a million output tokens if the arithmetic units computed all prompts and answers
     without a pause, and nothing else cost time."""
-    law = StepSeconds(model, config.hardware, config.ranks)
+    seconds = StepSeconds(model, config.hardware, config.ranks)
     cached = len(SYSTEM) // BLOCK * BLOCK if config.prefix_cache else 0
-    _, _, token, _, pair, _ = law.constants[1]
+    _, _, token, _, pair, _ = seconds.constants[1]
     operations = tokens = 0.0
     for _, own, new in demand(requests, seed):
         length = len(SYSTEM) + own + new - 1
         query = length - cached
         operations += token * query + pair * (query * length - query * (query - 1) // 2)
         tokens += new
-    return price(config, tokens / (operations / law.hardware.rate(model.dtype)))
+    return price(config, tokens / (operations / seconds.hardware.rate(model.dtype)))
 
 
 def length(rng: random.Random, median: float, sigma: float, most: int) -> int:

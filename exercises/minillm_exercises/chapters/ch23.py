@@ -1,4 +1,4 @@
-"""Chapter 23: laws of texts with and without a mask, records that models write, times of masks."""
+"""Chapter 23: distributions of texts with and without a mask, models' records, times of masks."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ from minillm_exercises.timing import measure
 REAL = Path(__file__).with_name("ch23_smollm2.json")
 RECORD = r'\{"name": "[A-Za-z ]{1,20}", "age": [0-9]{1,3}\}'
 Number = Fraction | float
-NextLaw = Callable[[tuple[int, ...]], Sequence[Number]]
+NextDist = Callable[[tuple[int, ...]], Sequence[Number]]
 
 
-# Laws of texts -------------------------------------------------------------------------------
+# Distributions of texts ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -40,29 +40,29 @@ class Way:
 
 
 def ways(
-    law: NextLaw, dfa: Dfa, words: Vocabulary, state: int = 1, known: tuple[int, ...] = ()
+    dist: NextDist, dfa: Dfa, words: Vocabulary, state: int = 1, known: tuple[int, ...] = ()
 ) -> Iterator[Way]:
-    """All complete texts of a pattern none of whose texts begins another one. `law(known)` is the
-    model's law [V] of the token after `known`."""
+    """All complete texts of a pattern none of whose texts begins another one. `dist(known)` is the
+    model's distribution [V] of the token after `known`."""
     allowed = np.flatnonzero(dfa.mask(state, words)).tolist()
     if not allowed:
         yield Way(known, 1, 1)
         return
-    shares = law(known)
+    shares = dist(known)
     kept = sum(shares[token] for token in allowed)
     for token in allowed:
         if shares[token]:
             after = dfa.after(state, words.tokens[token])
-            for rest in ways(law, dfa, words, after, (*known, token)):
+            for rest in ways(dist, dfa, words, after, (*known, token)):
                 yield Way(
                     rest.tokens, shares[token] * rest.alone, shares[token] / kept * rest.masked
                 )
 
 
-def two_laws(
+def two_dists(
     found: Sequence[Way], words: Vocabulary
 ) -> tuple[dict[str, Number], dict[str, Number]]:
-    """The laws of the texts where invalid ones are thrown away, and where a mask is used."""
+    """The distributions of the texts where invalid ones are thrown away, and under a mask."""
     valid = sum(way.alone for way in found)
     rejected: dict[str, Number] = {}
     masked: dict[str, Number] = {}
@@ -86,20 +86,20 @@ def scores_of(llm: LLM, ids: Sequence[int]) -> Tensor:
     return logits[0].float().cpu()
 
 
-def law_of(llm: LLM, prompt: str) -> NextLaw:
-    """What a model may write after a prompt, at temperature 1; each law is computed once."""
+def dist_of(llm: LLM, prompt: str) -> NextDist:
+    """What a model may write after a prompt, at temperature 1; all are computed once."""
     start = llm.engine.encode(prompt)
 
     @cache
-    def law(known: tuple[int, ...]) -> list[float]:
+    def dist(known: tuple[int, ...]) -> list[float]:
         return scores_of(llm, [*start, *known]).double().softmax(0).tolist()
 
-    return law
+    return dist
 
 
 def largest(rest: Fraction) -> tuple[Fraction, Fraction]:
     """Where one of two beginnings has a valid rest of this probability (a square) and the other is
-    always valid: the probability of the first at which the two laws differ most, and how much."""
+    always valid: the probability of the first at which both differ most, and how much."""
     root = Fraction(isqrt(rest.numerator), isqrt(rest.denominator))
     return 1 / (1 + root), (1 - root) / (1 + root)
 

@@ -52,10 +52,10 @@ def draw_walk(dfa: Dfa, seen: str, words: Vocabulary) -> None:
 def draw_difference(
     differences: Mapping[Fraction, Mapping[Fraction, Fraction]], marked: tuple[Fraction, Fraction]
 ) -> None:
-    """Draw the distance of the laws against the probability of the token that leads into the
-    improbable rest: a curve for each probability of that rest, its largest value, one example."""
+    """Draw the distance of the distributions against the probability of the token that leads into
+    the improbable rest: a curve for each probability of that rest, its maximum, an example."""
     fig, ax = figure("probability of the first token that is hard to complete",
-                     "difference of the two laws", size=(7, 3.8))  # fmt: skip
+                     "difference of the two distributions", size=(7, 3.8))  # fmt: skip
     peaks = []
     for number, (ratio, values) in enumerate(differences.items()):
         look = series(number) | {"marker": ""}
@@ -64,7 +64,7 @@ def draw_difference(
         peaks.append(tuple(map(float, largest(ratio))))
         ax.plot(*peaks[-1], color=look["color"], marker="D", markersize=6)
     ax.plot(*map(float, marked), "ko", markersize=7, label="the example: t or null")
-    bound(ax, [0.0, 1.0], [1.0, 1.0], "no two laws can differ more", side="above", at=0.0)
+    bound(ax, [0.0, 1.0], [1.0, 1.0], "no two distributions can differ more", side="above", at=0.0)
     ax.set(ylim=(0, 1.12))
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     told = ", ".join(
@@ -76,16 +76,16 @@ def draw_difference(
     )
 
 
-def draw_laws(laws: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]]) -> None:
-    """Draw for each prompt the laws of the texts where invalid ones are thrown away, and where a
-    mask is used."""
-    fig, _ = figure("text", "probability (%)", cols=len(laws), size=(4.3 * len(laws), 3.3))
+def draw_dists(dists: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]]) -> None:
+    """Draw for each prompt the distributions of the texts where invalid ones are thrown away, and
+    where a mask is used."""
+    fig, _ = figure("text", "probability (%)", cols=len(dists), size=(4.3 * len(dists), 3.3))
     told = []
-    for ax, (prompt, both) in zip(fig.axes, laws.items(), strict=True):
+    for ax, (prompt, both) in zip(fig.axes, dists.items(), strict=True):
         names = list(both[0])
-        for number, (name, law) in enumerate(zip(("rejecting", "masking"), both, strict=True)):
+        for number, (name, dist) in enumerate(zip(("rejecting", "masking"), both, strict=True)):
             at = [place + 0.4 * number - 0.2 for place in range(len(names))]
-            ax.bar(at, [100 * law[each] for each in names], 0.38, label=name, **bars(number))
+            ax.bar(at, [100 * dist[each] for each in names], 0.38, label=name, **bars(number))
         ax.set_xticks(range(len(names)), [each.strip() for each in names])
         ax.set(title=f"after {prompt!r}", ylim=(0, 100))
         top = max(names, key=lambda each: abs(both[0][each] - both[1][each]))

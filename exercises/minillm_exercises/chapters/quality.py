@@ -31,9 +31,9 @@ Change = Callable[[str, Tensor], Tensor]  # name and weight [out, in] of a matri
 class Quality(NamedTuple):
     """What a changed model says about the text.
 
-    `kl` is the mean Kullback-Leibler divergence from the law of the unchanged model, in nats per
-    token; `bits` are bits per byte of the text; `same` is the share of positions with the same most
-    likely token.
+    `kl` is the mean Kullback-Leibler divergence from the distribution of the unchanged model, in
+    nats per token; `bits` are bits per byte of the text; `same` is the share of positions with the
+    same most likely token.
     """
 
     kl: float
@@ -62,7 +62,7 @@ class Subject:
             if isinstance(each, Matrix) and name.startswith("layers.")
         }
         self.weights = {name: each.values().clone() for name, each in self._matrices.items()}
-        self._own = self._laws()
+        self._own = self._dists()
 
     @property
     def num_weights(self) -> int:
@@ -80,19 +80,19 @@ class Subject:
         ]
         try:
             with self.changed(new):
-                laws = self._laws()
+                dists = self._dists()
         finally:
             for hook in hooks:
                 hook.remove()
-        return self.quality(laws)
+        return self.quality(dists)
 
-    def quality(self, laws: Sequence[Tensor]) -> Quality:
-        """That of other logarithmic laws [T, V] for the windows."""
+    def quality(self, dists: Sequence[Tensor]) -> Quality:
+        """That of other logarithmic distributions [T, V] for the windows."""
         kl, same, nats = 0.0, 0, 0.0
-        for own, law, ids in zip(self._own, laws, self.windows, strict=True):
-            kl += float((own.exp() * (own - law)).sum())
-            same += int((own.argmax(-1) == law.argmax(-1)).sum())
-            nats += float(F.nll_loss(law[:-1], torch.tensor(ids[1:]), reduction="sum"))
+        for own, dist, ids in zip(self._own, dists, self.windows, strict=True):
+            kl += float((own.exp() * (own - dist)).sum())
+            same += int((own.argmax(-1) == dist.argmax(-1)).sum())
+            nats += float(F.nll_loss(dist[:-1], torch.tensor(ids[1:]), reduction="sum"))
         count = sum(map(len, self.windows))
         num_bytes = sum(len(self.tokenizer.decode(ids[1:]).encode()) for ids in self.windows)
         return Quality(kl / count, nats / math.log(2) / num_bytes, same / count)
@@ -142,7 +142,7 @@ class Subject:
                 self.weights[f"{number}.{name}"][:, at] /= factor
                 chosen[f"{number}.{name}"] = at
         self._put(self.weights)
-        self._own = self._laws()
+        self._own = self._dists()
         return chosen
 
     @torch.no_grad()
@@ -150,5 +150,5 @@ class Subject:
         for name, each in self._matrices.items():
             each.values().copy_(weights[name])
 
-    def _laws(self) -> list[Tensor]:
+    def _dists(self) -> list[Tensor]:
         return [logits_of(self.model, ids).log_softmax(-1) for ids in self.windows]

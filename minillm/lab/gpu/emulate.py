@@ -21,6 +21,7 @@ from minillm.models.checkpoint import ModelSource, open_model
 from minillm.models.decoder import Decoder
 from minillm.ops import cpu_sampling, dispatch, transfers
 from minillm.ops.dispatch import Backend
+from minillm.parallel.split import stage_config
 
 ARCH, LAYERS = 90, 2  # layers of a model: the others launch the same kernels
 
@@ -43,14 +44,11 @@ def few_layers(name: Any) -> ModelSource:
     """A model, a preset cut to `LAYERS` layers."""
     source = open_model(name)
     layers = min(LAYERS, source.config.num_layers)
-    return source if source.folder else replace(source, config=first_layers(source.config, layers))
-
-
-def first_layers(config: Any, layers: int) -> Any:
-    """A configuration with the first layers only."""
-    cut = {name: getattr(config, name)[:layers] for name in ("sliding_windows", "moe_layers")
-           if getattr(config, name, None)}  # fmt: skip
-    return replace(config, num_layers=layers, **cut)
+    return (
+        source
+        if source.folder
+        else replace(source, config=stage_config(source.config, range(layers)))
+    )
 
 
 def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -20,7 +20,7 @@ from minillm.cache.spec import cache_spec
 from minillm.execution.graphs import CudaCapture, DecodeGraphs
 from minillm.execution.runner import runner_of
 from minillm.execution.state import DeviceRows
-from minillm.lab.gpu.emulate import Again, first_layers
+from minillm.lab.gpu.emulate import Again
 from minillm.lab.gpu.worker import Case, Context, Found
 from minillm.layers.kv_cache import KVCache
 from minillm.models.batches import make_batch
@@ -29,6 +29,7 @@ from minillm.models.presets import preset
 from minillm.ops import dispatch
 from minillm.ops.batch import AttentionMode, Batch
 from minillm.ops.dispatch import Backend
+from minillm.parallel.split import stage_config
 
 LAYERS: Mapping[str, int] = {
     "qwen3-0.6b": 4,
@@ -184,7 +185,7 @@ def plain_torch() -> Iterator[None]:
 def same_logits(context: Context, made: dict[str, Decoder], count: int) -> dict[str, Any]:
     """After prompts of several lengths, the logits of a decode step of `count` rows."""
     if "model" not in made:
-        config = first_layers(preset(context.task), LAYERS[context.task])
+        config = stage_config(preset(context.task), range(LAYERS[context.task]))
         made["model"] = Decoder(config, torch.bfloat16, context.device, 4096)
         made["model"].initialize(std=0.05)
     model = made["model"]

@@ -9,6 +9,7 @@ from minillm.models.families.fields import Fields, only
 from minillm.models.families.llama import llama, mistral, mixtral
 from minillm.models.families.olmo import olmo2
 from minillm.models.families.qwen import qwen2, qwen3, qwen3_moe
+from minillm.models.families.smollm import smollm3
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "llama": llama,
@@ -20,6 +21,7 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "olmo2": olmo2,
+    "smollm3": smollm3,
 }
 
 

@@ -19,13 +19,14 @@ from minillm.execution.state import DeviceRows
 from minillm.lab import ceilings
 from minillm.lab.commands import bench_compare
 from minillm.lab.gpu import engine, families, speed, stages, warm
-from minillm.lab.gpu.emulate import emulated, first_layers
+from minillm.lab.gpu.emulate import emulated
 from minillm.lab.gpu.worker import Case, Context, tried
 from minillm.layers.kv_cache import KVCache
 from minillm.models.batches import make_batch
 from minillm.models.decoder import Decoder
 from minillm.models.forward_pass import ForwardPass
 from minillm.models.presets import preset
+from minillm.parallel.split import stage_config
 from minillm.plan import machine
 from minillm_kernels import families as kernel_families
 from minillm_kernels import reference
@@ -182,7 +183,7 @@ def test_nothing_compiles_while_requests_run():
 def test_a_layer_of_a_decode_step_has_so_many_launches(monkeypatch):
     """Two norms, four products, rotation and writes, attention, the merge of its splits, SwiGLU.
     A product is one launch, by a kernel or by cuBLAS; long batches have no splits."""
-    config = replace(first_layers(preset("qwen3-0.6b"), 2), vocab_size=64)
+    config = replace(stage_config(preset("qwen3-0.6b"), range(2)), vocab_size=64)
     cublas, plain = [], reference.linear
     monkeypatch.setattr(reference, "linear", lambda *given: cublas.append(1) or plain(*given))
     with emulated() as kernels, torch.inference_mode():

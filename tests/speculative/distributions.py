@@ -1,7 +1,7 @@
-"""What the law of sampled tokens is, written without our code; and how counts are compared with it.
+"""The distribution of sampled tokens, written without our code, and how counts compare with it.
 
 A fake model has logits that are a function of the last two tokens: a table [V + 1, V + 1, V], where
-V stands for a token before the first. So the law of the first tokens can be counted out.
+V stands for a token before the first. So the distribution of the first tokens can be counted out.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.ops.philox import Purpose
-from minillm.ops.sampling import Pack, choose, law
+from minillm.ops.sampling import Pack, choose, dist
 from minillm.sampling.edits import SamplingRow
 from minillm.sampling.rules import Rule
 from minillm.sampling.sampler import Sampler
@@ -22,7 +22,7 @@ from minillm.sampling.verify import match
 
 V = 8
 LEVEL = 1e-6  # of a test: a right engine fails once in so many seeds, and the seeds are fixed
-Cells = Mapping[tuple[int, ...], float]  # the law of the first tokens
+Cells = Mapping[tuple[int, ...], float]  # the distribution of the first tokens
 
 
 def table(seed: int, scale: float = 1.5, vocab_size: int = V) -> Tensor:
@@ -65,7 +65,7 @@ def pipeline(logits: np.ndarray, params: SamplingParams, output: Sequence[int] =
     return p / p.sum()
 
 
-def law_of_first(target: Tensor, params: SamplingParams, count: int) -> dict:
+def first_dist(target: Tensor, params: SamplingParams, count: int) -> dict:
     """The probability of every run of `count` first tokens."""
     cells: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(count):
@@ -104,9 +104,9 @@ def chi_square(drawn: Sequence[tuple[int, ...]], cells: Cells) -> tuple[float, f
     return statistic, float(stats.chi2.isf(LEVEL, max(df, 1)))
 
 
-def distance(law: Sequence[float] | np.ndarray | Tensor, other: object) -> float:
+def distance(dist: Sequence[float] | np.ndarray | Tensor, other: object) -> float:
     """Total variation."""
-    return 0.5 * float(np.abs(np.asarray(law, float) - np.asarray(other, float)).sum())
+    return 0.5 * float(np.abs(np.asarray(dist, float) - np.asarray(other, float)).sum())
 
 
 class Rig:
@@ -129,7 +129,7 @@ class Rig:
         self.num_drafts, self.rule, self.batch_size = num_drafts, rule, batch_size
         self.num_drafted = self.num_accepted = 0
         # What a mutant may do wrong:
-        self.law_of_draft: Callable[[Tensor, Pack], Tensor] = law
+        self.dist_of_draft: Callable[[Tensor, Pack], Tensor] = dist
         self.purpose = Purpose.DRAFT
         self.sampler = Sampler(batch_size, target.shape[-1], torch.device("cpu"))
         self.sampler.rule = rule
@@ -158,16 +158,16 @@ class Rig:
         start = torch.tensor([len(outputs[row]) for row in left])
         seed = torch.tensor([seeds[row] for row in left])
         two = torch.tensor([last_two(outputs[row], size) for row in left])
-        logits, laws, drafts = [self._after(self.target, two)], [], []
+        logits, dists, drafts = [self._after(self.target, two)], [], []
         for step in range(k):
             raw = self._after(self.draft, two)
             pack = self._pack(seed, start + step)
             tokens, _ = choose(raw, pack, purpose=self.purpose)
             drafts.append(tokens)
-            laws.append(self.law_of_draft(raw, pack))
+            dists.append(self.dist_of_draft(raw, pack))
             two = torch.stack((two[:, 1], tokens), dim=1)
             logits.append(self._after(self.target, two))
-        drafted, law_of = torch.stack(drafts, dim=1), torch.stack(laws, dim=1)
+        drafted, dist_of = torch.stack(drafts, dim=1), torch.stack(dists, dim=1)
         own = drafted.tolist()
         rows = [row for row in left for _ in range(k + 1)]
         positions = (start[:, None] + torch.arange(k + 1)).flatten().tolist()
@@ -176,7 +176,7 @@ class Rig:
             rows,
             positions,
             drafts=dict(zip(left, own, strict=True)),
-            laws=dict(zip(left, law_of.unbind(0), strict=True)),
+            dists=dict(zip(left, dist_of.unbind(0), strict=True)),
         )
         assert bool(best.isfinite().all())
         for row, guessed, given in zip(left, own, samples.view(-1, k + 1).tolist(), strict=True):
