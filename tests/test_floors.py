@@ -46,9 +46,9 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 55_825, "minillm without minillm/lab": 35_404, "minillm/lab": 20_421,
+    "minillm": 55_818, "minillm without minillm/lab": 35_399, "minillm/lab": 20_419,
     "kernels": 11_630, "notebooks": 2_035,
-    "exercises/minillm_exercises": 17_838, "tests": 73_309,
+    "exercises/minillm_exercises": 17_838, "tests": 73_404,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

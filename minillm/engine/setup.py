@@ -153,10 +153,10 @@ def plan_memory(
         gpu_memory_utilization=args.gpu_memory_utilization,
         copied_weight_bytes=copied_weight_bytes(config, DTYPES[dtype]) if copies else 0,
         cuda_graphs=records(args, device),
-        **draft_parts(draft, DTYPES[dtype], copies),
         num_drafts=0 if speculation is None else speculation.most,
         weights=weights,
         draft_weights=draft_weights,
+        **draft_parts(draft, DTYPES[dtype], copies),
     )
     asked = {name: getattr(limits, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
     plan = replace(plan, settings=replace(plan.settings, **asked))
@@ -173,13 +173,11 @@ def plan_memory(
 def draft_parts(
     draft: DraftSource | HeadsSource | None, dtype: torch.dtype, copies: bool
 ) -> dict[str, Any]:
-    """The arguments of a memory plan for a draft model or for draft heads."""
-    if isinstance(draft, HeadsSource):
-        return {"heads": draft.sizes}
-    if draft is None:
-        return {}
-    copied = copied_weight_bytes(draft.config, dtype) if copies else 0
-    return {"draft": draft.config, "copied_draft_bytes": copied}
+    """The arguments of `memory_plan` for a draft model or draft heads."""
+    if isinstance(draft, DraftSource):
+        copied = copied_weight_bytes(draft.config, dtype) if copies else 0
+        return {"draft": draft.config, "copied_draft_bytes": copied}
+    return {} if draft is None else draft.planned
 
 
 def kv_dtype_of(

@@ -108,8 +108,6 @@ class Runner:
             if self.speculator is not None:
                 planned = self.speculator.draft(plan, self._rows)
             for rows, hidden in self._passes(planned, flight.result):
-                if self.speculator is not None:
-                    self.speculator.keep(rows, self._rows, hidden)
                 self._prompt_logprobs(rows, hidden, flight)
                 wanted = [
                     row for row in rows if row.num_logits and row.seq_id not in flight.result.errors

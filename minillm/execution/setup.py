@@ -9,6 +9,7 @@ from minillm.api.arguments import EngineArgs
 from minillm.api.speculative_config import SpeculativeConfig
 from minillm.cache.spec import cache_spec
 from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
+from minillm.execution.feature_runner import FeatureRunner
 from minillm.execution.graphs import CudaCapture, has_graphs
 from minillm.execution.runner import Runner
 from minillm.execution.warm_up import warm_up
@@ -25,9 +26,7 @@ from minillm.plan.cost import MemoryPlan
 from minillm.quantization.kernels import pack_for_kernels
 from minillm.scheduling.config import scheduler_config
 from minillm.speculative.draft_model import DraftModel
-from minillm.speculative.features import Features
 from minillm.speculative.heads import HeadsSource
-from minillm.speculative.proposer import Proposer
 from minillm.speculative.setup import (
     DraftSource,
     build_heads,
@@ -95,15 +94,13 @@ def build_executor(
     """The runner over the blocks of a plan, with its proposer of drafts and its CUDA graphs."""
     runs, kv, host = with_cache(args, model, plan)
     num_rows = scheduler_config(args).max_num_seqs
-    proposer: Proposer
+    kind = FeatureRunner if isinstance(draft, HeadsSource) else kind
     runner = kind(runs, kv, host, num_rows, ceil(max_model_len / plan.settings.block_size))
     if (speculation := speculation_of(args)) is not None:
-        if isinstance(draft, HeadsSource):
-            coupled = speculation.rejection_sample_method != "standard"
-            features = Features(kv, host, runner.rows.tables, model.config.hidden_size)
-            parts = features, coupled, packs(args, model.device)
-            proposer = build_heads(speculation, draft, model, *parts)
-        elif draft is not None:
+        if isinstance(draft, HeadsSource) and isinstance(runner, FeatureRunner):
+            parts = model, runner.features, packs(args, model.device)
+            proposer = build_heads(speculation, draft, *parts)
+        elif isinstance(draft, DraftSource):
             proposer = build_draft_model(args, speculation, draft, plan, runner)
         else:
             proposer = build_proposer(speculation)

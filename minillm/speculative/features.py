@@ -36,11 +36,6 @@ class Features:
             self.host = KVCache(spec, 1, *shape, swap_space_of=self.device)
         self.states = self.pages.key.view(-1, size)  # [slots, d]
 
-    @property
-    def num_bytes(self) -> tuple[int, int]:
-        """Bytes on the device and in host memory."""
-        return self.pages.num_bytes, self.host.num_bytes if self.host else 0
-
     def follow(self, plan: StepPlan) -> None:
         """Apply the plan's swaps and copies, in the order of the target."""
         if self.host is not None and plan.swap_out:

@@ -4,17 +4,15 @@ heads.json           method, sizes, and the hash of the target's weight files
 model.safetensors    the weights
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from minillm.api.speculative_config import MAX_DRAFTS
-from minillm.config import ModelConfig
+from minillm.api.checks import is_whole
+from minillm.api.speculative_config import MAX_DRAFTS, SpeculativeConfig
 from minillm.errors import CheckpointError, ConfigError
 from minillm.layers.linear_methods import CheckpointTensor, Matrix
 from minillm.layers.norm import RMSNorm
@@ -29,9 +27,8 @@ from minillm.models.checkpoint import (
 from minillm.models.loader import fill
 from minillm.models.packing import into_panels, list_matrices
 from minillm.ops import cpu
-from minillm.plan.cost import HeadSizes
 
-HEADS_FILE = "heads.json"
+HEADS_FILE, MAX_WIDTH = "heads.json", 2**16
 PAGE, MOST_PAGES = 4096, 256  # bytes; pages of each file that are hashed, evenly spaced
 
 
@@ -40,23 +37,22 @@ class HeadsSource:
     """Draft heads before their weights are read, checked against the target.
 
     Attributes:
-        most: maximum drafts of a row.
+        most: number of heads, the maximum drafts of a row.
         width: of Medusa's hidden layer.
-        target: configuration of the target model.
+        size: d of the target.
     """
 
     folder: Path
-    method: str
     most: int
     width: int
-    target: ModelConfig
+    size: int
     context: None = None  # that of the target
 
     @property
-    def sizes(self) -> HeadSizes:
-        """Number of weights, and of values per cached token."""
-        size = self.target.hidden_size
-        return HeadSizes(self.most * size * (size + 2 * self.width), size)
+    def planned(self) -> dict[str, int]:
+        """Their arguments of `memory_plan`."""
+        weights = self.most * self.size * (self.size + 2 * self.width)
+        return {"head_weights": weights, "head_values": self.size}
 
 
 def base_hash(source: ModelSource) -> str:
@@ -79,33 +75,38 @@ def heads_folder(name: str) -> Path:
     return embedded if (embedded / HEADS_FILE).is_file() else Path(name).expanduser()
 
 
-def open_heads(name: str, method: str, target: ModelSource) -> HeadsSource:
-    """The heads of a folder.
+def open_heads(config: SpeculativeConfig, target: ModelSource) -> HeadsSource:
+    """The heads of a `speculative_config`.
 
     Raises:
-        ConfigError: they are for another method or another model.
-        CheckpointError, ModelNotFoundError: the folder has no valid `heads.json`.
+        ConfigError: there are none, or for another method or model, or too few.
+        CheckpointError: `heads.json` is damaged.
     """
-    folder = heads_folder(name)
-    data = read_json(folder / HEADS_FILE)
+    name, method = f"speculative_config's model {config.model!r}", config.method
+    file = heads_folder(str(config.model)) / HEADS_FILE
+    if not file.is_file():
+        raise ConfigError(
+            f"{name} has no {HEADS_FILE}; give a folder that 'minillm train {method}' wrote."
+        )
+    data = read_json(file)
     if data.get("method") != method:
-        raise ConfigError(f"it has heads of method {data.get('method')!r}, not {method!r}.")
+        raise ConfigError(f"{name} has heads of method {data.get('method')!r}, not {method!r}.")
     if (mine := base_hash(target)) != data.get("base_hash") or not mine:
         raise ConfigError(
-            f"it was trained for the weights of {data.get('base_model')!r} with hash "
+            f"{name} was trained for the weights of {data.get('base_model')!r} with hash "
             f"{data.get('base_hash')!r}, and those of {target.name} have {mine!r}; train heads for "
             f"this model with 'minillm train {method}'."
         )
-    most, width = number(data, "num_heads", folder), number(data, "width", folder)
-    return HeadsSource(folder, method, min(most, MAX_DRAFTS), width, target.config)
-
-
-def number(data: Mapping[str, Any], name: str, folder: Path) -> int:
-    """A size of heads.json, from 1 to 65,536."""
-    value = data.get(name)
-    if not isinstance(value, int) or not 1 <= value <= 2**16:
-        raise CheckpointError(f"{folder / HEADS_FILE} has {name} {value!r}; it must be 1 to 65536.")
-    return value
+    for key, limit in (("num_heads", MAX_DRAFTS), ("width", MAX_WIDTH)):
+        if not is_whole(data.get(key)) or not 1 <= data[key] <= limit:
+            raise CheckpointError(f"{file} has {key} {data.get(key)!r}; it must be 1 to {limit}.")
+    most = data["num_heads"]
+    if not config.adapts and config.most > most:
+        raise ConfigError(
+            f"{name} has heads for {most} drafts and num_speculative_tokens is {config.most}; set "
+            f"it to at most {most}."
+        )
+    return HeadsSource(file.parent, most, data["width"], target.config.hidden_size)
 
 
 def tensors_of(module: nn.Module) -> dict[str, CheckpointTensor]:

@@ -71,17 +71,16 @@ class Medusa:
 
     def allocated(self) -> dict[str, int]:
         """Allocated bytes by part of the memory plan."""
-        pages, host = self.features.num_bytes
-        weights = sum(each.nbytes for each in self.heads.parameters())
-        return {"draft_weights": weights, "draft_kv_cache": pages, "draft_swap_space": host}
+        host = self.features.host
+        return {
+            "draft_weights": sum(each.nbytes for each in self.heads.parameters()),
+            "draft_kv_cache": self.features.pages.num_bytes,
+            "draft_swap_space": host.num_bytes if host else 0,
+        }
 
     def follow(self, plan: StepPlan) -> None:
         """Apply the plan's block copies and swaps to the hidden states."""
         self.features.follow(plan)
-
-    def keep(self, spans: Sequence[tuple[int, int, int]], hidden: Tensor) -> None:
-        """Store the hidden states of a pass."""
-        self.features.keep(spans, hidden)
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:

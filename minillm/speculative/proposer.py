@@ -48,9 +48,7 @@ class Proposer(Protocol):
     """Proposes draft tokens. Only `propose` is required.
 
     Optional methods: ``follow(plan: StepPlan) -> None`` is called before each forward pass, for
-    proposers with a KV cache; ``keep(spans, hidden: Tensor) -> None`` after it, with the final
-    hidden states [N, d] of its tokens and, for each sequence, (`DraftRow.place`, first position,
-    number of tokens); ``begin(new: NewSequence, token_ids: list[int]) -> None`` when a
+    proposers with a KV cache; ``begin(new: NewSequence, token_ids: list[int]) -> None`` when a
     sequence is added or resumed, with the list to which its tokens are appended; and
     ``forget(seq_id: int) -> None`` when it is removed or preempted.
     """

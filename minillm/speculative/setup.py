@@ -57,10 +57,11 @@ def open_draft(
     config = speculation_of(args)
     if config is None or config.model is None:
         return None
+    if config.method in HEAD_METHODS:
+        check_heads_can_run(args)
+        return open_heads(config, target)
     name = f"speculative_config's model {config.model!r}"
     try:
-        if config.method in HEAD_METHODS:
-            return heads_of(args, config, target)
         source = open_model(config.model)
     except MinillmError as error:
         raise ConfigError(f"{name} cannot be used: {error}") from error
@@ -74,22 +75,18 @@ def open_draft(
     return DraftSource(source, draft_context(args, config, source, target))
 
 
-def heads_of(args: EngineArgs, config: SpeculativeConfig, target: ModelSource) -> HeadsSource:
-    """The draft heads of these arguments."""
+def check_heads_can_run(args: EngineArgs) -> None:
+    """ConfigError if an engine with these arguments cannot have draft heads."""
     if args.num_ranks > 1:
         raise ConfigError(
             f"draft heads run in one process and this engine has {args.num_ranks} ranks; leave out "
-            "the parallel sizes, or use another method."
+            "the parallel sizes, or choose another method in speculative_config."
         )
     if args.load_format == "dummy":
-        raise ConfigError("random weights have no trained heads; leave load_format out.")
-    heads = open_heads(str(config.model), config.method, target)
-    if not config.adapts and config.most > heads.most:
         raise ConfigError(
-            f"it has heads for {heads.most} drafts and num_speculative_tokens is {config.most}; "
-            f"set it to at most {heads.most}."
+            "random weights have no trained heads; leave out load_format, or choose another method "
+            "in speculative_config."
         )
-    return heads
 
 
 def draft_context(
@@ -131,23 +128,17 @@ def build_drafts(
 
 
 def build_heads(
-    config: SpeculativeConfig,
-    source: HeadsSource,
-    model: Decoder,
-    features: Features,
-    coupled: bool,
-    packs: bool,
+    config: SpeculativeConfig, source: HeadsSource, model: Decoder, features: Features, packs: bool
 ) -> Proposer:
     """The proposer that runs draft heads, in the dtype of the target."""
-    size = model.config.hidden_size
-    heads = MedusaHeads(source.most, size, source.width, model.dtype, model.device)
+    heads = MedusaHeads(source.most, source.size, source.width, model.dtype, model.device)
     try:
         load_heads(heads, source.folder, packs)
     except MinillmError as error:
         raise ConfigError(
             f"speculative_config's model {config.model!r} cannot be loaded: {error}"
         ) from error
-    return Medusa(heads, features, model.logits, coupled)
+    return Medusa(heads, features, model.logits, config.rejection_sample_method != "standard")
 
 
 def build_proposer(config: SpeculativeConfig) -> Proposer:

@@ -72,12 +72,6 @@ class Speculator:
             for row in plan.rows
         ]
 
-    def keep(self, rows: Sequence[Row], states: Mapping[int, Drafted], hidden: Tensor) -> None:
-        """Give a proposer that needs them the final hidden states [N, d] of a pass over `rows`."""
-        if hasattr(self.proposer, "keep"):
-            spans = [(states[row.seq_id].row, row.start, row.num_tokens) for row in rows]
-            self._call("keep", spans, hidden)
-
     def forget(self, seq_ids: Iterable[int]) -> None:
         """Remove these sequences."""
         for seq_id in seq_ids:

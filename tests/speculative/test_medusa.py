@@ -2,11 +2,13 @@
 
 The hidden state that a draft is compared with is that of a pass over the text without an engine, so
 a state of another row, of a rejected draft or of an earlier owner of a block gives other drafts.
-That drafts change no token is in `tests/matrix`.
+That drafts change no token is in the cells of `tests/matrix` with drafts "medusa": random heads
+with each setting of mode, path, pool, prefix cache and graphs, and once with pages of 8 bits.
 """
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minillm import LLM
-from minillm.errors import ConfigError
+from minillm.errors import CheckpointError, ConfigError, UnsupportedFeatureError
 from minillm.models.checkpoint import open_model
 from minillm.speculative.heads import base_hash
 from tests.engine.small import assert_idle, make
@@ -44,8 +46,9 @@ def test_drafts_are_those_of_the_formula(folder, heads, monkeypatch, how):
     watch.assert_right(least=100)
 
 
-def test_of_an_output_matrix_of_its_own(tmp_path, monkeypatch):
-    model = Tiny("llama", {"num_hidden_layers": 2}).write(tmp_path / "model").folder
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_of_an_output_matrix_of_its_own(tmp_path, monkeypatch, family):
+    model = Tiny(family, {"num_hidden_layers": 2}).write(tmp_path / "model").folder
     heads = write_heads(model, tmp_path / "heads")
     llm = with_heads(model, heads, max_model_len=96)
     watch = Watch(llm, heads, monkeypatch)
@@ -111,20 +114,62 @@ def test_the_embedded_heads_are_worth_it():
 
 # ---- what is refused ---------------------------------------------------------------------------
 
+REFUSALS = ConfigError, CheckpointError, UnsupportedFeatureError
+TWO = {"distributed_executor_backend": "threads"}
+NOT_MADE = "has no heads.json; give a folder that 'minillm train medusa' wrote"
+# What is wrong: a field of heads.json, the drafts, an argument or the content of a file; the error.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no folder": ({"heads": "tiny-medusae"}, "model 'tiny-medusae' " + NOT_MADE),
+    "a model": ({"heads": "tiny-draft"}, "model 'tiny-draft' " + NOT_MADE),
+    "of tiny": ({"heads": "tiny-medusa"}, "was trained for the weights of 'tiny' .* train heads"),
+    "another method": ({"method": "eagle"}, "has heads of method 'eagle', not 'medusa'"),
+    "no hash": ({"base_hash": ""}, "with hash '', and those of .* have '"),
+    "no heads": ({"num_heads": 0}, "has num_heads 0; it must be 1 to 15"),
+    "true heads": ({"num_heads": True}, "has num_heads True; it must be 1 to 15"),
+    "many heads": ({"num_heads": 16}, "has num_heads 16; it must be 1 to 15"),
+    "fewer heads": ({"num_heads": 3}, "has heads.3.down.weight .*and heads.json .* gives None"),
+    "width of text": ({"width": "24"}, "has width '24'; it must be 1 to 65536"),
+    "another width": ({"width": 25}, r"heads.0.down.weight of shape \(32, 24\), .* \(32, 25\)"),
+    "too many drafts": ({"num_drafts": 5}, "heads for 4 drafts and .* is 5; set it to at most 4"),
+    "random weights": ({"load_format": "dummy"}, "random weights have no trained heads; leave out"),
+    "tensor ranks": (TWO | {"tensor_parallel_size": 2}, "one process and this engine has 2 ranks"),
+    "stages": (TWO | {"pipeline_parallel_size": 2}, "drafting needs tokens that are still in the"),
+    "copies": (TWO | {"data_parallel_size": 2}, "one process and this engine has 2 ranks"),
+    "card of a list": ({"heads.json": b"[]"}, "holds a list; it must be a JSON object"),
+    "half a card": ({"heads.json": b"{"}, "is not valid JSON"),
+    "half a file": ({"model.safetensors": -9}, "cannot be loaded: .* is not a whole safetensors"),
+    "an empty file": ({"model.safetensors": 0}, "cannot be loaded: .* is not a"),
+    "no file": ({"model.safetensors": None}, "cannot be loaded: .* has no model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_heads_for_this_engine(folder, heads, name):
+    wrong, message = REFUSED[name]
+    given = {"num_drafts": 2, "heads": heads} | wrong
+    card = json.loads((heads / "heads.json").read_text())
+    card |= {key: given.pop(key) for key in card if key in given}
+    (heads / "heads.json").write_text(json.dumps(card))
+    for file in ("heads.json", "model.safetensors"):
+        if file in given:
+            content, whole = given.pop(file), (heads / file).read_bytes()
+            (heads / file).unlink()
+            if content is not None:
+                content = whole[:content] if isinstance(content, int) else content
+                (heads / file).write_bytes(content)
+    refused(message, folder, **given)
+
 
 def refused(message: str, *arguments: Any, **fields: Any) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
+    """In one line."""
+    with pytest.raises(REFUSALS, match=message) as error:
         with_heads(*arguments, **fields)
     assert "\n" not in str(error.value)
 
 
 def test_heads_of_another_model(folder, tmp_path):
     """One weight more or less is another model."""
-    refused("was trained for the weights of 'tiny' .* train heads for", folder, "tiny-medusa")
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in folder.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
+    other = shutil.copytree(folder, tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
     tensors["model.norm.weight"][3] += 1
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
@@ -132,34 +177,6 @@ def test_heads_of_another_model(folder, tmp_path):
     heads = write_heads(other, tmp_path / "heads")
     refused("was trained for the weights of .*other' with hash", folder, heads)
     with_heads(other, heads)
-
-
-def test_what_is_no_heads(folder, heads):
-    refused("cannot be used: The folder 'tiny-medusae' has no heads.json", folder, "tiny-medusae")
-    refused("heads for 4 drafts and num_speculative_tokens is 5; set it to", folder, heads, 5)
-    refused("random weights have no trained heads", folder, heads, load_format="dummy")
-    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
-    refused("draft heads run in one process and this engine has 2 ranks", folder, heads, **two)
-    for field, value, message in (
-        ("method", "eagle", "it has heads of method 'eagle', not 'medusa'"),
-        ("num_heads", 0, "has num_heads 0; it must be 1 to 65536"),
-        ("num_heads", 3, "has heads.3.down.weight of shape .*and heads.json .* gives None"),
-        ("width", "24", "has width '24'; it must be"),
-        ("width", 25, r"has heads.0.down.weight of shape \(32, 24\), .* gives \(32, 25\)"),
-        ("base_hash", "", "with hash ''"),
-    ):
-        card = json.loads((heads / "heads.json").read_text())
-        (heads / "heads.json").write_text(json.dumps(card | {field: value}))
-        refused(message, folder, heads, 2)
-        write_heads(folder, heads)
-
-
-def test_a_damaged_file(folder, heads):
-    file = heads / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-9])
-    refused("cannot be loaded: .* is not a whole safetensors file", folder, heads)
-    file.unlink()
-    refused("cannot be loaded: .* has no model.safetensors", folder, heads)
 
 
 # ---- memory ------------------------------------------------------------------------------------

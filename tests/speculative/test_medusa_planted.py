@@ -7,7 +7,8 @@ import pytest
 import minillm.engine.setup
 import minillm.execution.setup
 import minillm.speculative.setup
-from minillm.speculative import features, heads, medusa, speculator
+from minillm.execution import feature_runner
+from minillm.speculative import features, heads, medusa
 from tests.speculative import test_medusa
 from tests.speculative.headed import write_heads
 
@@ -21,9 +22,12 @@ BUGS = {
     "positions of another row": (features, "start - first", "start[::-1] - first", FORMULA),
     "copies do not carry states": (features, "if plan.copies:", "if False:", HISTORY),
     "swaps do not carry states": (features, "and plan.swap_in:", "and False:", HISTORY),
-    "states of prompts only": (speculator, 'hasattr(self.proposer, "keep")',
-                               "rows[0].num_tokens > 1", FORMULA),
-    "a position too late": (speculator, ".row, row.start,", ".row, row.start + 1,", FORMULA),
+    "states of the first group only": (feature_runner, "in found:", "in found[1:]:", FORMULA),
+    "a position too late": (feature_runner, ".row, row.start,", ".row, row.start + 1,", FORMULA),
+    "blocks of another size": (features, "block, offset = np.divmod(positions, self",
+                               "block, offset = np.divmod(positions, 2 * self", FORMULA),
+    "one file of the model is not hashed": (heads, "for path in files:", "for path in files[1:]:",
+                                            OTHER),
     "the hash is not compared": (heads, '!= data.get("base_hash")', "== 0", OTHER),
 }  # fmt: skip
 
@@ -37,7 +41,8 @@ def test_a_planted_bug_is_found(bug, folder, tmp_path, monkeypatch) -> None:
     for name, value in before.items():
         monkeypatch.setattr(module, name, value)  # put back at the end
     exec(compile(source.replace(right, wrong), module.__file__, "exec"), vars(module))
-    for user in (minillm.speculative.setup, minillm.execution.setup, minillm.engine.setup):
+    setups = minillm.speculative.setup, minillm.execution.setup, minillm.engine.setup
+    for user in (*setups, feature_runner):
         for name, value in list(vars(user).items()):
             if name in before and value is before[name]:
                 monkeypatch.setattr(user, name, getattr(module, name))

@@ -2,9 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from types import MappingProxyType
 
-from minillm.api.speculative_config import HEAD_METHODS
+from minillm.api.speculative_config import HEAD_METHODS, MAX_DRAFTS
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
 
@@ -15,7 +14,12 @@ examples:
   minillm generate "def fib(n):" --speculative-config \\
       '{"method": "medusa", "model": "heads", "num_speculative_tokens": 2}'
 """
-LIMITS = MappingProxyType({"heads": 15, "width": 2**16, "rows": 2**20, "steps": 2**20})
+NUMBERS = (  # option, field of the recipe, maximum, help
+    ("heads", "num_heads", MAX_DRAFTS, "number of heads (4)"),
+    ("width", "width", 2**16, "hidden layer of a head (that of the model)"),
+    ("rows", "num_rows", 2**20, "prompts that the target continues (2112)"),
+    ("steps", "steps", 2**20, "optimizer steps of 10 rows (700)"),
+)
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -26,22 +30,21 @@ def add_options(parser: ArgumentParser) -> None:
     add("--out", metavar="FOLDER", type=Path, required=True, help="the heads, and the run's state")
     add("--text", metavar="FILE", type=Path,
         help="UTF-8 text to take prompts from (text of the embedded models)")  # fmt: skip
-    add("--heads", metavar="N", type=int, help="medusa: number of heads (4)")
-    add("--width", metavar="N", type=int, help="medusa: hidden layer (that of the model)")
-    add("--rows", metavar="N", type=int, help="prompts that the target continues (2112)")
-    add("--steps", metavar="N", type=int, help="optimizer steps of 10 rows (700)")
+    for name, _, _, text in NUMBERS:
+        add(f"--{name}", metavar="N", type=int, help=text)
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Train, write the heads, and print their accuracy."""
-    names = {"heads": "num_heads", "width": "width", "rows": "num_rows", "steps": "steps"}
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    for name, value in given.items():
-        if not 1 <= value <= LIMITS[name]:
-            raise ConfigError(f"--{name} is {value}; it must be from 1 to {LIMITS[name]:,}.")
+    sizes = {}
+    for name, field, most, _ in NUMBERS:
+        if (value := getattr(args, name)) is not None:
+            if not 1 <= value <= most:
+                raise ConfigError(f"--{name} is {value}; it must be from 1 to {most:,}.")
+            sizes[field] = value
     from minillm.lab.training.heads import HeadRecipe, train_heads
 
-    recipe = HeadRecipe(args.method, **{names[name]: value for name, value in given.items()})
+    recipe = HeadRecipe(args.method, **sizes)
     card = train_heads(args.model, recipe, args.out, args.text, terminal.line)
     terminal.heading(f"{args.out}  ({args.method} for {args.model})")
     terminal.line("\n  right tokens of held-out text, by temperature")

@@ -9,28 +9,32 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from minillm.errors import CheckpointError, ConfigError
+from minillm.errors import ConfigError
+from minillm.lab.quantise.calibration_text import read_text
+from minillm.lab.quantise.quantize_folder import begin
 from minillm.lab.training.attention import causal_rows
 from minillm.lab.training.own_text import PROMPT, TEMPERATURES, own_text
 from minillm.lab.training.trainer import rows_batch
-from minillm.models.checkpoint import ModelSource, open_model
+from minillm.models.checkpoint import WEIGHTS, open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 from minillm.plan.machine import cpu_name
 from minillm.speculative.heads import HEADS_FILE, base_hash, tensors_of
 from minillm.speculative.medusa import MedusaHeads
 
-COMPILED_FROM = 300  # steps
+COMPILED_FROM, EVERY = 300, 100  # steps; those between two checkpoints
 LATER = 0.8  # weight of each head relative to the one before
 CHECKPOINT = "checkpoint.safetensors"
 
@@ -61,9 +65,8 @@ class Task:
     def __init__(self, recipe: HeadRecipe, target: Decoder):
         self.recipe, self.target = recipe, target
         size = target.config.hidden_size
-        self.heads: nn.Module = MedusaHeads(
-            recipe.num_heads, size, recipe.width or size, torch.float32, target.device
-        )
+        sizes = recipe.num_heads, size, recipe.width or size
+        self.heads = MedusaHeads(*sizes, torch.float32, target.device)
         self._initialize()
         self.heads.requires_grad_(True)
 
@@ -130,13 +133,9 @@ class HeadTrainer:
         compiles = self.recipe.steps > COMPILED_FROM
         self.loss = torch.compile(task.loss, dynamic=False) if compiles else task.loss
         self.tensors = {name: each.target for name, each in tensors_of(task.heads).items()}
-        matrices = [p for p in task.heads.parameters() if p.ndim == 2]
-        rest = [p for p in task.heads.parameters() if p.ndim != 2]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-        ]
-        if rest:
-            self.optimizers.append(torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0))
+        self.optimizer = torch.optim.Muon(
+            task.heads.parameters(), weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+        )
 
     def train_step(self, rows: Tensor, hidden: Tensor) -> float:
         """One step on some of the rows; returns the loss before it."""
@@ -144,42 +143,33 @@ class HeadTrainer:
         chosen = torch.randperm(len(rows), generator=generator)[: self.recipe.rows_per_step]
         loss = self.loss(rows[chosen], hidden[chosen].float())
         loss.backward()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.recipe.lr_at(self.step)
-            optimizer.step()
-            optimizer.zero_grad()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.lr_at(self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self.step += 1
         return float(loss.detach())
 
-    def run(
-        self, rows: Tensor, hidden: Tensor, held_out: Sequence[Tensor], every: int = 100
-    ) -> None:
-        """All steps that are left, with the accuracy of the heads on held-out text in the log."""
+    def run(self, rows: Tensor, hidden: Tensor, held_out: Sequence[Tensor]) -> None:
+        """All steps that are left; the bar shows the accuracy of each head on held-out text."""
         begin = time.monotonic() - self.seconds
         with tqdm(total=self.recipe.steps, initial=self.step, unit="step") as bar:
             while self.step < self.recipe.steps:
                 loss = self.train_step(rows, hidden)
                 self.seconds = time.monotonic() - begin
                 bar.update()
-                if self.step % every == 0 or self.step == self.recipe.steps:
-                    rates = self.task.accuracy(*held_out)
-                    bar.set_postfix_str(f"loss {loss:.3f}, greedy {rates['0']}")
-                    with open(self.folder / "log.jsonl", "a") as file:
-                        record = {"step": self.step, "loss": round(loss, 4), "accuracy": rates}
-                        file.write(json.dumps(record) + "\n")
+                if self.step % EVERY == 0 or self.step == self.recipe.steps:
+                    greedy = self.task.accuracy(*held_out)["0"]
+                    bar.set_postfix_str(f"loss {loss:.3f}, right when greedy {greedy}")
                     self.save()
 
     def save(self) -> None:
         """Replace the checkpoint."""
         tensors = {f"heads/{name}": each.contiguous() for name, each in self.tensors.items()}
-        for number, optimizer in enumerate(self.optimizers):
-            for index, state in optimizer.state_dict()["state"].items():
-                for key, value in state.items():
-                    tensors[f"optimizer/{number}/{index}/{key}"] = torch.as_tensor(value)
-        notes = {"recipe": json.dumps(asdict(self.recipe)), "step": str(self.step)}
+        states = self.optimizer.state_dict()["state"].items()
+        tensors |= {f"momentum/{i}": state["momentum_buffer"] for i, state in states}
         path = self.folder / "unfinished.safetensors"
-        save_file(tensors, path, notes | {"seconds": f"{self.seconds:.0f}"})
+        save_file(tensors, path, {"step": str(self.step), "seconds": f"{self.seconds:.0f}"})
         os.replace(path, self.folder / CHECKPOINT)
 
     def resume(self) -> bool:
@@ -187,28 +177,18 @@ class HeadTrainer:
         path = self.folder / CHECKPOINT
         if not path.is_file():
             return False
-        from safetensors import safe_open
-
         with safe_open(path, "pt") as file:
             notes = file.metadata()
-        if json.loads(notes["recipe"]) != asdict(self.recipe):
-            raise CheckpointError(
-                f"{path} is of a run with other settings ({notes['recipe']}); give the same, or "
-                "another --out."
-            )
         self.step, self.seconds = int(notes["step"]), float(notes["seconds"])
-        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
+        tensors = load_file(path)
         with torch.no_grad():
-            for name, tensor in load_file(path).items():
-                kind, _, rest = name.partition("/")
-                if kind == "heads":
-                    self.tensors[rest].copy_(tensor)
-                else:
-                    number, index, key = rest.split("/")
-                    states[int(number)].setdefault(int(index), {})[key] = tensor
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
+            for name, tensor in self.tensors.items():
+                tensor.copy_(tensors[f"heads/{name}"])
+        state = self.optimizer.state_dict()
+        count = len(list(self.task.heads.parameters()))
+        momenta = (tensors[f"momentum/{i}"] for i in range(count))
+        state["state"] = {i: {"momentum_buffer": each} for i, each in enumerate(momenta)}
+        self.optimizer.load_state_dict(state)
         return True
 
 
@@ -219,11 +199,20 @@ def train_heads(
     text: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Train heads for a model, or continue, and write them to `out`; returns `heads.json`."""
+    """Train heads for a model, or continue, and write them in bf16 to `out`; returns `heads.json`.
+
+    Raises:
+        ConfigError: the model has no weights or no tokenizer, the text is too short, or `out` has
+            a run with other settings.
+        CheckpointError: `out` cannot be written.
+    """
     source = open_model(model)
     bound = base_hash(source)
     if not bound:
         raise ConfigError(f"{model} has no weights; heads are trained for a model with weights.")
+    digest = sha256(read_text(text).encode()).hexdigest()
+    state = {"recipe": asdict(recipe), "base_hash": bound, "text": digest}
+    begin(out, state, "train.json")
     folder = out / "training"
     rows, held_out = own_text(model, folder, recipe.num_rows, text)
     task = Task(recipe, load_model(source, torch.float32).requires_grad_(False))
@@ -233,25 +222,17 @@ def train_heads(
     if trainer.resume():
         say(f"Continuing at step {trainer.step}")
     trainer.run(rows, hidden, (held_out, held))
-    return write(trainer, source, bound, out, task.accuracy(held_out, held))
-
-
-def write(
-    trainer: HeadTrainer, source: ModelSource, bound: str, out: Path, accuracy: dict[str, Any]
-) -> dict[str, Any]:
-    """Write the heads in bf16 with their card."""
-    recipe, size = trainer.recipe, source.config.hidden_size
     card = {
         "method": recipe.method,
         "num_heads": recipe.num_heads,
-        "width": recipe.width or size,
+        "width": recipe.width or source.config.hidden_size,
         "base_model": source.name,
         "base_hash": bound,
-        "accuracy": accuracy,
+        "accuracy": task.accuracy(held_out, held),
         "training": asdict(recipe)
         | {"seconds": round(trainer.seconds), "machine": f"{cpu_name()}, torch {version('torch')}"},
     }
     tensors = {name: each.bfloat16().contiguous() for name, each in trainer.tensors.items()}
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    save_file(tensors, out / WEIGHTS, {"format": "pt"})
     (out / HEADS_FILE).write_text(json.dumps(card, indent=2) + "\n")
     return card

@@ -26,7 +26,7 @@ HELD_OUT = "held_out"
 def own_text(model: str, folder: Path, num_rows: int, text: Path | None = None) -> list[Tensor]:
     """Rows [num_rows, PROMPT + NEW] of training text, and held-out rows, PART of them. Row i has
     temperature i % 3. Parts that `folder` has from an earlier run are not generated again."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     names = [*(f"text-{i}" for i in range(-(-num_rows // PART))), HELD_OUT]
     missing = [name for name in names if not (folder / f"{name}.safetensors").is_file()]
     if missing:
