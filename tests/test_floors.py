@@ -46,9 +46,9 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 55_032, "minillm without minillm/lab": 34_996, "minillm/lab": 20_036,
+    "minillm": 55_818, "minillm without minillm/lab": 35_399, "minillm/lab": 20_419,
     "kernels": 11_630, "notebooks": 2_070,
-    "exercises/minillm_exercises": 18_074, "tests": 73_089,
+    "exercises/minillm_exercises": 18_074, "tests": 73_588,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

@@ -8,7 +8,8 @@ from minillm.api.checks import CheckedArguments, checked, choice, is_whole, whol
 from minillm.api.sampling_params import shown
 from minillm.errors import ConfigError
 
-METHODS = ("ngram", "suffix", "draft_model")
+HEAD_METHODS = ("medusa",)  # trained for one target model
+METHODS = ("ngram", "suffix", "draft_model", *HEAD_METHODS)
 REJECTION_METHODS = ("strict", "standard", "synthetic")
 MAX_DRAFTS = 15  # decode attention takes up to 16 query positions per row
 # (method, key of this method only, its default)
@@ -32,9 +33,11 @@ class SpeculativeConfig(CheckedArguments):
             number in each step, 0 if plain decoding is faster.
         method: "ngram" looks up the latest tokens earlier in the sequence, "suffix" also in earlier
             outputs, and drafts only what is probable (`speculative/suffix.py`); "draft_model" runs
-            a small model (`model`), and an object with a method ``propose``
+            a small model (`model`), "medusa" heads that were trained for the target
+            (`speculative/medusa.py`), and an object with a method ``propose``
             (`speculative/proposer.py`) is a custom proposer. Optional if `model` is given.
-        model: name, hub id or folder of the draft model, which must have the target's vocabulary.
+        model: name, hub id or folder of the draft model, which must have the target's vocabulary;
+            with "medusa", name or folder of the heads.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that "ngram" looks up; the
             longest is tried first.
         suffix_decoding_max_tree_depth: maximum tokens of a match of "suffix".
@@ -116,10 +119,11 @@ class SpeculativeConfig(CheckedArguments):
             )
         if self.method is None:
             self._set("method", "draft_model")
-        if (self.method == "draft_model") != (self.model is not None):
+        takers = ("draft_model", *HEAD_METHODS)
+        if (self.method in takers) != (self.model is not None):
             raise ConfigError(
                 f"speculative_config has method {self.name!r} and model {shown(self.model)}; "
-                "'draft_model' needs a model, and no other method takes one."
+                f"{' and '.join(map(repr, takers))} need a model, and no other method takes one."
             )
         if self.max_model_len is not None and self.method != "draft_model":
             raise ConfigError(

@@ -29,11 +29,14 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench": "measure speed against upper bounds and other engines",
         "compare": "compare quantised versions of a model: quality, bytes, speed",
         "quantize": "quantise the weights of a model into a new folder",
+        "train": "train draft heads for a model",
         "node": "run one rank of a multi-node engine on this machine",
         "trace": "show a recorded trace as a web page, table or Perfetto file",
     }
 )
-IN_LAB = frozenset({"info", "inspect", "plan", "bench", "compare", "trace", "quantize", "demo"})
+IN_LAB = frozenset(
+    {"info", "inspect", "plan", "bench", "compare", "trace", "quantize", "train", "demo"}
+)
 DESCRIPTION = "A language-model inference engine small enough to read."
 EXAMPLES = """\
 examples:

@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 from math import ceil
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ from minillm.plan.weight_sizes import WeightSizes
 from minillm.scheduling.config import scheduler_config
 from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
 from minillm.scheduling.scheduler import Scheduler
+from minillm.speculative.heads import HeadsSource
 from minillm.speculative.setup import (
     DraftSource,
     build_drafts,
@@ -113,7 +115,7 @@ def plan_memory(
     source: ModelSource,
     dtype: str,
     device: torch.device,
-    draft: DraftSource | None = None,
+    draft: DraftSource | HeadsSource | None = None,
 ) -> tuple[int, MemoryPlan]:
     """The context length and the memory plan.
 
@@ -131,7 +133,8 @@ def plan_memory(
     limits = scheduler_config(args)
     padding = PASS_ROWS if args.deterministic else 0  # a batch is padded to whole tiles
     speculation, copies = speculation_of(args), packs(args, device)
-    weights, draft_weights = sizes_of_weights(args, source, DTYPES[dtype], device, draft)
+    small = draft if isinstance(draft, DraftSource) else None
+    weights, draft_weights = sizes_of_weights(args, source, DTYPES[dtype], device, small)
     plan = memory_plan(
         largest_part(
             config,
@@ -142,7 +145,7 @@ def plan_memory(
         ),
         free,
         dtype=dtype,
-        kv_dtype=kv_dtype_of(args, device, config, draft),
+        kv_dtype=kv_dtype_of(args, device, config, small),
         max_model_len=args.max_model_len or longest,
         max_num_batched_tokens=limits.max_num_batched_tokens + padding,
         max_num_seqs=limits.max_num_seqs + padding,
@@ -150,13 +153,10 @@ def plan_memory(
         gpu_memory_utilization=args.gpu_memory_utilization,
         copied_weight_bytes=copied_weight_bytes(config, DTYPES[dtype]) if copies else 0,
         cuda_graphs=records(args, device),
-        draft=None if draft is None else draft.config,
         num_drafts=0 if speculation is None else speculation.most,
-        copied_draft_bytes=copied_weight_bytes(draft.config, DTYPES[dtype])
-        if copies and draft is not None
-        else 0,
         weights=weights,
         draft_weights=draft_weights,
+        **draft_parts(draft, DTYPES[dtype], copies),
     )
     asked = {name: getattr(limits, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
     plan = replace(plan, settings=replace(plan.settings, **asked))
@@ -168,6 +168,16 @@ def plan_memory(
         plan = shortened(plan)
     check_swap_space(args, plan, device)
     return plan.settings.max_model_len, plan
+
+
+def draft_parts(
+    draft: DraftSource | HeadsSource | None, dtype: torch.dtype, copies: bool
+) -> dict[str, Any]:
+    """The arguments of `memory_plan` for a draft model or draft heads."""
+    if isinstance(draft, DraftSource):
+        copied = copied_weight_bytes(draft.config, dtype) if copies else 0
+        return {"draft": draft.config, "copied_draft_bytes": copied}
+    return {} if draft is None else draft.planned
 
 
 def kv_dtype_of(
@@ -310,14 +320,15 @@ def open_executor(
     source: ModelSource,
     plan: MemoryPlan,
     device: torch.device,
-    draft: DraftSource | None = None,
+    draft: DraftSource | HeadsSource | None = None,
     grammars: Grammars | None = None,
 ) -> tuple[Executor, ForwardPass | None]:
     """The executor of step plans, and the `ForwardPass` if the model is in this process."""
     if args.num_ranks > 1:
         from minillm.parallel.launch import open_ranks
 
-        return open_ranks(args, source, plan, device, draft), None
+        small = draft if isinstance(draft, DraftSource) else None  # heads are refused before
+        return open_ranks(args, source, plan, device, small), None
     dtype, limit = DTYPES[plan.settings.dtype], plan.settings.max_model_len
     prepare = partial(quantize_while_reading, how=args.quantization) if args.quantization else None
     model = load_model(source, dtype, device, limit, args.load_format, args.seed, shard=prepare)
@@ -329,14 +340,16 @@ def open_executor(
 
 
 def build_scheduler(
-    args: EngineArgs, capacity: Capacity, draft: DraftSource | None = None
+    args: EngineArgs, capacity: Capacity, draft: DraftSource | HeadsSource | None = None
 ) -> Scheduler | DataParallelScheduler:
     """The scheduler over an executor's blocks; with data parallelism one for each rank."""
     copies = [one_scheduler(args, capacity, draft) for _ in range(args.data_parallel_size)]
     return DataParallelScheduler(copies) if len(copies) > 1 else copies[0]
 
 
-def one_scheduler(args: EngineArgs, capacity: Capacity, draft: DraftSource | None) -> Scheduler:
+def one_scheduler(
+    args: EngineArgs, capacity: Capacity, draft: DraftSource | HeadsSource | None
+) -> Scheduler:
     """The scheduler of one data-parallel rank."""
     prefix_cache = None if args.enable_prefix_caching is False else args.prefix_cache or "hash"
     blocks = BlockManager(

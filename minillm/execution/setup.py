@@ -9,6 +9,7 @@ from minillm.api.arguments import EngineArgs
 from minillm.api.speculative_config import SpeculativeConfig
 from minillm.cache.spec import cache_spec
 from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
+from minillm.execution.feature_runner import FeatureRunner
 from minillm.execution.graphs import CudaCapture, has_graphs
 from minillm.execution.runner import Runner
 from minillm.execution.warm_up import warm_up
@@ -25,8 +26,10 @@ from minillm.plan.cost import MemoryPlan
 from minillm.quantization.kernels import pack_for_kernels
 from minillm.scheduling.config import scheduler_config
 from minillm.speculative.draft_model import DraftModel
+from minillm.speculative.heads import HeadsSource
 from minillm.speculative.setup import (
     DraftSource,
+    build_heads,
     build_proposer,
     build_rule,
     speculation_of,
@@ -85,19 +88,22 @@ def build_executor(
     model: Decoder,
     plan: MemoryPlan,
     max_model_len: int,
-    draft: DraftSource | None = None,
+    draft: DraftSource | HeadsSource | None = None,
     kind: type[Runner] = Runner,
 ) -> Runner:
     """The runner over the blocks of a plan, with its proposer of drafts and its CUDA graphs."""
     runs, kv, host = with_cache(args, model, plan)
     num_rows = scheduler_config(args).max_num_seqs
+    kind = FeatureRunner if isinstance(draft, HeadsSource) else kind
     runner = kind(runs, kv, host, num_rows, ceil(max_model_len / plan.settings.block_size))
     if (speculation := speculation_of(args)) is not None:
-        proposer = (
-            build_proposer(speculation)
-            if draft is None
-            else build_draft_model(args, speculation, draft, plan, runner)
-        )
+        if isinstance(draft, HeadsSource) and isinstance(runner, FeatureRunner):
+            parts = model, runner.features, packs(args, model.device)
+            proposer = build_heads(speculation, draft, *parts)
+        elif isinstance(draft, DraftSource):
+            proposer = build_draft_model(args, speculation, draft, plan, runner)
+        else:
+            proposer = build_proposer(speculation)
         runner.speculator = Speculator(proposer, model.config.vocab_size)
         runner.sampler.rule = build_rule(speculation)
         # The sampler of a rank is replaced later, so it is looked up when it is needed.

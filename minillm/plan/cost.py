@@ -93,6 +93,8 @@ class PlanSettings:
     copied_draft_bytes: int = 0  # `copied_weight_bytes` of the draft model
     weight_bytes: int | None = None  # of quantised weights; None: all are in `dtype`
     draft_weight_bytes: int | None = None  # the same of the draft model
+    head_weights: int = 0  # number of weights of draft heads, which count as a draft model's
+    head_values: int = 0  # values per cached token that draft heads read
 
     def __post_init__(self) -> None:
         sizes = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size")
@@ -164,6 +166,8 @@ def memory_plan(
     copied_draft_bytes: int = 0,
     weights: WeightSizes | None = None,
     draft_weights: WeightSizes | None = None,
+    head_weights: int = 0,
+    head_values: int = 0,
 ) -> MemoryPlan:
     """Plan the memory of an engine that uses the share `gpu_memory_utilization` of `memory_bytes`.
 
@@ -187,6 +191,8 @@ def memory_plan(
         draft_weight_bytes=None
         if draft is None or draft_weights is None
         else draft_weights.total(draft),
+        head_weights=head_weights,
+        head_values=head_values,
     )
     if memory_bytes < 1:
         raise ConfigError(f"memory_bytes is {memory_bytes}; it must be at least 1.")
@@ -210,7 +216,11 @@ def _plan(
         num_draft_logits = min(settings.max_num_seqs, num_tokens)
         peak = activation_peak_bytes(draft, num_tokens, num_draft_logits, settings.dtype)
         activations = max(activations, peak)
-        weights, each = weights + draft_weights, each + draft_each
+    elif settings.head_weights:
+        value_bytes = dtype_bytes(settings.dtype)
+        draft_weights = settings.head_weights * value_bytes
+        draft_each = settings.head_values * block * value_bytes
+    weights, each = weights + draft_weights, each + draft_each
     # All CUDA graphs share one memory pool; the largest is a decode step without its logits.
     rows = settings.max_num_seqs * (1 + settings.num_drafts) * settings.cuda_graphs
     # Its stream has a workspace of cuBLAS, as the usual stream has, which the reserve holds.

@@ -4,15 +4,19 @@ executor's proposer and acceptance rule, and the description of the draft model.
 from dataclasses import dataclass
 
 from minillm.api.arguments import EngineArgs
-from minillm.api.speculative_config import SpeculativeConfig, check_vocabulary
+from minillm.api.speculative_config import HEAD_METHODS, SpeculativeConfig, check_vocabulary
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
 from minillm.models.checkpoint import ModelSource, open_model
+from minillm.models.decoder import Decoder
 from minillm.sampling.ratio import Ratio
 from minillm.sampling.rules import Rule
 from minillm.sampling.synthetic import Synthetic
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
+from minillm.speculative.features import Features
+from minillm.speculative.heads import HeadsSource, load_heads, open_heads
+from minillm.speculative.medusa import Medusa, MedusaHeads
 from minillm.speculative.ngram import NGrams
 from minillm.speculative.proposer import Proposer
 from minillm.speculative.suffix import Suffixes
@@ -44,15 +48,18 @@ def speculation_of(args: EngineArgs) -> SpeculativeConfig | None:
 
 def open_draft(
     args: EngineArgs, target: ModelSource, tokenizer: Tokenizer | None
-) -> DraftSource | None:
-    """The draft model of these arguments, if there is one.
+) -> DraftSource | HeadsSource | None:
+    """The draft model or the draft heads of these arguments, if there are any.
 
     Raises:
-        ConfigError: it cannot be opened, or does not match the target's vocabulary or context.
+        ConfigError: they cannot be opened, or do not match the target or the arguments.
     """
     config = speculation_of(args)
     if config is None or config.model is None:
         return None
+    if config.method in HEAD_METHODS:
+        check_heads_can_run(args)
+        return open_heads(config, target)
     name = f"speculative_config's model {config.model!r}"
     try:
         source = open_model(config.model)
@@ -66,6 +73,20 @@ def open_draft(
             "model with the same tokenizer."
         )
     return DraftSource(source, draft_context(args, config, source, target))
+
+
+def check_heads_can_run(args: EngineArgs) -> None:
+    """ConfigError if an engine with these arguments cannot have draft heads."""
+    if args.num_ranks > 1:
+        raise ConfigError(
+            f"draft heads run in one process and this engine has {args.num_ranks} ranks; leave out "
+            "the parallel sizes, or choose another method in speculative_config."
+        )
+    if args.load_format == "dummy":
+        raise ConfigError(
+            "random weights have no trained heads; leave out load_format, or choose another method "
+            "in speculative_config."
+        )
 
 
 def draft_context(
@@ -96,15 +117,32 @@ def has_tokens_of(source: ModelSource, tokenizer: Tokenizer) -> bool:
         return True
 
 
-def build_drafts(config: SpeculativeConfig, draft: DraftSource | None = None) -> Drafts:
+def build_drafts(
+    config: SpeculativeConfig, draft: DraftSource | HeadsSource | None = None
+) -> Drafts:
     """The policy for the number of drafts per row."""
     policy = AdaptiveDrafts if config.adapts else Drafts
     context = None if draft is None else draft.context
-    return policy(config.most, config.disable_by_batch_size, context)
+    most = min(config.most, draft.most) if isinstance(draft, HeadsSource) else config.most
+    return policy(most, config.disable_by_batch_size, context)
+
+
+def build_heads(
+    config: SpeculativeConfig, source: HeadsSource, model: Decoder, features: Features, packs: bool
+) -> Proposer:
+    """The proposer that runs draft heads, in the dtype of the target."""
+    heads = MedusaHeads(source.most, source.size, source.width, model.dtype, model.device)
+    try:
+        load_heads(heads, source.folder, packs)
+    except MinillmError as error:
+        raise ConfigError(
+            f"speculative_config's model {config.model!r} cannot be loaded: {error}"
+        ) from error
+    return Medusa(heads, features, model.logits, config.rejection_sample_method != "standard")
 
 
 def build_proposer(config: SpeculativeConfig) -> Proposer:
-    """The proposer of a method without a draft model."""
+    """The proposer of a method without a model."""
     if config.method == "ngram":
         return NGrams(config.prompt_lookup_min or 1, config.prompt_lookup_max or 1)
     if config.method == "suffix":

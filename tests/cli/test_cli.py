@@ -624,6 +624,14 @@ def test_a_plan_counts_a_draft_model_in(cli: Any) -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_a_plan_counts_draft_heads_in(cli: Any) -> None:
+    given = {"method": "medusa", "model": "tiny-medusa", "num_speculative_tokens": 4}
+    option = ("--memory", "1GiB", "--dtype", "bfloat16", "--speculative-config", json.dumps(given))
+    shown = cli("plan", "tiny", *option)
+    assert row(shown.out, "draft heads") == "1.5 MiB of weights, and 512 B of each cached token"
+    assert cli("plan", "preset:qwen3-0.6b", *option).refused("for the weights of 'tiny' with hash")
+
+
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_loaded_plan_shows_what_was_allocated(drafts: bool, base: Path, cli: Any) -> None:
     given = json.dumps({"model": str(base), "num_speculative_tokens": 4})

@@ -43,6 +43,7 @@ from tests.matrix.jobs import (
 from tests.matrix.proposers import K, Known, config_of
 from tests.models.tiny import Tiny
 from tests.quantization import test_reader_matrix as readers
+from tests.speculative.headed import write_heads
 
 LONGEST = 96
 NUM_BLOCKS = {"ample": 300, "recompute": 40, "swap": 40}
@@ -126,7 +127,7 @@ class Cell:
         chunk: tokens of a prompt per step; 0: whole prompts.
         pool: blocks for everybody, or too few.
         graphs: decode steps are recorded. A recording is the function itself.
-        drafts: a proposer of `proposers.py`, or a draft model.
+        drafts: a proposer of `proposers.py`, a draft model, or draft heads.
         kv: the dtype of the KV cache. That of 8 bits rounds away what is left of near ties, so it
             is compared in deterministic mode.
     """
@@ -224,6 +225,15 @@ def noisy(model: str) -> Path:
     return folder
 
 
+@cache
+def heads_of(model: str) -> str:
+    """Random heads for the model."""
+    if model == "embedded":
+        return "tiny-medusa"
+    heads = Path(temporary().name) / f"{model}-heads"
+    return str(write_heads(Path(folder_of(model)), heads))
+
+
 @contextmanager
 def on(path: str) -> Iterator[None]:
     """Engines that are made and run here take this path."""
@@ -307,6 +317,8 @@ def config_for(cell: Cell) -> dict[str, Any] | None:
         return None
     if cell.drafts == "draft model":
         return {"model": str(noisy(cell.model)), "num_speculative_tokens": K}
+    if cell.drafts == "medusa":
+        return {"method": "medusa", "model": heads_of(cell.model), "num_speculative_tokens": K}
     reference = reference_of(cell)
     width = reference.llm.engine.source.config.vocab_size
     return config_of(cell.drafts, reference.known, width)

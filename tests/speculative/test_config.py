@@ -32,7 +32,7 @@ BAD = [
     (NGRAM | {"method": "ngramm"}, ConfigError, "'ngramm'; .* Did you mean 'ngram'"),
     (NGRAM | {"method": 3}, ConfigError, "'method' is 3; .* with a method 'propose'"),
     (NGRAM | {"model": "tiny-draft"}, ConfigError, "'ngram' and model 'tiny-draft'"),
-    ({"method": "draft_model", "num_speculative_tokens": 2}, ConfigError, "model None; .* needs a"),
+    ({"method": "draft_model", "num_speculative_tokens": 2}, ConfigError, "model None; .* need a"),
     ({"model": "", "num_speculative_tokens": 2}, ConfigError, "'model' is ''; .* a name, a hub id"),
     (NGRAM | {"prompt_lookup_max": 2, "prompt_lookup_min": 3}, ConfigError, "min is 3 and .* 2"),
     (NGRAM | {"prompt_lookup_max": 0}, ConfigError, "'prompt_lookup_max' is 0; .* from 1 to 64"),

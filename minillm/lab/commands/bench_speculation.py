@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from minillm.lab.benchmarks.speculation import SpeculationWork
 
 DRAFT_OF: Mapping[str, str] = {"tiny": "tiny-draft"}
+HEADS_OF: Mapping[str, str] = {"tiny": "tiny-medusa"}
 NUM_DRAFTS = 4
 SYNTHETIC = "synthetic"
 
@@ -47,7 +48,7 @@ def work_of(args: Namespace) -> "SpeculationWork":
             "--acceptance 0.9,0.8,0.7,0.6, to measure the cost of verification."
         )
     if acceptance is None:
-        variants = real_variants(draft, config.vocab_size)
+        variants = real_variants(draft, config.vocab_size, HEADS_OF.get(name))
     else:
         variants = synthetic_variants(draft, acceptance, config.vocab_size)
     return SpeculationWork(
@@ -65,8 +66,11 @@ def work_of(args: Namespace) -> "SpeculationWork":
     )
 
 
-def real_variants(draft: str | None, vocab_size: int) -> dict[str, Mapping[str, Any] | None]:
-    """Plain decoding, n-grams, suffixes, a draft model, and random drafts (the worst case).
+def real_variants(
+    draft: str | None, vocab_size: int, heads: str | None = None
+) -> dict[str, Mapping[str, Any] | None]:
+    """Plain decoding, n-grams, suffixes, a draft model, draft heads, and random drafts (the worst
+    case).
 
     Repeats have the same prompts, so suffixes of earlier outputs are a variant of its own."""
     from minillm.lab.benchmarks.speculation import PLAIN, RandomDrafts
@@ -78,6 +82,9 @@ def real_variants(draft: str | None, vocab_size: int) -> dict[str, Mapping[str, 
         variants[f"suffix {number}"] = suffix | {"suffix_decoding_max_cached_requests": 0}
         if draft is not None:
             variants[f"{draft} {number}"] = {"model": draft, "num_speculative_tokens": number}
+        if heads is not None:
+            medusa = {"method": "medusa", "model": heads, "num_speculative_tokens": number}
+            variants[f"{heads} {number}"] = medusa
     variants["suffix auto, seen before"] = {"method": "suffix", "num_speculative_tokens": "auto"}
     wrong = RandomDrafts(vocab_size)
     variants["random auto"] = {"method": wrong, "num_speculative_tokens": "auto"}

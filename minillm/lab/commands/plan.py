@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from minillm.api.arguments import check_kv_cache_dtype
-from minillm.api.speculative_config import SpeculativeConfig, check_vocabulary
+from minillm.api.speculative_config import HEAD_METHODS, SpeculativeConfig, check_vocabulary
 from minillm.cli.engine_import import import_engine
 from minillm.cli.options import json_object
 from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
@@ -107,7 +107,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
     weights = weights_of(args.model, args.quantization, args.dtype, place.is_cpu)
     if is_parallel:
         return plan_parallel.run(args, config, place, weights, terminal)
-    if drafts and drafts["draft"] is not None:
+    if drafts.get("draft") is not None:
         drafts["draft_weights"] = weights_of(
             args.speculative_config["model"], None, args.dtype, place.is_cpu
         )
@@ -172,10 +172,16 @@ def find_config(model: str) -> ModelConfig:
 
 
 def drafts_of(args: Namespace, config: ModelConfig) -> dict[str, Any]:
-    """The arguments of `memory_plan` for the draft model and the drafts; {} without any."""
+    """The arguments of `memory_plan` for a draft model or heads, and the drafts; {} without."""
     if args.speculative_config is None:
         return {}
     speculation, draft = SpeculativeConfig.of(args.speculative_config), None
+    if speculation.method in HEAD_METHODS:
+        from minillm.models.checkpoint import open_model
+        from minillm.speculative.heads import open_heads
+
+        heads = open_heads(speculation, open_model(args.model)).planned
+        return {**heads, "num_drafts": speculation.most}
     if speculation.model is not None:
         draft = find_config(speculation.model)
         check_vocabulary(speculation.model, draft.vocab_size, args.model, config.vocab_size)
@@ -231,19 +237,20 @@ def show(found: Found, terminal: Terminal) -> None:
     """Print the plan as text."""
     plan, settings = found.plan, found.plan.settings
     terminal.heading(f"{found.model} on {found.place.what}")
+    drafter = "draft heads" if settings.head_weights else "draft model"
     rows = [
         ("memory", f"{size(plan.memory_bytes)} = {amount(plan.memory_bytes, 'B')}"),
         ("reserve", f"{size(plan.reserve_bytes)}  ("
          f"{1 - settings.gpu_memory_utilization:.0%}) for the runtime and workspaces"),
         ("weights", f"{size(plan.weight_bytes - plan.draft_weight_bytes)}  in "
          f"{settings.dtype if found.weights is None else found.weights.name}"),
-        ("draft model", f"{size(plan.draft_weight_bytes)}  of weights, and "
+        (drafter, f"{size(plan.draft_weight_bytes)}  of weights, and "
          f"{size(plan.draft_block_bytes // settings.block_size)} of each cached token"),
         ("activations", f"{size(plan.activation_bytes)}  for "
          f"{settings.max_num_batched_tokens:,} tokens in one step"),
         ("KV cache", cache_line(plan)),
     ]  # fmt: skip
-    terminal.rows([row for row in rows if row[0] != "draft model" or plan.draft_weight_bytes])
+    terminal.rows([row for row in rows if row[0] != drafter or plan.draft_weight_bytes])
     terminal.line()
     if plan.fits:
         show_combinations(plan, terminal)

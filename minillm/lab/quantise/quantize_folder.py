@@ -118,20 +118,20 @@ def job_state(
     return {"recipe": asdict(recipe), "format": format, "files": files, "calibration": text}
 
 
-def begin(out: Path, state: dict[str, Any]) -> None:
+def begin(out: Path, state: dict[str, Any], name: str = STATE) -> None:
     """Create the folder, or check that it holds a stopped run with the same state."""
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
-        if (out / STATE).is_file():
-            if read_json(out / STATE) != state:
+        if (out / name).is_file():
+            if read_json(out / name) != state:
                 raise ConfigError(
-                    f"{out} holds a stopped run with other settings, another model or another "
-                    "calibration text; repeat its arguments, or give an empty folder."
+                    f"{out} holds a run with other settings, another model or another text; "
+                    "repeat its arguments, or give an empty folder."
                 )
         elif any(out.iterdir()):
             raise ConfigError(f"{out} is not empty; give a new folder as --out.")
         else:
-            write_text(out / STATE, json.dumps(state, indent=2) + "\n")
+            write_text(out / name, json.dumps(state, indent=2) + "\n")
 
 
 @contextmanager

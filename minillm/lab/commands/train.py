@@ -1,0 +1,54 @@
+"""Train draft heads for a model, on text that it writes itself; a stopped run continues."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from minillm.api.speculative_config import HEAD_METHODS, MAX_DRAFTS
+from minillm.cli.terminal import Terminal
+from minillm.errors import ConfigError
+
+USAGE = "METHOD --model MODEL --out FOLDER [OPTION ...]"
+EXAMPLES = """\
+examples:
+  minillm train medusa --model tiny --out heads
+  minillm generate "def fib(n):" --speculative-config \\
+      '{"method": "medusa", "model": "heads", "num_speculative_tokens": 2}'
+"""
+NUMBERS = (  # option, field of the recipe, maximum, help
+    ("heads", "num_heads", MAX_DRAFTS, "number of heads (4)"),
+    ("width", "width", 2**16, "hidden layer of a head (that of the model)"),
+    ("rows", "num_rows", 2**20, "prompts that the target continues (2112)"),
+    ("steps", "steps", 2**20, "optimizer steps of 10 rows (700)"),
+)
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    add = parser.add_argument
+    add("method", metavar="METHOD", choices=HEAD_METHODS, help=", ".join(HEAD_METHODS))
+    add("--model", metavar="MODEL", required=True, help="the target: name, folder or hub id")
+    add("--out", metavar="FOLDER", type=Path, required=True, help="the heads, and the run's state")
+    add("--text", metavar="FILE", type=Path,
+        help="UTF-8 text to take prompts from (text of the embedded models)")  # fmt: skip
+    for name, _, _, text in NUMBERS:
+        add(f"--{name}", metavar="N", type=int, help=text)
+
+
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Train, write the heads, and print their accuracy."""
+    sizes = {}
+    for name, field, most, _ in NUMBERS:
+        if (value := getattr(args, name)) is not None:
+            if not 1 <= value <= most:
+                raise ConfigError(f"--{name} is {value}; it must be from 1 to {most:,}.")
+            sizes[field] = value
+    from minillm.lab.training.heads import HeadRecipe, train_heads
+
+    recipe = HeadRecipe(args.method, **sizes)
+    card = train_heads(args.model, recipe, args.out, args.text, terminal.line)
+    terminal.heading(f"{args.out}  ({args.method} for {args.model})")
+    terminal.line("\n  right tokens of held-out text, by temperature")
+    rates = card["accuracy"]
+    columns = ("temperature", *(f"head {i}" for i in range(card["num_heads"])))
+    terminal.table(columns, [(t, *(f"{r:.3f}" for r in each)) for t, each in rates.items()])
+    return 0

@@ -1,0 +1,238 @@
+"""Training of draft heads on the target's own text; resumable.
+
+Only the heads are trained. Their inputs, the target's final hidden states, are computed once. The
+weights of all heads are matrices, trained by Muon like those of the embedded models.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from minillm.errors import ConfigError
+from minillm.lab.quantise.calibration_text import read_text
+from minillm.lab.quantise.quantize_folder import begin
+from minillm.lab.training.attention import causal_rows
+from minillm.lab.training.own_text import PROMPT, TEMPERATURES, own_text
+from minillm.lab.training.trainer import rows_batch
+from minillm.models.checkpoint import WEIGHTS, open_model
+from minillm.models.decoder import Decoder
+from minillm.models.loader import load_model
+from minillm.plan.machine import cpu_name
+from minillm.speculative.heads import HEADS_FILE, base_hash, tensors_of
+from minillm.speculative.medusa import MedusaHeads
+
+COMPILED_FROM, EVERY = 300, 100  # steps; those between two checkpoints
+LATER = 0.8  # weight of each head relative to the one before
+CHECKPOINT = "checkpoint.safetensors"
+
+
+@dataclass(frozen=True)
+class HeadRecipe:
+    """What is trained and how long; a run that is resumed must have the same."""
+
+    method: str
+    num_heads: int = 4
+    width: int = 0  # of Medusa's hidden layer; 0: that of the model
+    num_rows: int = 2112
+    steps: int = 700
+    rows_per_step: int = 10
+    lr: float = 4e-3
+    warmup: int = 20
+    seed: int = 0
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate: warm-up, then constant, then linear decay over the last 60 %."""
+        left = (self.steps - step) / (0.6 * self.steps)
+        return self.lr * min(1.0, (step + 1) / self.warmup, left)
+
+
+class Task:
+    """A target and the heads that are trained for it."""
+
+    def __init__(self, recipe: HeadRecipe, target: Decoder):
+        self.recipe, self.target = recipe, target
+        size = target.config.hidden_size
+        sizes = recipe.num_heads, size, recipe.width or size
+        self.heads = MedusaHeads(*sizes, torch.float32, target.device)
+        self._initialize()
+        self.heads.requires_grad_(True)
+
+    @torch.no_grad()
+    def _initialize(self) -> None:
+        """A = I, W1 random, W2 = 0: each head begins as the output matrix."""
+        generator = torch.Generator().manual_seed(self.recipe.seed)
+        for name, tensor in tensors_of(self.heads).items():
+            if "skip" in name:
+                tensor.target.copy_(torch.eye(len(tensor.target)))
+            elif "up" in name:
+                tensor.target.normal_(0, tensor.target.shape[1] ** -0.5, generator=generator)
+            else:
+                tensor.target.zero_()
+
+    @torch.no_grad()
+    def hidden(self, rows: Tensor) -> Tensor:
+        """The target's final hidden states of rows [R, T], as bf16 [R, T, d]."""
+        batch = rows_batch(rows.flatten(), rows.shape[1])
+        with torch.autocast(rows.device.type, torch.bfloat16):
+            found = self.target(batch, causal_rows(self.target.config, rows.shape[1]))
+        return found.bfloat16().view(*rows.shape, -1)
+
+    def predictions(self, rows: Tensor, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each head its logits [R, n, V] and the tokens [R, n] that it should predict; the
+        last n of each row belong together."""
+        length, offset = rows.shape[1], 2  # the output matrix itself predicts the next token
+        states = self.heads(hidden.flatten(0, 1)).unflatten(1, (len(rows), length))
+        for each in states:
+            yield self.target.logits(each[:, : length - offset]), rows[:, offset:]
+            offset += 1
+
+    def loss(self, rows: Tensor, hidden: Tensor) -> Tensor:
+        """Weighted mean cross-entropy of the heads, in nats."""
+        total, weights = torch.zeros((), device=rows.device), 0.0
+        with torch.autocast(rows.device.type, torch.bfloat16):
+            for i, (logits, tokens) in enumerate(self.predictions(rows, hidden)):
+                own = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+                total, weights = total + LATER**i * own, weights + LATER**i
+        return total / weights
+
+    @torch.no_grad()
+    def accuracy(self, rows: Tensor, hidden: Tensor) -> dict[str, list[float]]:
+        """By temperature: how often each head's best token is the one that follows. Only tokens
+        that the target generated count."""
+        found = {}
+        for i, temperature in enumerate(TEMPERATURES):
+            own, mine = rows[i::3], hidden[i::3]
+            rates = []
+            for logits, tokens in self.predictions(own, mine.float()):
+                right = (logits.argmax(-1) == tokens)[:, PROMPT:]
+                rates.append(round(float(right.float().mean()), 3))
+            found[f"{temperature:g}"] = rates
+        return found
+
+
+class HeadTrainer:
+    """One run; its state is in `folder`."""
+
+    def __init__(self, task: Task, folder: Path):
+        self.task, self.recipe, self.folder = task, task.recipe, folder
+        self.step, self.seconds = 0, 0.0
+        # Compiled, a step takes half as long; compilation as long as 100 steps.
+        compiles = self.recipe.steps > COMPILED_FROM
+        self.loss = torch.compile(task.loss, dynamic=False) if compiles else task.loss
+        self.tensors = {name: each.target for name, each in tensors_of(task.heads).items()}
+        self.optimizer = torch.optim.Muon(
+            task.heads.parameters(), weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+        )
+
+    def train_step(self, rows: Tensor, hidden: Tensor) -> float:
+        """One step on some of the rows; returns the loss before it."""
+        generator = torch.Generator().manual_seed(1000 * self.recipe.seed + self.step)
+        chosen = torch.randperm(len(rows), generator=generator)[: self.recipe.rows_per_step]
+        loss = self.loss(rows[chosen], hidden[chosen].float())
+        loss.backward()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.lr_at(self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return float(loss.detach())
+
+    def run(self, rows: Tensor, hidden: Tensor, held_out: Sequence[Tensor]) -> None:
+        """All steps that are left; the bar shows the accuracy of each head on held-out text."""
+        begin = time.monotonic() - self.seconds
+        with tqdm(total=self.recipe.steps, initial=self.step, unit="step") as bar:
+            while self.step < self.recipe.steps:
+                loss = self.train_step(rows, hidden)
+                self.seconds = time.monotonic() - begin
+                bar.update()
+                if self.step % EVERY == 0 or self.step == self.recipe.steps:
+                    greedy = self.task.accuracy(*held_out)["0"]
+                    bar.set_postfix_str(f"loss {loss:.3f}, right when greedy {greedy}")
+                    self.save()
+
+    def save(self) -> None:
+        """Replace the checkpoint."""
+        tensors = {f"heads/{name}": each.contiguous() for name, each in self.tensors.items()}
+        states = self.optimizer.state_dict()["state"].items()
+        tensors |= {f"momentum/{i}": state["momentum_buffer"] for i, state in states}
+        path = self.folder / "unfinished.safetensors"
+        save_file(tensors, path, {"step": str(self.step), "seconds": f"{self.seconds:.0f}"})
+        os.replace(path, self.folder / CHECKPOINT)
+
+    def resume(self) -> bool:
+        """Continue from the checkpoint; False if there is none."""
+        path = self.folder / CHECKPOINT
+        if not path.is_file():
+            return False
+        with safe_open(path, "pt") as file:
+            notes = file.metadata()
+        self.step, self.seconds = int(notes["step"]), float(notes["seconds"])
+        tensors = load_file(path)
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                tensor.copy_(tensors[f"heads/{name}"])
+        state = self.optimizer.state_dict()
+        count = len(list(self.task.heads.parameters()))
+        momenta = (tensors[f"momentum/{i}"] for i in range(count))
+        state["state"] = {i: {"momentum_buffer": each} for i, each in enumerate(momenta)}
+        self.optimizer.load_state_dict(state)
+        return True
+
+
+def train_heads(
+    model: str,
+    recipe: HeadRecipe,
+    out: Path,
+    text: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Train heads for a model, or continue, and write them in bf16 to `out`; returns `heads.json`.
+
+    Raises:
+        ConfigError: the model has no weights or no tokenizer, the text is too short, or `out` has
+            a run with other settings.
+        CheckpointError: `out` cannot be written.
+    """
+    source = open_model(model)
+    bound = base_hash(source)
+    if not bound:
+        raise ConfigError(f"{model} has no weights; heads are trained for a model with weights.")
+    digest = sha256(read_text(text).encode()).hexdigest()
+    state = {"recipe": asdict(recipe), "base_hash": bound, "text": digest}
+    begin(out, state, "train.json")
+    folder = out / "training"
+    rows, held_out = own_text(model, folder, recipe.num_rows, text)
+    task = Task(recipe, load_model(source, torch.float32).requires_grad_(False))
+    say("Computing hidden states")
+    hidden, held = (torch.cat([task.hidden(p) for p in r.split(8)]) for r in (rows, held_out))
+    trainer = HeadTrainer(task, folder)
+    if trainer.resume():
+        say(f"Continuing at step {trainer.step}")
+    trainer.run(rows, hidden, (held_out, held))
+    card = {
+        "method": recipe.method,
+        "num_heads": recipe.num_heads,
+        "width": recipe.width or source.config.hidden_size,
+        "base_model": source.name,
+        "base_hash": bound,
+        "accuracy": task.accuracy(held_out, held),
+        "training": asdict(recipe)
+        | {"seconds": round(trainer.seconds), "machine": f"{cpu_name()}, torch {version('torch')}"},
+    }
+    tensors = {name: each.bfloat16().contiguous() for name, each in trainer.tensors.items()}
+    save_file(tensors, out / WEIGHTS, {"format": "pt"})
+    (out / HEADS_FILE).write_text(json.dumps(card, indent=2) + "\n")
+    return card

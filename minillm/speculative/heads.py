@@ -1,0 +1,139 @@
+"""The files of draft heads, which are trained for one target model and refused with any other.
+
+heads.json           method, sizes, and the hash of the target's weight files
+model.safetensors    the weights
+"""
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from minillm.api.checks import is_whole
+from minillm.api.speculative_config import MAX_DRAFTS, SpeculativeConfig
+from minillm.errors import CheckpointError, ConfigError
+from minillm.layers.linear_methods import CheckpointTensor, Matrix
+from minillm.layers.norm import RMSNorm
+from minillm.models.checkpoint import (
+    ASSETS,
+    WEIGHTS,
+    ModelSource,
+    read_json,
+    shard_headers,
+    weight_files,
+)
+from minillm.models.loader import fill
+from minillm.models.packing import into_panels, list_matrices
+from minillm.ops import cpu
+
+HEADS_FILE, MAX_WIDTH = "heads.json", 2**16
+PAGE, MOST_PAGES = 4096, 256  # bytes; pages of each file that are hashed, evenly spaced
+
+
+@dataclass(frozen=True)
+class HeadsSource:
+    """Draft heads before their weights are read, checked against the target.
+
+    Attributes:
+        most: number of heads, the maximum drafts of a row.
+        width: of Medusa's hidden layer.
+        size: d of the target.
+    """
+
+    folder: Path
+    most: int
+    width: int
+    size: int
+    context: None = None  # that of the target
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """Their arguments of `memory_plan`."""
+        weights = self.most * self.size * (self.size + 2 * self.width)
+        return {"head_weights": weights, "head_values": self.size}
+
+
+def base_hash(source: ModelSource) -> str:
+    """A hash of a model's weight files: their sizes, and up to 256 pages of each. Training changes
+    nearly all pages. Empty for a model without files."""
+    digest, files = sha256(), weight_files(source)
+    for path in files:
+        size = path.stat().st_size
+        digest.update(str(size).encode())
+        with path.open("rb") as file:
+            for place in range(0, size, max(size // MOST_PAGES, PAGE)):
+                file.seek(place)
+                digest.update(file.read(PAGE))
+    return digest.hexdigest()[:32] if files else ""
+
+
+def heads_folder(name: str) -> Path:
+    """The folder of heads: embedded ones by name, others by their path."""
+    embedded = ASSETS / name
+    return embedded if (embedded / HEADS_FILE).is_file() else Path(name).expanduser()
+
+
+def open_heads(config: SpeculativeConfig, target: ModelSource) -> HeadsSource:
+    """The heads of a `speculative_config`.
+
+    Raises:
+        ConfigError: there are none, or for another method or model, or too few.
+        CheckpointError: `heads.json` is damaged.
+    """
+    name, method = f"speculative_config's model {config.model!r}", config.method
+    file = heads_folder(str(config.model)) / HEADS_FILE
+    if not file.is_file():
+        raise ConfigError(
+            f"{name} has no {HEADS_FILE}; give a folder that 'minillm train {method}' wrote."
+        )
+    data = read_json(file)
+    if data.get("method") != method:
+        raise ConfigError(f"{name} has heads of method {data.get('method')!r}, not {method!r}.")
+    if (mine := base_hash(target)) != data.get("base_hash") or not mine:
+        raise ConfigError(
+            f"{name} was trained for the weights of {data.get('base_model')!r} with hash "
+            f"{data.get('base_hash')!r}, and those of {target.name} have {mine!r}; train heads for "
+            f"this model with 'minillm train {method}'."
+        )
+    for key, limit in (("num_heads", MAX_DRAFTS), ("width", MAX_WIDTH)):
+        if not is_whole(data.get(key)) or not 1 <= data[key] <= limit:
+            raise CheckpointError(f"{file} has {key} {data.get(key)!r}; it must be 1 to {limit}.")
+    most = data["num_heads"]
+    if not config.adapts and config.most > most:
+        raise ConfigError(
+            f"{name} has heads for {most} drafts and num_speculative_tokens is {config.most}; set "
+            f"it to at most {most}."
+        )
+    return HeadsSource(file.parent, most, data["width"], target.config.hidden_size)
+
+
+def tensors_of(module: nn.Module) -> dict[str, CheckpointTensor]:
+    """The tensors of a module's matrices and norms, by name."""
+    layers = (each for each in module.modules() if isinstance(each, Matrix | RMSNorm))
+    return {tensor.name: tensor for each in layers for tensor in each.checkpoint_tensors()}
+
+
+@torch.inference_mode()
+def load_heads(module: nn.Module, folder: Path, packs: bool) -> None:
+    """Read the weights of heads, which must be exactly those of the module.
+
+    Raises:
+        CheckpointError: the file is damaged, or has other names or shapes.
+    """
+    path, wanted = folder / WEIGHTS, tensors_of(module)
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {WEIGHTS}.")
+    stored = {name: tuple(header.shape) for name, header in shard_headers(path).items()}
+    shapes = {name: tensor.slice.shape for name, tensor in wanted.items()}
+    for name in sorted(stored.keys() | shapes.keys()):
+        if stored.get(name) != shapes.get(name):
+            raise CheckpointError(
+                f"{path} has {name} of shape {stored.get(name)}, and {HEADS_FILE} with this target "
+                f"gives {shapes.get(name)}; train the heads again."
+            )
+    fill(wanted, [path])
+    if packs:
+        chosen = [each for each in list_matrices(module) if cpu.takes_panels(each.values())]
+        into_panels(chosen) if chosen else None

@@ -1,0 +1,98 @@
+"""Medusa heads (Cai et al., 2024): head i predicts the token i + 1 places behind the next one.
+
+    hidden state of position n - 2 --output matrix--> token n - 1, which is already sampled
+                 |--head 0--output matrix--> draft n
+                 `--head 1--output matrix--> draft n + 1
+
+A head is A h + W2 SiLU(W1 h), under the output matrix of the target. The original form,
+h + SiLU(W h) with an output matrix of its own, cannot leave the direction of h under a shared one:
+SiLU is never below -0.28. All heads see the same hidden state and not each other's drafts.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minillm.layers.linear import Linear
+from minillm.models.decoder import allocate
+from minillm.scheduling.plan import StepPlan
+from minillm.speculative.draws import Draws
+from minillm.speculative.features import Features
+from minillm.speculative.proposer import Draft, DraftRow
+
+
+class MedusaHeads(nn.Module):
+    """`count` heads of a hidden layer of `width`: [N, d] -> [count, N, d]."""
+
+    def __init__(
+        self, count: int, size: int, width: int, dtype: torch.dtype, device: torch.device | str
+    ):
+        super().__init__()
+        self.count, self.sizes = count, (size, width)
+        with torch.device("meta"):
+            outputs = dict[str, int]()
+            for i in range(count):  # A and W1 of all heads have the same input
+                outputs |= {f"{i}.skip": size, f"{i}.up": width}
+            self.first = Linear("heads.", size, outputs)
+            self.down = nn.ModuleList(
+                Linear(f"heads.{i}.", width, {"down": size}) for i in range(count)
+            )
+        allocate(self, dtype, device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[N, d] -> [count, N, d]"""
+        parts = self.first(hidden).unflatten(1, (self.count, -1))  # [N, count, d + width]
+        skip, up = parts.split(self.sizes, dim=2)
+        inner = F.silu(up).unbind(1)
+        return torch.stack([
+            skip[:, i] + down(inner[i].contiguous()) for i, down in enumerate(self.down)
+        ])  # fmt: skip
+
+
+class Medusa:
+    """A proposer that drafts with one head per position.
+
+    Args:
+        logits: the target's output matrix, [K, d] -> [K, V].
+        coupled: whether to sample with the target's noise (`draws.py`).
+    """
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        features: Features,
+        logits: Callable[[Tensor], Tensor],
+        coupled: bool = True,
+    ):
+        self.heads, self.features = heads, features
+        self.logits, self.coupled = logits, coupled
+
+    def allocated(self) -> dict[str, int]:
+        """Allocated bytes by part of the memory plan."""
+        host = self.features.host
+        return {
+            "draft_weights": sum(each.nbytes for each in self.heads.parameters()),
+            "draft_kv_cache": self.features.pages.num_bytes,
+            "draft_swap_space": host.num_bytes if host else 0,
+        }
+
+    def follow(self, plan: StepPlan) -> None:
+        """Apply the plan's block copies and swaps to the hidden states."""
+        self.features.follow(plan)
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+        """`num_drafts` drafts of each row, at most one per head."""
+        ordered = sorted(rows, key=lambda row: -row.num_drafts)
+        # The last token has no state yet: the state before it predicted it.
+        spans = [(row.place, len(row.token_ids) - 2, 1) for row in ordered]
+        states = self.heads(self.features.read(spans))  # [count, R, d]
+        depth = min(ordered[0].num_drafts, len(states))
+        logits = self.logits(states[:depth].flatten(0, 1)).unflatten(0, (depth, -1))  # one product
+        draws = Draws(ordered, logits.device, self.coupled)
+        for each, own in enumerate(logits):
+            draws.draw(own[: sum(row.num_drafts > each for row in ordered)])
+        found = dict(zip((row.new.seq_id for row in ordered), draws.drafts(), strict=True))
+        return [found[row.new.seq_id] for row in rows]

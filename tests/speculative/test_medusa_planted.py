@@ -1,0 +1,64 @@
+"""Deliberate bugs of draft heads, each with a test that finds it."""
+
+from pathlib import Path
+
+import pytest
+
+import minillm.engine.setup
+import minillm.execution.setup
+import minillm.speculative.setup
+from minillm.execution import feature_runner
+from minillm.speculative import features, heads, medusa
+from tests.speculative import test_medusa
+from tests.speculative.headed import write_heads
+
+FORMULA, HISTORY, OTHER = "formula", "history", "other model"
+BUGS = {
+    "the state of the last token": (medusa, "token_ids) - 2", "token_ids) - 1", FORMULA),
+    "the state before": (medusa, "token_ids) - 2", "token_ids) - 3", FORMULA),
+    "a smaller skip": (medusa, "skip[:, i] +", "skip[:, i] * 0.9 +", FORMULA),
+    "the hidden layer of another head": (medusa, "inner[i]", "inner[i - 1]", FORMULA),
+    "drafts of another row": (medusa, "for row in rows]", "for row in ordered]", HISTORY),
+    "positions of another row": (features, "start - first", "start[::-1] - first", FORMULA),
+    "copies do not carry states": (features, "if plan.copies:", "if False:", HISTORY),
+    "swaps do not carry states": (features, "and plan.swap_in:", "and False:", HISTORY),
+    "states of the first group only": (feature_runner, "in found:", "in found[1:]:", FORMULA),
+    "a position too late": (feature_runner, ".row, row.start,", ".row, row.start + 1,", FORMULA),
+    "blocks of another size": (features, "block, offset = np.divmod(positions, self",
+                               "block, offset = np.divmod(positions, 2 * self", FORMULA),
+    "one file of the model is not hashed": (heads, "for path in files:", "for path in files[1:]:",
+                                            OTHER),
+    "the hash is not compared": (heads, '!= data.get("base_hash")', "== 0", OTHER),
+}  # fmt: skip
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug, folder, tmp_path, monkeypatch) -> None:
+    module, right, wrong, finder = BUGS[bug]
+    source, before = Path(module.__file__).read_text("utf-8"), dict(vars(module))
+    assert source.count(right) == 1
+    for name, value in before.items():
+        monkeypatch.setattr(module, name, value)  # put back at the end
+    exec(compile(source.replace(right, wrong), module.__file__, "exec"), vars(module))
+    setups = minillm.speculative.setup, minillm.execution.setup, minillm.engine.setup
+    for user in (*setups, feature_runner):
+        for name, value in list(vars(user).items()):
+            if name in before and value is before[name]:
+                monkeypatch.setattr(user, name, getattr(module, name))
+    monkeypatch.setattr(test_medusa, "medusa_of", lambda llm: None)
+    monkeypatch.setattr("tests.speculative.headed.Medusa", medusa.Medusa)
+    made = write_heads(folder, tmp_path / "heads")
+
+    def find() -> None:
+        if finder == OTHER:
+            test_medusa.test_heads_of_another_model(folder, tmp_path)
+        elif finder == FORMULA:
+            how = {"temperature": 0.0}
+            test_medusa.test_drafts_are_those_of_the_formula(folder, made, monkeypatch, how)
+        else:
+            for seed in range(8):
+                test_medusa.test_in_any_history(folder, made, monkeypatch, seed)
+
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        find()
