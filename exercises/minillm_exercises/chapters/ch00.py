@@ -212,7 +212,7 @@ def draw_roofline(hardware: Hardware, runs: Sequence[Run], cache: int = 0) -> No
     ax.yaxis.set_major_formatter("{x:,g}")
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16))
     few, many = (f"{end(run.cost.intensity for run in runs):.2g}" for end in (min, max))
-    does = f"{few} operations" if few == many else f"{few} to {many} operations"
+    does = f"{few} operation{'s' * (few != '1')}" if few == many else f"{few} to {many} operations"
     show(
         fig,
         "No program that reads its weights from memory gets above the dashed lines. These tokens "
