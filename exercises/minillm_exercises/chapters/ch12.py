@@ -257,17 +257,6 @@ def climb(ways: Sequence[Way], rounds: int = 6) -> list[Rung]:
     ]
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside the block torch, and with it the engine, uses one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def fits_cache(num_bytes: float) -> bool:
     """Whether so many bytes fit into the largest cache of the processor."""
     return num_bytes <= machine.last_level_cache_bytes()
