@@ -1,4 +1,4 @@
-"""Train draft heads for a model, on text that it writes itself; a stopped run continues."""
+"""Train draft heads on text that the model writes; a stopped run continues."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
