@@ -83,10 +83,8 @@ def paged_attention(
     few, small = _few(group, max_query_len)
     room = num_sequences * few * heads * num_parts * dim
     few = few if 1 < num_parts <= MAX_GRID_Z and room <= MAX_WORKSPACE else 0
-    partial, stats = (
-        q.new_empty((num_sequences, few, heads, num_parts, size), dtype=torch.float32)
-        for size in (dim, 2)
-    )
+    shapes = ((num_sequences, few, heads, num_parts, size) for size in (dim, 2))
+    partial, stats = (q.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
     def launch(block_m: int, apart: bool) -> None:
         block_q = block_m // group
@@ -94,10 +92,10 @@ def paged_attention(
         attention_kernel[grid](
             q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, query_start, seq_lens,
             block_tables, q.stride()[:-1], out.stride()[:-1], block_tables.stride(0), factor,
-            window, num_sequences, few, num_parts, GROUP=group,
-            NUM_KV_HEADS=kv_heads, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_Q=block_q, DIM=dim,
-            BLOCK_D=block_d, APART=apart, num_warps=4 if block_m * block_d <= 4096 else 8,
-            num_stages=2, enable_fp_fusion=False,
+            window, num_sequences, few, num_parts, GROUP=group, NUM_KV_HEADS=kv_heads,
+            BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_Q=block_q, DIM=dim, BLOCK_D=block_d,
+            APART=apart, num_warps=4 if block_m * block_d <= 4096 else 8, num_stages=2,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
     if max_query_len is None or max_query_len > few:
