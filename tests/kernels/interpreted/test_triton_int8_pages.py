@@ -84,6 +84,7 @@ def test_bad_input_is_one_sentence(changes: dict[str, object], sentence: str) ->
 
 # ---- mutations ---------------------------------------------------------------------------------
 
+# What numpy's NaN hides, and a GPU's would not, has no bug here: `powers` and hidden scales.
 BUGS = [
     ("keys are read with their 128", "(keys ^ 128)", "keys"),
     ("keys are written with 127", "codes + 128", "codes + 127"),
@@ -92,13 +93,9 @@ BUGS = [
      "tl.reshape(rows, (16, 4, BLOCK_D))"),
     ("the scale of the next value", "v_scale + place + each", "v_scale + place + (each + 1) % 4"),
     ("the scale of the first key", "k_scale + place + each", "k_scale + place + 0 * each"),
-    ("a hidden scale may be infinite", "tl.where(visible, weights * tl.reshape(value_scales, (1, "
-     "64)), 0.0)", "weights * tl.reshape(value_scales, (1, 64))"),
     ("126 levels", "tl.div_rn(127.0, ", "tl.div_rn(126.0, "),
     ("the sum of neighbours", "(BLOCK_M, 2, 32 >> i)), 1", "(BLOCK_M, 32 >> i, 2)), 2"),
     ("another exponential", "2.4022242426872253e-1", "2.4022e-1"),
-    ("NaN is a power", "tl.where(x == x, bits.to(tl.float32, bitcast=True), x)",
-     "bits.to(tl.float32, bitcast=True)"),
     ("NaN is not the largest", "tl.where(x == x, tl.abs(x), float(\"inf\"))", "tl.abs(x)"),
     ("a scale is rounded to nearest", "(scale.to(tl.float32) < wanted)", "(wanted < 0.0)"),
     ("the unrounded scale divides", "tl.where(divides, scale, 1.0)",
