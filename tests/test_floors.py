@@ -46,9 +46,9 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 55_818, "minillm without minillm/lab": 35_399, "minillm/lab": 20_419,
-    "kernels": 11_630, "notebooks": 2_070,
-    "exercises/minillm_exercises": 18_074, "tests": 73_588,
+    "minillm": 55_874, "minillm without minillm/lab": 35_453, "minillm/lab": 20_421,
+    "kernels": 12_436, "notebooks": 2_070,
+    "exercises/minillm_exercises": 18_063, "tests": 73_732,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

@@ -22,7 +22,9 @@ END = "<!-- compiled: end -->"
 MADE_WITH = re.compile(r"Compiled with Triton (\S+),")
 ABSENT = "-"
 # Instructions shown in the table, in this order; local memory is shown as spilled bytes.
-SHOWN = ("HMMA", "HGMMA", "UTCHMMA", "LDGSTS", "UTMALDG", "UBLKCP")
+SHOWN = (
+    "HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "UTCIMMA", "LDGSTS", "UTMALDG", "UBLKCP",
+)  # fmt: skip
 EXAMPLES = """\
 examples:
   python -m minillm_kernels.compiled_table                    the whole table, to the screen

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from minillm_kernels.bench.case import Measurement
     from minillm_kernels.check.case import Launch
 
-FAMILIES = ("paged_attention", "mla", "fused", "gemv", "sampling", "moe", "quantized")
+FAMILIES = ("paged_attention", "int8_pages", "mla", "fused", "gemv", "sampling", "moe", "quantized")
 CHECKED = ("flash_attention", *FAMILIES)
 
 

@@ -5,7 +5,8 @@ rounded up, so that no code is above 127. Attention rounds each query head to 8 
 weights p * s of each tile of 64 positions to 7 bits: both of its products are sums of integers.
 These are exact in any order: together with fixed tiles, one `exp2` and one order of the tiles, the
 result of a query has the same bits in decode, verification of drafts and any chunk of a prompt, and
-on every processor. The C functions (`minillm/ops/c/int8_cache.c`) compute these bits, too.
+on every processor. C functions (`minillm/ops/c/int8_cache.c`) and kernels (`int8_pages.py`) compute
+these bits, too.
 
 Caches are [blocks, Hkv, block_size, D] with four positions interleaved, as 8-bit products of a CPU
 read them: keys, 128 added, [.., block_size / 4, D / 4, 4 positions, 4 dimensions], and values

@@ -23,7 +23,7 @@ from minillm_kernels.launch import INTERPRETED, SHARED_MEMORY, KernelError, trit
 ARCHITECTURES = (80, 90, 100)
 # Counted instructions: tensor cores of Ampere, Hopper and Blackwell; asynchronous and bulk copies;
 # local memory (spilled registers).
-MATRIX = ("HMMA", "HGMMA", "UTCHMMA")
+MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "UTCIMMA")
 COPIES = ("LDGSTS", "UTMALDG", "UBLKCP")
 LOCAL = ("LDL", "STL")
 OPCODES = (*MATRIX, *COPIES, "FFMA", *LOCAL)

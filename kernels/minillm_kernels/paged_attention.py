@@ -17,7 +17,7 @@ require.
 * **Batch-invariant** calls use `invariant_kernel` of paged_prefill.py for every row; see
   `_invariant`.
 
-Quantised pages would be scaled in `load_rows`, and tree masks added beside `visible`.
+Tree masks would be added beside `visible`. Pages of 8 bits: int8_pages.py.
 """
 
 import math

@@ -17,8 +17,6 @@ Llama-3.1-8B layer moves 24 kB, 6 nanoseconds of an H200's memory bus.
   rotation is four products of whole tiles. Interleaved pairs are split in registers.
 * A row's arithmetic does not depend on other rows: the kernel is batch-invariant.
 
-A quantised cache would scale k and v just before the store.
-
 Su et al., RoFormer, 2021; Henry et al., Query-Key Normalization, 2020; Kwon et al., vLLM, 2023.
 """
 

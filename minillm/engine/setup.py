@@ -23,7 +23,7 @@ from minillm.models.loader import DTYPES, load_model
 from minillm.models.packing import copied_weight_bytes
 from minillm.models.quantize import quantize_weights, quantize_while_reading
 from minillm.models.weight_sizes import Layout, planned_sizes
-from minillm.ops import cpu
+from minillm.ops import backend_of, cpu, has_int8_kernels
 from minillm.parallel.split import largest_part
 from minillm.plan import machine
 from minillm.plan.cost import BatchFit, MemoryPlan, memory_plan
@@ -190,11 +190,14 @@ def kv_dtype_of(
     """
     if args.kv_cache_dtype == "auto":
         return None
-    if device.type != "cpu":
-        raise UnsupportedFeatureError(
-            f"kv_cache_dtype='int8' is for a CPU in this version, not for {device}; leave it out."
-        )
     cache_spec(config, args.kv_cache_dtype)
+    for each in (config, draft.config if draft else config):
+        if device.type != "cpu" and not has_int8_kernels(device, each.head_dim):
+            raise UnsupportedFeatureError(
+                f"kv_cache_dtype='int8' on {device} needs Triton kernels, which are for GPUs from "
+                "compute capability 8.0 on and heads of at most 256 dimensions, a multiple of 8; "
+                f"here: {backend_of(device).why}, and heads have {each.head_dim}; leave it out."
+            )
     try:
         if draft is not None:
             cache_spec(draft.config, args.kv_cache_dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm.ops import cpu, cpu_int8_cache, cpu_rope
-from minillm.ops.batch import AttentionMode, Batch, Pages, Prologue, codes_of
+from minillm.ops.batch import AttentionMode, Batch, Codes, Pages, Prologue, codes_of
 from minillm.ops.dispatch import backend_of, uses_kernels
 from minillm_kernels import batch_invariant, int8_cache, reference
 from minillm_kernels.reference import causal_attention, moe_route
@@ -22,6 +22,8 @@ __all__ = [
     "causal_attention",
     "cos_sin",
     "embedding",
+    "has_int8_kernels",
+    "int8_attention",
     "invariant_silu_mul",
     "linear",
     "moe_experts",
@@ -96,8 +98,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
 def write_cache(key: Tensor, value: Tensor | None, pages: Pages, slot_mapping: Tensor) -> None:
     """Write keys [N, Hkv, D] and values [N, Hkv, Dv] to their slots; `value` is None with MLA."""
     if value is not None and (codes := codes_of(pages)):
-        return int8_cache.write_cache(key, value, *codes, slot_mapping)
+        return _pages_of_codes(key, codes).write_cache(key, value, *codes, slot_mapping)
     _torch_rows(key, value).write_cache(key, value, pages.key, pages.value, slot_mapping)
+
+
+def _pages_of_codes(x: Tensor, codes: Codes) -> ModuleType:
+    """The backend of pages of codes for heads x [N, H, D], C apart."""
+    if uses_kernels(x):
+        from minillm.ops import triton
+
+        if triton.takes_codes(x, codes):
+            return triton.int8_pages
+    return int8_cache
+
+
+def has_int8_kernels(device: torch.device, head_dim: int) -> bool:
+    """Whether a GPU has kernels for pages of codes: torch would wait for it in each layer."""
+    return backend_of(device).name == "triton" and head_dim % 8 == 0 and head_dim <= 256
 
 
 def norm_rope(
@@ -181,6 +198,24 @@ def paged_attention(
     if mode == "invariant":
         return batch_invariant.tiled_attention(q, pages.key, pages.value, *where)
     return reference.paged_attention(q, pages.key, pages.value, *where)
+
+
+def int8_attention(
+    q: Tensor,
+    pages: Pages,
+    batch: Batch,
+    scale: float,
+    window: int | None = None,
+    mode: AttentionMode = "fast",
+) -> Tensor:
+    """`paged_attention` over pages of codes, on a GPU by their own kernel."""
+    codes = codes_of(pages)
+    if codes and mode != "plain" and scale > 0:
+        kernels = _pages_of_codes(q, codes)
+        if kernels is not int8_cache:
+            where = batch.query_start, batch.seq_lens, batch.block_tables, scale, window
+            return kernels.paged_attention(q, *codes, *where, max_query_len=batch.max_query_len)
+    return paged_attention(q, pages, batch, scale, window, mode)
 
 
 def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

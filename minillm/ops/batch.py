@@ -41,8 +41,12 @@ class Pages(NamedTuple):
     value_scale: Tensor | None = None  # [blocks, Hkv, block_size]
 
 
-def codes_of(pages: Pages) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Keys, values and their scales; None if they are no codes."""
+Codes = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Keys, values and their scales."""
+
+
+def codes_of(pages: Pages) -> Codes | None:
+    """None if pages have no scales."""
     if pages.key_scale is None or pages.value_scale is None:
         return None
     return pages.key, pages.value, pages.key_scale, pages.value_scale

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minillm.ops import cpu
-from minillm.ops.batch import Batch, Prologue
+from minillm.ops.batch import Batch, Codes, Prologue
 from minillm.ops.cpu_checks import check, check_integers, check_rope, check_tables, check_vector
 from minillm.ops.cpu_structures import filled
-
-Codes = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Keys, values and their scales."""
 
 
 @dataclass(frozen=True)

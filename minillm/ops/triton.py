@@ -8,12 +8,21 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from minillm.ops.batch import Batch, Pages
-from minillm_kernels import gemv, mla, reference
+from minillm.ops.batch import Batch, Codes, Pages
+from minillm_kernels import gemv, int8_pages, mla, reference
 from minillm_kernels import paged_attention as paged
 from minillm_kernels.batch_invariant import tiled_attention
 from minillm_kernels.launch import MAX_HEAD_DIM
 from minillm_kernels.mla_config import MAX_ROPE_DIM, MAX_VALUE_DIM
+
+__all__ = [
+    "int8_pages",
+    "linear",
+    "paged_attention",
+    "takes_codes",
+    "takes_head_dims",
+    "takes_heads",
+]
 
 GEMV_ROWS = 8  # with more rows, cuBLAS is faster
 
@@ -62,3 +71,8 @@ def takes_heads(q: Tensor, k_cache: Tensor) -> bool:
     """Whether the attention kernels support this block size and number of heads per KV head."""
     _, num_kv_heads, block_size, _ = k_cache.shape
     return block_size <= paged.MAX_BLOCK_SIZE and q.shape[1] <= paged.MAX_GROUP * num_kv_heads
+
+
+def takes_codes(x: Tensor, codes: Codes) -> bool:
+    """Whether the kernels support heads x [N, H, D] with these pages of codes."""
+    return takes_head_dims(codes[0]) and x.shape[1] <= paged.MAX_GROUP * codes[0].shape[1]

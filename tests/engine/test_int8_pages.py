@@ -8,6 +8,7 @@ import torch
 
 from minillm import LLM, EngineArgs, SamplingParams
 from minillm.cache.spec import cache_spec
+from minillm.engine.setup import kv_dtype_of
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.lab.roofline import step_cost
 from minillm.layers.kv_cache import KVCache
@@ -44,6 +45,13 @@ def test_mla_is_refused_also_as_a_draft(as_draft: bool, tmp_path) -> None:
     kind = "draft model is of the target's kind: .*" if as_draft else ""
     with pytest.raises(UnsupportedFeatureError, match=f"{kind}does not support MLA"):
         make(target if as_draft else folder, kv_cache_dtype="int8", **(draft if as_draft else {}))
+
+
+def test_a_gpu_without_kernels_is_refused() -> None:
+    """In torch each layer would wait for the GPU."""
+    args, device = EngineArgs("tiny", kv_cache_dtype="int8"), torch.device("mps")
+    with pytest.raises(UnsupportedFeatureError, match=r"mps needs Triton kernels.* heads have 64"):
+        kv_dtype_of(args, device, preset("smollm2-135m"), None)
 
 
 def test_a_token_takes_a_code_per_number_and_a_scale_per_head() -> None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 
 from minillm.errors import ConfigError, did_you_mean
 
-FAMILIES = ("gemv", "fused", "sampling", "quantized", "moe", "mla", "paged_attention")
+FAMILIES = (
+    "gemv", "fused", "sampling", "quantized", "moe", "mla", "paged_attention", "int8_pages",
+)  # fmt: skip
 MODELS = ("qwen3-0.6b", "llama-3.1-8b", "deepseek-v2-lite", "qwen3-30b-a3b")
 DRY = 12  # a dry run has so many times as long: it compiles everything on a few processors
 

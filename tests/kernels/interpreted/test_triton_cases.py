@@ -21,8 +21,8 @@ EVERY = [
     for number, case in enumerate(checks(family).CASES)
 ]  # fmt: skip
 # Random cases of each family, as many as take a second; and many.
-COUNTS = {"flash_attention": 4, "paged_attention": 2, "mla": 3, "fused": 15, "gemv": 20,
-          "sampling": 3, "moe": 4, "quantized": 20}  # fmt: skip
+COUNTS = {"flash_attention": 4, "paged_attention": 2, "int8_pages": 2, "mla": 3, "fused": 15,
+          "gemv": 20, "sampling": 3, "moe": 4, "quantized": 20}  # fmt: skip
 SOME = [pytest.param(family, count, id=family) for family, count in COUNTS.items()]
 MANY = [pytest.param(family, 6 * count, id=f"{family}-many", marks=pytest.mark.slow)
         for family, count in COUNTS.items()]  # fmt: skip

@@ -180,6 +180,22 @@ def test_nothing_compiles_while_requests_run():
 
 
 @pytest.mark.slow
+def test_pages_of_8_bits_take_their_kernels():
+    """A prompt in chunks and graphs of decode steps."""
+    with emulated() as found:
+        llm = LLM(
+            "preset:qwen3-0.6b", load_format="dummy", device="cpu", dtype="bfloat16",
+            kv_cache_dtype="int8", block_size=16, max_model_len=256, max_num_seqs=2,
+            num_gpu_blocks_override=64, max_num_batched_tokens=32,
+        )  # fmt: skip
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        llm.generate([[1] * 40, [2]], params, use_tqdm=False)
+        names = {kernel.metadata.name for kernel in found}
+    assert {"attention_kernel", "join_kernel", "write_kernel"} <= names
+    assert not names & {"decode_kernel", "prefill_kernel", "combine_kernel", "_write_cache"}
+
+
+@pytest.mark.slow
 def test_a_layer_of_a_decode_step_has_so_many_launches(monkeypatch):
     """Two norms, four products, rotation and writes, attention, the merge of its splits, SwiGLU.
     A product is one launch, by a kernel or by cuBLAS; long batches have no splits."""

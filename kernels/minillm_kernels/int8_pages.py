@@ -1,0 +1,258 @@
+"""Attention over a KV cache of 8-bit codes, and writing it: `int8_cache` with the same bits.
+
+A page has half the bytes of a 16-bit one: 2 (D + 2) per token and head. Products are sums of
+integers, which matrix units compute exactly in any order; float32 is computed number by number, in
+the reference's order. Multiply-adds are explicit (`enable_fp_fusion=False`), quotients are rounded
+once, `powers` takes the place of the hardware's exponential, and sums are trees of halves.
+
+The bits of a query depend on its position only, so one kernel serves decode, verification and
+chunks of prompts. A program attends with all G heads of some queries of a sequence that share a KV
+head. Sums of each part (8 of 128 positions, then of 512) are joined in ascending order: in
+registers or, for sequences of few queries, by `join_kernel` from one program per part. The pages
+interleave four positions, as a CPU reads them: a tile is 16 contiguous rows of 4 D bytes, which
+registers rearrange.
+
+In decode, a page's bytes are read once, for 4 G operations on a code: memory-bound.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from minillm_kernels.int8_cache import FIRST_PARTS, LATER_PART, LOG2_E, PART
+from minillm_kernels.int8_tiles import attention_kernel, join_kernel, largest_of, rounded
+from minillm_kernels.launch import (
+    INTEGERS,
+    KernelError,
+    arch,
+    check_block_tables,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_groups,
+    check_head_dim,
+    check_last_contiguous,
+    check_same_dtype,
+    check_shape,
+    check_starts,
+    output,
+    padded,
+    tl,
+    triton,
+)
+from minillm_kernels.paged_attention import MAX_GRID_Z, MAX_GROUP
+from minillm_kernels.paged_config import FEW
+from minillm_kernels.rope_cache import slot_places
+
+MAX_WORKSPACE = 2**26  # numbers of partial results
+MAX_WINDOW = 2**30  # positions are int32 numbers
+WRITE_TILE = 2048  # numbers of a program that writes
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None = None,
+    *,
+    max_query_len: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`int8_cache.paged_attention`: q [N, H, D], contiguous codes and scales -> [N, H, D].
+
+    `max_query_len` is an upper bound of the query rows of a sequence, if given. Padding rows are
+    not written. Raises KernelError for unsupported arguments.
+    """
+    _check_pages(q, k_cache, v_cache, k_scale, v_scale)
+    group = _check_batch(q, k_cache, query_start, seq_lens, block_tables, scale, window)
+    out = output(out, q.shape, q)
+    (count, heads, dim), (_, kv_heads, block_size, _) = q.shape, k_cache.shape
+    num_sequences, block_d = len(seq_lens), padded(dim, 32)
+    if not count or not num_sequences:
+        return out
+    num_parts = _num_parts(block_tables.shape[1] * block_size)
+    window = min(MAX_WINDOW if window is None else window, MAX_WINDOW)
+    factor = float(torch.tensor(scale, dtype=torch.float32) * LOG2_E)  # as the reference rounds it
+    few, small = _few(group, max_query_len)
+    room = num_sequences * few * heads * num_parts * dim
+    few = few if 1 < num_parts <= MAX_GRID_Z and room <= MAX_WORKSPACE else 0
+    shapes = ((num_sequences, few, heads, num_parts, size) for size in (dim, 2))
+    partial, stats = (q.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+    def launch(block_m: int, apart: bool) -> None:
+        block_q = block_m // group
+        grid = (count // block_q + num_sequences, kv_heads, num_parts if apart else 1)
+        attention_kernel[grid](
+            q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, query_start, seq_lens,
+            block_tables, q.stride()[:-1], out.stride()[:-1], block_tables.stride(0), factor,
+            window, num_sequences, few, num_parts, GROUP=group, NUM_KV_HEADS=kv_heads,
+            BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_Q=block_q, DIM=dim, BLOCK_D=block_d,
+            APART=apart, num_warps=4 if block_m * block_d <= 4096 else 8, num_stages=2,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+    if max_query_len is None or max_query_len > few:
+        large = small if max_query_len is not None and max_query_len <= FEW else 64
+        most = 64 if block_d <= (128 if arch() == 90 else 64) else 32  # without spilled registers
+        launch(max(min(large, most), padded(group)), apart=False)
+    if few:
+        launch(small, apart=True)
+        join_kernel[(num_sequences * few, heads)](
+            partial, stats, out, query_start, seq_lens, out.stride()[:-1], window, few,
+            num_parts, DIM=dim, BLOCK_D=block_d, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def _few(group: int, max_query_len: int | None) -> tuple[int, int]:
+    """The most queries of a sequence whose parts are programs of their own, and their tile's rows:
+    all of them, or as many as fit the smallest tile if there are chunks, too."""
+    one = padded(group)
+    if max_query_len is None or max_query_len > FEW:
+        return min(one // group, FEW), one
+    return max_query_len, max(one, min(padded(group * max_query_len), 32))
+
+
+def _num_parts(positions: int) -> int:
+    """Parts of as many positions."""
+    later = max(positions - FIRST_PARTS * PART, 0)
+    return max(min(-(-positions // PART), FIRST_PARTS) + -(-later // LATER_PART), 1)
+
+
+def _check_pages(x: Tensor, k_cache: Tensor, v_cache: Tensor, *scales: Tensor) -> None:
+    """Check heads x [N, H, D], and pages for them."""
+    k_scale, v_scale = scales
+    check_device(x=x, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
+    check_same_dtype(x=x)
+    check_dtype((torch.uint8,), k_cache=k_cache)
+    check_dtype((torch.int8,), v_cache=v_cache)
+    check_dtype((torch.float16,), k_scale=k_scale, v_scale=v_scale)
+    check_shape("x", x, "N", "H", "D")
+    check_last_contiguous(x=x)
+    check_head_dim("x", x.shape[2])
+    check_shape("k_cache", k_cache, "blocks", "Hkv", "block_size", x.shape[2])
+    check_shape("v_cache", v_cache, *k_cache.shape)
+    check_shape("k_scale", k_scale, *k_cache.shape[:3])
+    check_shape("v_scale", v_scale, *k_cache.shape[:3])
+    check_contiguous(k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
+    if k_cache.shape[2] % 4 or not k_cache.shape[2]:
+        raise KernelError(
+            f"k_cache has blocks of {k_cache.shape[2]} positions; it must be a multiple of 4."
+        )
+
+
+def _check_batch(
+    q: Tensor,
+    k_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None,
+) -> int:
+    """Check where sequences are; the query heads of a KV head."""
+    check_device(q=q, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
+    check_dtype(INTEGERS, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
+    check_shape("seq_lens", seq_lens, "B")
+    check_shape("query_start", query_start, len(seq_lens) + 1)
+    check_shape("block_tables", block_tables, len(seq_lens), "M")
+    check_last_contiguous(query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
+    group = check_groups(q.shape[1], k_cache.shape[1])
+    if group > MAX_GROUP:
+        raise KernelError(f"{group} query heads share a KV head; the maximum is {MAX_GROUP}.")
+    if not 0 < scale < math.inf:
+        raise KernelError(f"scale is {scale}; it must be positive and finite.")
+    if window is not None and window < 1:
+        raise KernelError(f"window is {window}; it must be at least 1, or None.")
+    check_starts("query_start", query_start, len(q))
+    check_block_tables(block_tables, seq_lens, k_cache.shape[0], k_cache.shape[2])
+    return group
+
+
+# ---- writing ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def write_rows(
+    source, cache, scales, place, kept, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """`int8_cache.quantize` of rows at `source` [ROWS, 1], stored at positions `place` of pages."""
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    x = tl.load(source + dims, mask=kept & (dims < DIM), other=0.0).to(tl.float32)
+    wanted = tl.div_rn(largest_of(x), 127.0)[:, None]
+    scale = wanted.to(tl.float16)
+    above = (scale.to(tl.float32) < wanted).to(tl.int16)  # rounded up
+    scale = (scale.to(tl.int16, bitcast=True) + above).to(tl.float16, bitcast=True)
+    scale = tl.where(wanted <= 65504.0, scale.to(tl.float32), float("inf"))
+    divides = (scale > 0.0) & (scale < float("inf"))
+    codes = rounded(tl.div_rn(x, tl.where(divides, scale, 1.0)))
+    codes = tl.where(divides, codes, 0.0).to(tl.int32)
+    side = place % 4
+    if KEYS:
+        codes, offsets = codes + 128, 4 * side + dims // 4 * 16 + dims % 4
+    else:
+        offsets = side + dims * 4
+    target = cache + (place - side) * DIM + offsets
+    tl.store(target, codes.to(cache.dtype.element_ty), mask=kept & (dims < DIM))
+    tl.store(scales + place, scale.to(tl.float16), mask=kept)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_slots", "num_blocks"])
+def write_kernel(
+    key, value, k_cache, v_cache, k_scale, v_scale, slots, key_strides, value_strides, num_rows,
+    num_slots, num_blocks, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program p: ROWS heads of keys and of values. A row without a slot is padding."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    token, head = (row // NUM_KV_HEADS).to(tl.int64), (row % NUM_KV_HEADS).to(tl.int64)
+    block, offset, kept = slot_places(
+        slots, token, row < num_rows, num_slots, num_blocks, BLOCK_SIZE
+    )
+    place = (block * NUM_KV_HEADS + head) * BLOCK_SIZE + offset
+    source = key + token * key_strides[0] + head * key_strides[1]
+    write_rows(source, k_cache, k_scale, place, kept, DIM, BLOCK_D, True)
+    source = value + token * value_strides[0] + head * value_strides[1]
+    write_rows(source, v_cache, v_scale, place, kept, DIM, BLOCK_D, False)
+
+
+def write_cache(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """`int8_cache.write_cache` of keys and values [N, Hkv, D], views with any strides but the last.
+
+    Slots must be distinct; one outside of the cache is skipped. Raises KernelError.
+    """
+    _check_pages(key, k_cache, v_cache, k_scale, v_scale)
+    check_shape("key", key, "N", *k_cache.shape[1::2])
+    check_shape("value", value, *key.shape)
+    check_device(key=key, value=value, slot_mapping=slot_mapping)
+    check_same_dtype(key=key, value=value)
+    check_last_contiguous(value=value)
+    check_dtype(INTEGERS, slot_mapping=slot_mapping)
+    check_shape("slot_mapping", slot_mapping, "N")
+    check_contiguous(slot_mapping=slot_mapping)
+    count, kv_heads, dim = key.shape
+    if not count:
+        return
+    rows = max(1, WRITE_TILE // padded(dim))
+    write_kernel[(triton.cdiv(count * kv_heads, rows),)](
+        key, value, k_cache, v_cache, k_scale, v_scale, slot_mapping, key.stride()[:-1],
+        value.stride()[:-1], count * kv_heads, len(slot_mapping), len(k_cache),
+        NUM_KV_HEADS=kv_heads, BLOCK_SIZE=k_cache.shape[2], DIM=dim, BLOCK_D=padded(dim), ROWS=rows,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip

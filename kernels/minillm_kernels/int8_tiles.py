@@ -1,0 +1,218 @@
+"""The kernels of `int8_pages`: the arithmetic of `int8_cache`, a tile, and the join of parts."""
+
+from minillm_kernels.launch import tl, triton
+from minillm_kernels.paged_decode import row_places, store_tile
+from minillm_kernels.paged_prefill import find_tile
+
+# Neither the alignment of these addresses nor the size of these numbers is compiled in.
+TABLES = ("query_start", "seq_lens", "block_tables")
+NUMBERS = ("num_sequences", "window", "few", "num_parts")
+
+# ---- arithmetic -------------------------------------------------------------------------------
+
+
+@triton.jit
+def rounded(x):
+    """The nearest integer, ties to even, for |x| < 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def powers(x):
+    """`int8_cache.exp2`: 2^x for x <= 0."""
+    least = tl.maximum(x, -100.0)
+    n = rounded(least)
+    r = least - n
+    p = tl.fma(r, 1.326472731307149e-3, 9.671512991189957e-3)
+    p = tl.fma(p, r, 5.550733581185341e-2)
+    p = tl.fma(p, r, 2.4022242426872253e-1)
+    p = tl.fma(p, r, 6.931470036506653e-1)
+    p = tl.fma(p, r, 1.0)
+    bits = p.to(tl.int32, bitcast=True) + (n.to(tl.int32) << 23)
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def shrink(old, new):
+    """The factor of sums whose largest score was `old`; 0 if they are empty."""
+    return tl.where(old == float("-inf"), 0.0, powers(old - new))
+
+
+@triton.jit
+def levels_per(most):
+    """127 / most; 0 if that is tiny or not finite."""
+    divides = (most > 1e-30) & (most < float("inf"))
+    return tl.where(divides, tl.div_rn(127.0, tl.where(divides, most, 1.0)), 0.0)
+
+
+@triton.jit
+def largest_of(x):
+    """The largest |x| of each row; infinity if a number is NaN, which `tl.max` would ignore."""
+    return tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
+
+
+@triton.jit
+def join(best, total, values, part_best, part_total, part_values):
+    """`Sums.join` of rows [M], values [M, D]."""
+    new = tl.maximum(best, part_best)
+    old, more = shrink(best, new), shrink(part_best, new)
+    total = tl.fma(part_total, more, total * old)
+    return new, total, tl.fma(part_values, more[:, None], values * old[:, None])
+
+
+@triton.jit
+def part_of(position):
+    """The part of a position."""
+    return tl.where(position < 1024, position // 128, 8 + (position - 1024) // 512)
+
+
+@triton.jit
+def parts_of(low, high):
+    """The first part of positions [low, high), and one after the last."""
+    return part_of(low), tl.where(high > low, part_of(tl.maximum(high - 1, 0)) + 1, 0)
+
+
+@triton.jit
+def part_begin(part):
+    """The first position of a part."""
+    return tl.where(part < 8, part * 128, 1024 + (part - 8) * 512)
+
+
+@triton.jit
+def quotients(values, total):
+    """Weighted values over the sums of weights; 0 without visible positions."""
+    some = (total != 0.0)[:, None]
+    return tl.where(some, tl.div_rn(values, tl.where(some, total[:, None], 1.0)), 0.0)
+
+
+# ---- attention --------------------------------------------------------------------------------
+
+
+@triton.jit
+def attend_part(
+    q, factor, position, k_cache, v_cache, k_scale, v_scale, table, begin, end, low, high, window,
+    kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sums of a part, of codes `q` [M, D] over positions [begin, end) in tiles of 64. Positions
+    outside of [low, high) are seen by no row, and not read."""
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total, values = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    byte = tl.arange(0, 4 * BLOCK_D)[None, :]
+    for at in tl.range(begin, end, 64):
+        group = at + 4 * tl.arange(0, 16)  # of four positions, in one block
+        read = (group < high) & (group + 4 > low)
+        block = tl.load(table + group // BLOCK_SIZE, mask=read, other=0).to(tl.int64)
+        place = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + group % BLOCK_SIZE)[:, None]
+        inside = read[:, None] & (byte < 4 * DIM)
+        each = tl.arange(0, 4)[None, :]
+        known = (group[:, None] + each >= low) & (group[:, None] + each < high)
+        key_scales = tl.load(k_scale + place + each, mask=known, other=0.0).to(tl.float32)
+        value_scales = tl.load(v_scale + place + each, mask=known, other=0.0).to(tl.float32)
+        keys = tl.load(k_cache + place * DIM + byte, mask=inside, other=128)
+        keys = (keys ^ 128).to(tl.int8, bitcast=True)  # code + 128 -> code
+        keys = tl.permute(tl.reshape(keys, (16, BLOCK_D // 4, 4, 4)), (0, 2, 1, 3))
+        scores = tl.dot(q, tl.trans(tl.reshape(keys, (64, BLOCK_D))), out_dtype=tl.int32)
+        scores = scores.to(tl.float32) * factor[:, None] * tl.reshape(key_scales, (1, 64))
+        seen = at + tl.arange(0, 64)[None, :]
+        visible = (seen <= position[:, None]) & (seen > position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+        new = tl.maximum(best, tl.max(scores, 1))
+        weights = powers(scores - tl.where(new == float("-inf"), 0.0, new)[:, None])
+        weights = tl.where(visible, weights, 0.0)
+        scaled = tl.where(visible, weights * tl.reshape(value_scales, (1, 64)), 0.0)
+        top = tl.max(scaled, 1)
+        inverse = levels_per(top)[:, None]
+        codes = tl.fma(scaled, inverse, 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        codes = tl.where(inverse > 0.0, codes, 0).to(tl.int8)  # infinity times 0 is NaN
+        rows = tl.load(v_cache + place * DIM + byte, mask=inside, other=0)
+        rows = tl.permute(tl.reshape(rows, (16, BLOCK_D, 4)), (0, 2, 1))
+        products = tl.dot(codes, tl.reshape(rows, (64, BLOCK_D)), out_dtype=tl.int32)
+        old = shrink(best, new)
+        unit = tl.div_rn(top, 127.0)[:, None]
+        values = tl.fma(unit, products.to(tl.float32), values * old[:, None])
+        for i in tl.static_range(6):  # the sum of halves, of their halves, and so on
+            weights = tl.sum(tl.reshape(weights, (BLOCK_M, 2, 32 >> i)), 1)
+        total = tl.fma(total, old, tl.reshape(weights, (BLOCK_M,)))
+        best = new
+    return best, total, values
+
+
+@triton.jit(do_not_specialize=[*TABLES, "table_stride", *NUMBERS])
+def attention_kernel(
+    q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, query_start, seq_lens, block_tables,
+    q_strides, out_strides, table_stride, scale, window, num_sequences, few, num_parts,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, kv_head): BLOCK_Q queries of a sequence, G heads each, over all parts; those
+    with up to `few` queries are left to a launch of (tile, kv_head, part) programs (`APART`)."""
+    index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    sequence, start, number = find_tile(query_start, index, num_sequences, BLOCK_Q)
+    query_len = tl.load(query_start + sequence + 1).to(tl.int32) - start
+    row = number * BLOCK_Q
+    if (row >= query_len) | ((query_len > few) if APART else (query_len <= few)):
+        return
+    count = tl.minimum(query_len - row, BLOCK_Q)
+    first = tl.load(seq_lens + sequence).to(tl.int32) - query_len + row
+    low, high = tl.maximum(first - window + 1, 0), tl.maximum(first + count, 0)
+    first_part, end_part = parts_of(low, high)
+    if APART:
+        first_part += tl.program_id(2)
+        if first_part >= end_part:
+            return
+        end_part = first_part + 1
+    places, inside = row_places(
+        start + row, count, kv_head, q_strides, GROUP, BLOCK_M, DIM, BLOCK_D
+    )
+    rows = tl.load(q + places, mask=inside, other=0.0).to(tl.float32)
+    most = largest_of(rows)
+    inverse = levels_per(most)[:, None]
+    codes = tl.where(inverse > 0.0, rounded(rows * inverse), 0.0).to(tl.int8)
+    factor = tl.div_rn(most, 127.0) * scale  # infinity if a number is not finite
+    position = first + tl.arange(0, BLOCK_M) // GROUP
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total, values = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for part in tl.range(first_part, end_part):
+        part_best, part_total, part_values = attend_part(
+            codes, factor, position, k_cache, v_cache, k_scale, v_scale, table,
+            tl.maximum(part_begin(part), low // 64 * 64), tl.minimum(part_begin(part + 1), high),
+            low, high, window, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_M, DIM, BLOCK_D,
+        )  # fmt: skip
+        best, total, values = join(best, total, values, part_best, part_total, part_values)
+    if not APART:
+        values, total = quotients(values, total), tl.full([BLOCK_M], 1.0, tl.float32)
+    store_tile(
+        APART, partial, stats, kv_head, first_part, sequence * few + row, num_parts, out,
+        out_strides, start + row, count, best, total, values,
+        GROUP, NUM_KV_HEADS, BLOCK_M, DIM, BLOCK_D, 1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*TABLES[:2], *NUMBERS[1:]])
+def join_kernel(
+    partial, stats, out, query_start, seq_lens, out_strides, window, few, num_parts,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence and query, head): join the parts of one head of a query."""
+    place, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    sequence, query = place // few, place % few
+    start = tl.load(query_start + sequence).to(tl.int64)
+    query_len = (tl.load(query_start + sequence + 1) - start).to(tl.int32)
+    if (query >= query_len) | (query_len > few):
+        return
+    end = tl.maximum(tl.load(seq_lens + sequence).to(tl.int32) - query_len + query + 1, 0)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    parts = (place.to(tl.int64) * tl.num_programs(1) + head) * num_parts
+    best, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+    values = tl.zeros([1, BLOCK_D], tl.float32)
+    first_part, end_part = parts_of(tl.maximum(end - window, 0), end)
+    for part in tl.range(first_part, end_part):
+        at = parts + part + tl.zeros([1], tl.int32)
+        numbers = tl.load(partial + at[:, None] * DIM + dims, mask=dims < DIM, other=0.0)
+        part_best, part_total = tl.load(stats + 2 * at), tl.load(stats + 2 * at + 1)
+        best, total, values = join(best, total, values, part_best, part_total, numbers)
+    target = out + (start + query) * out_strides[0] + head * out_strides[1] + dims
+    tl.store(target, quotients(values, total).to(out.dtype.element_ty), mask=dims < DIM)
