@@ -11,8 +11,8 @@ USAGE = "METHOD --model MODEL --out FOLDER [OPTION ...]"
 EXAMPLES = """\
 examples:
   minillm train medusa --model tiny --out heads
-  minillm generate "def fib(n):" --speculative-config \\
-      '{"method": "medusa", "model": "heads", "num_speculative_tokens": 2}'
+  minillm train medusa --model tiny --out heads --text prompts.txt --steps 2000
+  minillm train medusa --model MODEL --heads 2 --rows 4000 --out heads
 """
 NUMBERS = (  # option, field of the recipe, maximum, help
     ("heads", "num_heads", MAX_DRAFTS, "number of heads (4)"),
