@@ -25,12 +25,21 @@ TEACHING = ROOT / "notebooks" / "teaching"
 BREAK = 15  # minutes
 LUNCH = 60
 SLACK = 30  # for questions, and for what took longer
+MOST = 300  # minutes of a day's chapters in the plan of the whole course
 PLANS: Mapping[str, Sequence[str | int]] = MappingProxyType(
     {
-        "half a day": ("00", "e00.1", BREAK, "01", BREAK, "03", "e03.1"),
+        "half a day": ("00", BREAK, "01", BREAK, "03"),
         "one day": (
             *("00", "e00.1", BREAK, "01", LUNCH),
-            *("03", "e03.1", BREAK, "06", "e06.1", BREAK, "07", SLACK),
+            *("03", "e03.1", BREAK, "06", "e06.1", SLACK),
+        ),
+        "first day of an engine": (
+            *("01", BREAK, "01b", "e01.3", LUNCH),
+            *("03", "e03.1", BREAK, "06", SLACK),
+        ),
+        "second day of an engine": (
+            *("e06.1", "07", BREAK, "e07.1", LUNCH),
+            *("09", BREAK, "e09.1", SLACK),
         ),
         "first of two days": (
             *("00", "e00.1", BREAK, "01", "e01.1", LUNCH),
@@ -65,7 +74,8 @@ class Chapter:
 
     path: Path
     question: str
-    minutes: int
+    minutes: int  # of a lone reader
+    room: int  # of a room, by its teaching page
 
     @property
     def link(self) -> str:
@@ -79,13 +89,16 @@ def load_chapters(folder: Path = ROOT / "notebooks") -> dict[str, Chapter]:
     for path in sorted(folder.glob("[0-9][0-9]*_*.ipynb")):
         notebook = json.loads(path.read_text(encoding="utf-8"))
         about = notebook["metadata"]["minillm"]
-        found[path.stem.partition("_")[0]] = Chapter(path, about["question"], int(about["minutes"]))
+        number, minutes = path.stem.partition("_")[0], int(about["minutes"])
+        page = TEACHING / f"{number}.md"
+        room = re.search(r"(\d+) in a\s+room", page.read_text("utf-8")) if page.exists() else None
+        found[number] = Chapter(path, about["question"], minutes, int(room[1]) if room else minutes)
     return found
 
 
 def contents(chapters: Mapping[str, Chapter], manifest: Mapping[str, Exercise]) -> Iterator[str]:
     """The table of what exists."""
-    yield "| chapter | question | minutes | exercises (minutes, points) | teaching page |"
+    yield "| chapter | question | minutes (room) | exercises (minutes, points) | teaching page |"
     yield "|---|---|---|---|---|"
     for number, chapter in chapters.items():
         own = [exercise for exercise in manifest.values() if exercise.chapter == number]
@@ -94,7 +107,7 @@ def contents(chapters: Mapping[str, Chapter], manifest: Mapping[str, Exercise]) 
         )
         page = TEACHING / f"{number}.md"
         teaching = f"[{number}](notebooks/teaching/{number}.md)" if page.exists() else ""
-        row = chapter.link, chapter.question, chapter.minutes, cells, teaching
+        row = chapter.link, chapter.question, f"{chapter.minutes} ({chapter.room})", cells, teaching
         yield f"| {' | '.join(map(str, row))} |"
 
 
@@ -115,7 +128,7 @@ def plan(
             minutes, what = part, {LUNCH: "lunch", SLACK: "slack"}.get(part, "break")
         elif part in chapters:
             chapter = chapters[part]
-            minutes, what = chapter.minutes, f"{chapter.link} {chapter.question}"
+            minutes, what = chapter.room, f"{chapter.link} {chapter.question}"
         elif part in manifest:
             minutes, what = manifest[part].minutes, f"{part} {manifest[part].title}"
         else:
@@ -123,6 +136,20 @@ def plan(
         yield f"| {now // 60}:{now % 60:02} | {minutes} | {what} |"
         now += minutes
     yield f"| {now // 60}:{now % 60:02} | | end |"
+
+
+def whole(chapters: Mapping[str, Chapter]) -> Iterator[str]:
+    """The table of the whole course: the chapters of each day, in order."""
+    days: list[list[Chapter]] = [[]]
+    for chapter in chapters.values():
+        if sum(each.room for each in days[-1]) + chapter.room > MOST:
+            days.append([])
+        days[-1].append(chapter)
+    yield "| day | chapters (minutes in a room) | together |"
+    yield "|---|---|---|"
+    for number, day in enumerate(days, 1):
+        parts = ", ".join(f"{each.link} ({each.room})" for each in day)
+        yield f"| {number} | {parts} | {sum(each.room for each in day)} |"
 
 
 def errors(manifest: Mapping[str, Exercise]) -> Iterator[str]:
@@ -140,6 +167,7 @@ def blocks() -> dict[str, str]:
     chapters, manifest = load_chapters(), load_manifest()
     made: dict[str, Callable[[], Iterator[str]]] = {
         "contents": lambda: contents(chapters, manifest),
+        "the whole course": lambda: whole(chapters),
         **{name: lambda name=name: plan(name, chapters, manifest) for name in PLANS},  # type: ignore[misc]
     }
     return {name: "\n".join(make()).strip() for name, make in made.items()}
