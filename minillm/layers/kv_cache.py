@@ -79,8 +79,7 @@ class KVCache:
         self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
     ) -> Tensor:
         """Causal attention of query [N, H, Dk] over its sequences -> [N, H, Dv]."""
-        attend = ops.int8_attention if self.spec.int8 else ops.paged_attention
-        return attend(query, self.pages[layer], batch, scale, window, self.mode)
+        return ops.paged_attention(query, self.pages[layer], batch, scale, window, self.mode)
 
     @property
     def num_bytes(self) -> int:

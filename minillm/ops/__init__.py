@@ -23,7 +23,6 @@ __all__ = [
     "cos_sin",
     "embedding",
     "has_int8_kernels",
-    "int8_attention",
     "invariant_silu_mul",
     "linear",
     "moe_experts",
@@ -183,10 +182,15 @@ def paged_attention(
     mode: AttentionMode = "fast",
 ) -> Tensor:
     """Causal attention of q [N, H, D] over the batch's sequences -> [N, H, Dv]."""
+    lists = batch.query_start, batch.seq_lens, batch.block_tables
     if codes := codes_of(pages):  # each mode has the same arithmetic
-        if mode != "plain" and scale > 0 and cpu_int8_cache.takes(q, codes):
-            return cpu_int8_cache.paged_attention(q, codes, batch, scale, window)
-        lists = batch.query_start, batch.seq_lens, batch.block_tables
+        if mode != "plain" and scale > 0:
+            if cpu_int8_cache.takes(q, codes):
+                return cpu_int8_cache.paged_attention(q, codes, batch, scale, window)
+            if (kernels := _pages_of_codes(q, codes)) is not int8_cache:
+                return kernels.paged_attention(
+                    q, *codes, *lists, scale, window, max_query_len=batch.max_query_len
+                )
         return int8_cache.paged_attention(q, *codes, *lists, scale, window)
     if mode != "plain" and uses_kernels(q, pages.key, pages.value):
         from minillm.ops import triton
@@ -194,28 +198,9 @@ def paged_attention(
         return triton.paged_attention(q, pages, batch, scale, window, mode == "invariant")
     if mode == "fast" and scale > 0 and cpu.takes_attention(q, pages.key, pages.value):
         return cpu.paged_attention(q, pages, batch, scale, window)
-    where = batch.query_start, batch.seq_lens, batch.block_tables, scale, window
     if mode == "invariant":
-        return batch_invariant.tiled_attention(q, pages.key, pages.value, *where)
-    return reference.paged_attention(q, pages.key, pages.value, *where)
-
-
-def int8_attention(
-    q: Tensor,
-    pages: Pages,
-    batch: Batch,
-    scale: float,
-    window: int | None = None,
-    mode: AttentionMode = "fast",
-) -> Tensor:
-    """`paged_attention` over pages of codes, on a GPU by their own kernel."""
-    codes = codes_of(pages)
-    if codes and mode != "plain" and scale > 0:
-        kernels = _pages_of_codes(q, codes)
-        if kernels is not int8_cache:
-            where = batch.query_start, batch.seq_lens, batch.block_tables, scale, window
-            return kernels.paged_attention(q, *codes, *where, max_query_len=batch.max_query_len)
-    return paged_attention(q, pages, batch, scale, window, mode)
+        return batch_invariant.tiled_attention(q, pages.key, pages.value, *lists, scale, window)
+    return reference.paged_attention(q, pages.key, pages.value, *lists, scale, window)
 
 
 def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
