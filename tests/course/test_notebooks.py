@@ -8,6 +8,7 @@ import json
 import re
 import zlib
 from fractions import Fraction
+from itertools import pairwise
 
 import notebook_rules as rules
 import pytest
@@ -26,6 +27,13 @@ def test_a_chapter_keeps_every_rule(path):
     chapter = Chapter.load(path)
     broken = [line for rule in RULES for line in report(chapter, rule)]
     assert not broken, "\n".join(broken)
+
+
+def test_each_chapter_leads_to_the_next():
+    lost = [
+        a.stem for a, b in pairwise(PATHS) if f"]({b.name})" not in a.read_text("utf-8")[-2000:]
+    ]
+    assert not lost, "add **Next:** [NN · title](file) to their last cells"
 
 
 def test_every_small_task_has_one_sealed_answer_and_every_answer_a_task():
