@@ -102,6 +102,14 @@ def fits(layer: nn.Module) -> bool:
     attention, mlp = layer.attention, layer.mlp
     if not isinstance(attention, Attention | MLAttention) or not isinstance(mlp, MLP | MoE):
         return False
+    if not {type(layer), type(attention), type(mlp)} <= {
+        DecoderLayer,
+        Attention,
+        MLAttention,
+        MLP,
+        MoE,
+    }:
+        return False  # a subclass computes something else
     if isinstance(mlp, MoE) and not isinstance(
         mlp.experts.gate_up.method, PanelExpertsMethod | PanelQuantizedMethod
     ):

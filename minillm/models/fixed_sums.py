@@ -151,9 +151,8 @@ def why_tiles(model: Decoder) -> str:
 
 def is_dense(layer: torch.nn.Module) -> bool:
     """Whether a layer is grouped-query attention and a dense MLP."""
-    if not isinstance(layer, DecoderLayer):
-        return False
-    return isinstance(layer.attention, Attention) and isinstance(layer.mlp, MLP)
+    kinds = type(layer), type(getattr(layer, "attention", None)), type(getattr(layer, "mlp", None))
+    return kinds == (DecoderLayer, Attention, MLP)  # a subclass computes something else
 
 
 def matrices(model: Decoder) -> list[Matrix]:

@@ -18,6 +18,7 @@ from minillm.cache.spec import cache_spec
 from minillm.layers.kv_cache import KVCache
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
+from minillm.models.fixed_sums import is_dense
 from minillm.ops import cpu
 from minillm.ops.cpu_layers import Layers, LayerShape
 from tests.ops.c_variants import ELEMENTS, built, parameters, use
@@ -246,3 +247,13 @@ def test_two_models_in_two_threads():
     for thread in threads:
         thread.join()
     assert found == {0: True, 1: True}
+
+
+@pytest.mark.parametrize("part", ["", "attention", "mlp"])
+def test_a_layer_of_another_kind_is_left_to_python(llama, part):
+    """A subclass computes something else."""
+    assert AllLayers.of(llama) is not None
+    changed = getattr(llama.layers[1], part) if part else llama.layers[1]
+    changed.__class__ = type("Other", (type(changed),), {})
+    assert AllLayers.of(llama) is None
+    assert not all(map(is_dense, llama.layers))
