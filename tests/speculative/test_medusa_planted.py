@@ -9,7 +9,7 @@ import minillm.execution.setup
 import minillm.speculative.setup
 from minillm.execution import feature_runner
 from minillm.speculative import features, heads, medusa
-from tests.speculative import test_medusa
+from tests.speculative import headed, test_medusa
 from tests.speculative.headed import write_heads
 
 FORMULA, HISTORY, OTHER = "formula", "history", "other model"
@@ -42,7 +42,7 @@ def test_a_planted_bug_is_found(bug, folder, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr(module, name, value)  # put back at the end
     exec(compile(source.replace(right, wrong), module.__file__, "exec"), vars(module))
     setups = minillm.speculative.setup, minillm.execution.setup, minillm.engine.setup
-    for user in (*setups, feature_runner):
+    for user in (*setups, feature_runner, headed, test_medusa):
         for name, value in list(vars(user).items()):
             if name in before and value is before[name]:
                 monkeypatch.setattr(user, name, getattr(module, name))
