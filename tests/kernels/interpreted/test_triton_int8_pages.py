@@ -106,7 +106,7 @@ BUGS = [
     ("tiles begin at the window", "low // 64 * 64", "low"),
     ("later parts of 128", "8 + (position - 1024) // 512", "position // 128"),
     ("parts of one place", "at = parts + part", "at = parts + 0 * part"),
-    ("many queries are few", "(query_len <= few))", "(query_len < 0))"),
+    ("few queries are many", "(query_len > few) if APART", "(query_len >= few) if APART"),
     ("a slot of another head", "(block * NUM_KV_HEADS + head) * BLOCK_SIZE + offset",
      "block * NUM_KV_HEADS * BLOCK_SIZE + offset * NUM_KV_HEADS + head"),
 ]  # fmt: skip
