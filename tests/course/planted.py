@@ -173,9 +173,9 @@ def _(right, attention, config, mla, layer, prefix):
 
 
 @bug("04_room", "execution.setup:cache_spec", "models.forward_pass:cache_spec")
-def _(right, config):
+def _(right, config, *kind):
     """The engine makes its cache with a key head for every query head."""
-    return right(config if config.mla else replace(config, num_kv_heads=config.num_heads))
+    return right(config if config.mla else replace(config, num_kv_heads=config.num_heads), *kind)
 
 
 @bug("18", "ops:moe_route")
