@@ -15,7 +15,7 @@ registers rearrange.
 In decode, a page's bytes are read once, for 4 G operations on a code: memory-bound.
 """
 
-import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,26 +26,27 @@ from minillm_kernels.launch import (
     INTEGERS,
     KernelError,
     arch,
-    check_block_tables,
     check_contiguous,
     check_device,
     check_dtype,
-    check_groups,
     check_head_dim,
     check_last_contiguous,
     check_same_dtype,
     check_shape,
-    check_starts,
     output,
     padded,
     tl,
     triton,
 )
-from minillm_kernels.paged_attention import MAX_GRID_Z, MAX_GROUP
+from minillm_kernels.paged_attention import (
+    MAX_GRID_Z,
+    MAX_WORKSPACE,
+    check_numbers,
+    check_sequences,
+)
 from minillm_kernels.paged_config import FEW
 from minillm_kernels.rope_cache import slot_places
 
-MAX_WORKSPACE = 2**26  # numbers of partial results
 MAX_WINDOW = 2**30  # positions are int32 numbers
 WRITE_TILE = 2048  # numbers of a program that writes
 
@@ -71,7 +72,8 @@ def paged_attention(
     not written. Raises KernelError for unsupported arguments.
     """
     _check_pages(q, k_cache, v_cache, k_scale, v_scale)
-    group = _check_batch(q, k_cache, query_start, seq_lens, block_tables, scale, window)
+    check_numbers(scale, window, None, max_query_len)
+    group = check_sequences(q, k_cache, query_start, seq_lens, block_tables)
     out = output(out, q.shape, q)
     (count, heads, dim), (_, kv_heads, block_size, _) = q.shape, k_cache.shape
     num_sequences, block_d = len(seq_lens), padded(dim, 32)
@@ -79,7 +81,7 @@ def paged_attention(
         return out
     num_parts = _num_parts(block_tables.shape[1] * block_size)
     window = min(MAX_WINDOW if window is None else window, MAX_WINDOW)
-    factor = float(torch.tensor(scale, dtype=torch.float32) * LOG2_E)  # as the reference rounds it
+    factor = _factor(scale)
     few, small = _few(group, max_query_len)
     room = num_sequences * few * heads * num_parts * dim
     few = few if 1 < num_parts <= MAX_GRID_Z and room <= MAX_WORKSPACE else 0
@@ -109,6 +111,12 @@ def paged_attention(
             num_parts, DIM=dim, BLOCK_D=block_d, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+@cache
+def _factor(scale: float) -> float:
+    """`scale` for powers of 2, as the reference rounds it."""
+    return float(torch.tensor(scale, dtype=torch.float32) * LOG2_E)
 
 
 def _few(group: int, max_query_len: int | None) -> tuple[int, int]:
@@ -146,34 +154,6 @@ def _check_pages(x: Tensor, k_cache: Tensor, v_cache: Tensor, *scales: Tensor) -
         raise KernelError(
             f"k_cache has blocks of {k_cache.shape[2]} positions; it must be a multiple of 4."
         )
-
-
-def _check_batch(
-    q: Tensor,
-    k_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int | None,
-) -> int:
-    """Check where sequences are; the query heads of a KV head."""
-    check_device(q=q, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
-    check_dtype(INTEGERS, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
-    check_shape("seq_lens", seq_lens, "B")
-    check_shape("query_start", query_start, len(seq_lens) + 1)
-    check_shape("block_tables", block_tables, len(seq_lens), "M")
-    check_last_contiguous(query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
-    group = check_groups(q.shape[1], k_cache.shape[1])
-    if group > MAX_GROUP:
-        raise KernelError(f"{group} query heads share a KV head; the maximum is {MAX_GROUP}.")
-    if not 0 < scale < math.inf:
-        raise KernelError(f"scale is {scale}; it must be positive and finite.")
-    if window is not None and window < 1:
-        raise KernelError(f"window is {window}; it must be at least 1, or None.")
-    check_starts("query_start", query_start, len(q))
-    check_block_tables(block_tables, seq_lens, k_cache.shape[0], k_cache.shape[2])
-    return group
 
 
 # ---- writing ----------------------------------------------------------------------------------

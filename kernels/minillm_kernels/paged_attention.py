@@ -272,26 +272,15 @@ def _check(
     seq_lens: Tensor,
     block_tables: Tensor,
 ) -> None:
-    """Check all arguments, without synchronisation."""
-    check_device(
-        q=q, k_cache=k_cache, v_cache=v_cache, query_start=query_start, seq_lens=seq_lens,
-        block_tables=block_tables,
-    )  # fmt: skip
+    """Check all tensors, without synchronisation."""
+    check_device(q=q, k_cache=k_cache, v_cache=v_cache)
     check_same_dtype(q=q, k_cache=k_cache, v_cache=v_cache)
-    check_dtype(INTEGERS, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
     check_shape("q", q, "N", "H", "D")
     check_shape("k_cache", k_cache, "blocks", "Hkv", "block_size", q.shape[2])
     check_shape("v_cache", v_cache, *k_cache.shape[:3], "Dv")
-    check_shape("seq_lens", seq_lens, "B")
-    check_shape("query_start", query_start, seq_lens.shape[0] + 1)
-    check_shape("block_tables", block_tables, seq_lens.shape[0], "M")
-    check_last_contiguous(q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables)
-    check_last_contiguous(query_start=query_start, seq_lens=seq_lens)
+    check_last_contiguous(q=q, k_cache=k_cache, v_cache=v_cache)
     check_head_dim("q", q.shape[2])
     check_head_dim("v_cache", v_cache.shape[3])
-    group = check_groups(q.shape[1], k_cache.shape[1])
-    if group > MAX_GROUP:
-        raise KernelError(f"{group} query heads share a KV head; the maximum is {MAX_GROUP}.")
     if not 1 <= k_cache.shape[2] <= MAX_BLOCK_SIZE:
         raise KernelError(
             f"k_cache has blocks of {k_cache.shape[2]} positions; it must be 1 to {MAX_BLOCK_SIZE}."
@@ -301,13 +290,31 @@ def _check(
             f"k_cache has strides {k_cache.stride()} and v_cache {v_cache.stride()}; the positions "
             "of a block must lie within 2^31 elements."
         )
+    check_sequences(q, k_cache, query_start, seq_lens, block_tables)
+
+
+def check_sequences(
+    q: Tensor, k_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor
+) -> int:
+    """Check where the sequences of q [N, H, D] are; how many query heads share a KV head."""
+    check_device(q=q, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
+    check_dtype(INTEGERS, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
+    check_shape("seq_lens", seq_lens, "B")
+    check_shape("query_start", query_start, seq_lens.shape[0] + 1)
+    check_shape("block_tables", block_tables, seq_lens.shape[0], "M")
+    check_last_contiguous(query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
+    group = check_groups(q.shape[1], k_cache.shape[1])
+    if group > MAX_GROUP:
+        raise KernelError(f"{group} query heads share a KV head; the maximum is {MAX_GROUP}.")
     check_starts("query_start", query_start, len(q))
     check_block_tables(block_tables, seq_lens, k_cache.shape[0], k_cache.shape[2])
+    return group
 
 
-def _check_numbers(
+def check_numbers(
     scale: float, window: int | None, soft_cap: float | None, max_query_len: int | None
 ) -> None:
+    """Check the other arguments."""
     if not 0 < scale < math.inf:
         raise KernelError(f"scale is {scale}; it must be positive and finite.")
     if window is not None and window < 1:
@@ -352,7 +359,7 @@ def paged_attention(
     `batch_invariant`. Raises KernelError for unsupported arguments.
     """
     _check(q, k_cache, v_cache, query_start, seq_lens, block_tables)
-    _check_numbers(scale, window, soft_cap, max_query_len)
+    check_numbers(scale, window, soft_cap, max_query_len)
     out = output(out, (*q.shape[:2], v_cache.shape[3]), q)
     if config is None:
         largest = padded(max(q.shape[2], v_cache.shape[3]))

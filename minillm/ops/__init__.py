@@ -107,13 +107,19 @@ def _pages_of_codes(x: Tensor, codes: Codes) -> ModuleType:
         from minillm.ops import triton
 
         if triton.takes_codes(x, codes):
-            return triton.int8_pages
+            from minillm_kernels import int8_pages
+
+            return int8_pages
     return int8_cache
 
 
 def has_int8_kernels(device: torch.device, head_dim: int) -> bool:
     """Whether a GPU has kernels for pages of codes: torch would wait for it in each layer."""
-    return backend_of(device).name == "triton" and head_dim % 8 == 0 and head_dim <= 256
+    if backend_of(device).name != "triton":
+        return False
+    from minillm.ops import triton
+
+    return triton.takes_head_dims(torch.empty(0, head_dim))
 
 
 def norm_rope(

@@ -9,20 +9,11 @@ from typing import TypedDict
 from torch import Tensor
 
 from minillm.ops.batch import Batch, Codes, Pages
-from minillm_kernels import gemv, int8_pages, mla, reference
+from minillm_kernels import gemv, mla, reference
 from minillm_kernels import paged_attention as paged
 from minillm_kernels.batch_invariant import tiled_attention
 from minillm_kernels.launch import MAX_HEAD_DIM
 from minillm_kernels.mla_config import MAX_ROPE_DIM, MAX_VALUE_DIM
-
-__all__ = [
-    "int8_pages",
-    "linear",
-    "paged_attention",
-    "takes_codes",
-    "takes_head_dims",
-    "takes_heads",
-]
 
 GEMV_ROWS = 8  # with more rows, cuBLAS is faster
 

@@ -75,6 +75,7 @@ def call(**changes: object) -> object:
         ({"seq_lens": torch.tensor([33])}, "needs 3 blocks of 16; its block table has 2"),
         ({"window": 0}, "window is 0; it must be at least 1, or None."),
         ({"scale": 0.0}, "scale is 0.0; it must be positive and finite."),
+        ({"max_query_len": 0}, "max_query_len is 0; it must be at least 1, or None."),
     ],
 )
 def test_bad_input_is_one_sentence(changes: dict[str, object], sentence: str) -> None:
