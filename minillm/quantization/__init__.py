@@ -3,7 +3,6 @@
 | file | contents |
 |---|---|
 | `quantized.py` | `Quantized`: codes, scales and zero points of a matrix, and its dense values |
-| `integers.py` | order of 4-bit and 8-bit codes inside bytes and 32-bit words |
 | `methods.py` | the `LinearMethod`s of quantised matrices: while loading, and loaded |
 | `panels.py` | the layout of the C functions, chosen on a CPU |
 | `outliers.py` | LLM.int8()'s products: outlying inputs in 16 bits |

@@ -8,9 +8,8 @@ import torch
 from minillm.lab.quantise.grid import round_asymmetric
 from minillm.ops import cpu
 from minillm.ops.cpu_quantized import quantized_linear, whole_numbers
-from minillm.quantization.integers import joined
 from minillm.quantization.panels import arranged
-from minillm.quantization.quantized import Quantized
+from minillm.quantization.quantized import Quantized, joined
 from minillm.quantization.rounding import round_symmetric
 from tests.ops import c_variants
 from tests.ops.c_variants import PRODUCT_PATHS, with_threads
