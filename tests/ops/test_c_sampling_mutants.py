@@ -12,6 +12,7 @@ import torch
 
 from minillm.ops import c_library
 from tests.ops import test_c_sampling as sampling
+from tests.ops.c_variants import built
 from tests.ops.test_c_mutants import build_with
 
 
@@ -133,7 +134,7 @@ MUTANTS = {
 @cache
 def passes_without_a_mistake(test: Callable[[c_library.Library], None]) -> None:
     """So what fails below is the mistake. Once for all mistakes that the same test finds."""
-    test(sampling.load("native"))
+    test(built("native", "F32"))
 
 
 @pytest.mark.mutation
