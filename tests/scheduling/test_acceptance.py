@@ -1,14 +1,12 @@
 """What is said of drafts: lengths and rates, of an interval or of all."""
 
+from operator import attrgetter
+
 import pytest
 
 from minillm.scheduling.record import Counters, Drafted
 
-
-def drafts_of(found: Counters) -> tuple:
-    """The counts of drafts."""
-    counts = found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens
-    return *counts, found.num_accepted_at
+drafts_of = attrgetter("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_at")
 
 
 def test_lengths_and_rates_by_hand():
@@ -16,12 +14,11 @@ def test_lengths_and_rates_by_hand():
     counters = Counters()
     for row in ((4, 4), (4, 1), (4, 0), (0, 0)):
         counters.add_drafts(Drafted(0, *row, 9))
-    found = counters
-    assert drafts_of(found) == (3, 12, 5, [2, 1, 1, 1])
-    assert found.mean_length == 1 + 5 / 3
-    assert found.rate == 5 / 12
-    assert found.rates_at == (2 / 3, 1 / 3, 1 / 3, 1 / 3)
-    assert sum(found.rates_at) == pytest.approx(found.mean_length - 1)
+    assert drafts_of(counters) == (3, 12, 5, [2, 1, 1, 1])
+    assert counters.mean_length == 1 + 5 / 3
+    assert counters.rate == 5 / 12
+    assert counters.rates_at == (2 / 3, 1 / 3, 1 / 3, 1 / 3)
+    assert sum(counters.rates_at) == pytest.approx(counters.mean_length - 1)
 
 
 def test_an_interval_is_what_came_since():
