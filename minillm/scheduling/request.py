@@ -84,7 +84,7 @@ class Sequence:
         self.num_pending = 0  # tokens that uncommitted plans will sample
         self.awaits_commit = False  # must wait for the commit of its previous row
         self.last_step = 0  # number of the newest plan that has a row for it
-        self.is_void = False  # it read blocks of a failed row: recompute it (`rows.py`)
+        self.is_void = False  # it read blocks of a failed row: recompute it (`failed_rows.py`)
         self.num_recomputed = 0
         self.num_preemptions = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0

@@ -1,7 +1,6 @@
-"""Rows of a plan: how they are built and ordered, how their sampled tokens are accepted, and what
-follows from rows that failed."""
+"""Rows of a plan: how they are built and ordered, and how their sampled tokens are accepted."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 
 from minillm.cache.manager import BlockManager
 from minillm.scheduling.plan import Row, StepPlan
@@ -62,36 +61,3 @@ def why_stalled(sequence: Sequence, budget: int, blocks: BlockManager) -> Blocke
     start = sequence.num_computed
     needed = blocks.num_needed(sequence.table, start, start + 1)
     return Blocked.of(sequence, "blocks", needed, blocks.pool.num_free)
-
-
-def invalidate(
-    rows: Iterable[Row],
-    suspect: Collection[int],
-    in_flight: Mapping[int, Sequence],
-    blocks: BlockManager,
-) -> None:
-    """Invalidate what the sequences `suspect` (for example with NaN logits) computed in `rows`,
-    before the plan is committed. Their blocks leave the prefix cache, and every sequence in flight
-    that adopted these is void.
-
-    A prompt's blocks are in the prefix cache as soon as its row is scheduled. Other rows of that
-    plan and of the next one may therefore read what this row writes:
-
-        writer   [ block 0 ][ block 1 ][ ...           its row fails: the request ends with an error
-        reader   [ block 0 ][ block 1 ][ own ...       its row is void: discarded and recomputed
-
-    The tokens of a void row are discarded and not counted. Its sequence is requeued like a
-    preempted one, once none of its rows is in flight. A prefill chunk before the last has no
-    logits, so NaN in it is noticed only at the end of the prompt. Sequences that adopted such
-    blocks in an earlier step are not void, and fail by their own logits.
-    """
-    wrong: set[int] = set()
-    for row in rows:
-        if row.seq_id in suspect:
-            table = in_flight[row.seq_id].table
-            wrong.update(table.blocks[row.start // blocks.block_size :])
-            blocks.forget(table)
-    for sequence in in_flight.values():
-        if not wrong.isdisjoint(sequence.table.adopted):
-            sequence.is_void = True
-            blocks.forget(sequence.table)

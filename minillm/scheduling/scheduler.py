@@ -21,19 +21,13 @@ from minillm.scheduling.admission import Admission, check_fits, insert, remove
 from minillm.scheduling.ahead import UncommittedPlans
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.drafts import Drafts
+from minillm.scheduling.failed_rows import invalidate
 from minillm.scheduling.pipelined import most_decoding, prepare_ahead, scheduling_order
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.policies import POLICIES, Policy
 from minillm.scheduling.record import Blocked, Counters, Forked, Logbook, Preemption, StepRecord
 from minillm.scheduling.request import Key, Request, Sequence, Status
-from minillm.scheduling.rows import (
-    Sampled,
-    accept,
-    invalidate,
-    next_row,
-    put_in_order,
-    why_stalled,
-)
+from minillm.scheduling.rows import Sampled, accept, next_row, put_in_order, why_stalled
 
 
 class Scheduler:

@@ -17,8 +17,7 @@ from minillm.cache.hash_chain import HashChain
 from minillm.cache.manager import BlockCopy, BlockManager, BlockTable
 from minillm.cache.prefix import Match
 from minillm.cache.radix import RadixTree
-from minillm.scheduling import ahead, drafts, pipelined
-from minillm.scheduling import rows as plan_rows
+from minillm.scheduling import ahead, drafts, failed_rows, pipelined
 from minillm.scheduling import scheduler as scheduler_file
 from minillm.scheduling.admission import Admission
 from minillm.scheduling.ahead import UncommittedPlans
@@ -354,7 +353,7 @@ def readers_go_on(patch: Patch) -> None:
 @bug("the whole step of a failed row is void", r"Broken: unwritten: .*nothing", range(15), **HASHED)
 def all_void(patch: Patch) -> None:
     def everyone(rows: Any, suspect: Any, in_flight: Any, blocks: BlockManager) -> None:
-        plan_rows.invalidate(rows, suspect, in_flight, blocks)
+        failed_rows.invalidate(rows, suspect, in_flight, blocks)
         for sequence in in_flight.values():
             sequence.is_void |= sequence.seq_id not in suspect
 
