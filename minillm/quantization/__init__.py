@@ -9,7 +9,7 @@
 | `kernels.py` | the layouts of the Triton kernels, chosen on a GPU |
 | `formats.py` | what a checkpoint format must describe, and which one a checkpoint has |
 | `consistency.py` | whether `quantization_config` and the tensors of the files agree |
-| `readers/` | one file per checkpoint format |
+| `readers/` | one file per checkpoint format; `packed.py` for those of 32-bit words, as tables |
 | `rounding.py` | round-to-nearest quantisation, also while a 16-bit checkpoint is loaded |
 
 Files are made in `lab/quantise/`.

@@ -85,13 +85,11 @@ MUTANTS = {  # where, name, mistake, golden folder
     "zero points left out": (Quantized, "dense", zeros_not_used, "pack-asym"),
     "AWQ order not undone": (awq.AWQ, "fields", awq_fields(range(8)), "awq"),
     "AWQ order inverted twice": (awq.AWQ, "fields", awq_fields((0, 2, 4, 6, 1, 3, 5, 7)), "awq"),
-    "AWQ scale of the next group": (packed, "arranged", one_group_on, "awq"),
     "offset of double quantisation": (bitsandbytes.BitsAndBytes, "absmax", no_offset, "nf4-double"),
     "blocks restart in each row": (bitsandbytes, "crossing", blocks_per_row, "nf4"),
     "weight_scale_inv divided": (scales.ScaleBlocks, "by_row", divided, "fp8-block"),
     "blocks of rows": (scales.ScaleBlocks, "by_row", rows_of_one_block, "fp8-block"),
     "blocks of columns": (scales.ScaleBlocks, "by_row", columns_of_one_block, "float-block"),
-    "weight_g_idx ignored": (packed, "arranged", in_order, "pack-order"),
     "codes are signed": (packed, "few_bits", signed_codes, "pack-sym"),
 }
 
