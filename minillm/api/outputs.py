@@ -149,7 +149,7 @@ class RequestMetrics:
     misses. `num_recomputed_tokens` were recomputed after preemptions.
 
     Speculative decoding proposed `num_draft_tokens`, and `num_accepted_tokens` of them are in the
-    completions (counted as `scheduling/acceptance.py` defines).
+    completions (counted as `Counters` of `scheduling/record.py` says).
     """
 
     queue_time: float = 0.0

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, NotRequired, TypedDict
 
 from minillm.api.sampling_params import SamplingParams, check_int, shown
+from minillm.config import ModelConfig
 from minillm.errors import InvalidRequestError, UnknownArgumentError, UnsupportedFeatureError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -161,3 +162,29 @@ def token_list(ids: object) -> Sequence[int]:
             "a dict."
         )
     return ids
+
+
+def check_prompt(
+    ids: Sequence[int], config: ModelConfig, max_model_len: int, room: int = 1
+) -> None:
+    """Check that a prompt is not empty, leaves `room` for new tokens, and has valid ids."""
+    width = config.vocab_size
+    if not ids:
+        raise InvalidRequestError(
+            "The prompt is empty; it needs some text or at least one token id."
+        )
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+            raise InvalidRequestError(f"The prompt contains {token_id!r}; token ids are integers.")
+        if not 0 <= token_id < width:
+            raise InvalidRequestError(
+                f"The prompt contains token id {token_id}; this model has ids from 0 to "
+                f"{width - 1}."
+            )
+    if len(ids) + room > max_model_len:
+        longer = max_model_len < config.longest_context
+        raise InvalidRequestError(
+            f"The prompt has {len(ids)} tokens; the maximum context length is "
+            f"{max_model_len}{' and must leave room for one new token' * room}, "
+            f"so shorten the prompt{' or raise max_model_len' * longer}."
+        )

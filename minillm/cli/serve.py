@@ -7,6 +7,7 @@ running requests; a second one aborts them.
 import io
 import json
 import os
+import socket
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from contextlib import suppress
@@ -23,7 +24,6 @@ from minillm.cli.options import (
 )
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError, UnsupportedFeatureError
-from minillm.serving.address import bound_socket
 from minillm.serving.settings import Settings
 
 USAGE = "[MODEL] [options]"
@@ -170,6 +170,29 @@ def check(args: Namespace) -> None:
         raise ConfigError(f"--max-event-rate is {args.max_event_rate}; it must be above 0.")
     if any(not each for each in args.api_key):
         raise ConfigError("--api-key is empty; give a key, or leave the option out.")
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to an address. It is bound before the model is loaded, and does not listen,
+    so that an address in use is known at once and a client is refused until the model is ready.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except (OSError, OverflowError) as error:
+        why = str(getattr(error, "strerror", None) or error)
+        raise ConfigError(
+            f"The server cannot use host {host!r} with port {port}: {why}; choose another "
+            "--host or --port."
+        ) from None
+    return made
 
 
 def read_template(file: Path | None) -> str | None:

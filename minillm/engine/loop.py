@@ -12,11 +12,11 @@ With `async_scheduling` step n + 1 is planned and launched before the tokens of 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from numbers import Integral
 from time import perf_counter
 
 from minillm.api.arguments import EngineArgs
 from minillm.api.outputs import FinishReason
+from minillm.api.prompts import check_prompt
 from minillm.api.sampling_params import SamplingParams, validate_against_model
 from minillm.cache.blocks import AccountingError
 from minillm.engine.live_request import LiveRequest
@@ -133,7 +133,7 @@ class Engine:
         if prompt_token_ids is None:
             # An empty text is invalid, even if the tokenizer would add a start token.
             prompt_token_ids = self.encode(prompt) if prompt else ()
-        self.check_prompt(prompt_token_ids)
+        check_prompt(prompt_token_ids, self.source.config, self.max_model_len)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError(
                 f"stop={list(params.stop)!r} needs a tokenizer, which {self.source.name} does not "
@@ -161,7 +161,7 @@ class Engine:
 
     def make_scoring_request(self, request_id: str, ids: Sequence[int]) -> Request:
         """A request that computes only its prompt, for the logprob of each prompt token."""
-        self.check_prompt(ids, room=0)
+        check_prompt(ids, self.source.config, self.max_model_len, room=0)
         params = SamplingParams(prompt_logprobs=0)
         request = Request(request_id, tuple(map(int, ids)), params, max_tokens=0)
         check_fits(request, self.scheduler.config, self.scheduler.blocks)
@@ -175,31 +175,6 @@ class Engine:
                 "give token ids as {'prompt_token_ids': [...]}."
             )
         return self.tokenizer.encode(text)
-
-    def check_prompt(self, ids: Sequence[int], room: int = 1) -> None:
-        """Check that a prompt is not empty, leaves `room` for new tokens, and has valid ids."""
-        width = self.source.config.vocab_size
-        if not ids:
-            raise InvalidRequestError(
-                "The prompt is empty; it needs some text or at least one token id."
-            )
-        for token_id in ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-                raise InvalidRequestError(
-                    f"The prompt contains {token_id!r}; token ids are integers."
-                )
-            if not 0 <= token_id < width:
-                raise InvalidRequestError(
-                    f"The prompt contains token id {token_id}; this model has ids from 0 to "
-                    f"{width - 1}."
-                )
-        if len(ids) + room > self.max_model_len:
-            longer = self.max_model_len < self.source.config.longest_context
-            raise InvalidRequestError(
-                f"The prompt has {len(ids)} tokens; the maximum context length is "
-                f"{self.max_model_len}{' and must leave room for one new token' * room}, "
-                f"so shorten the prompt{' or raise max_model_len' * longer}."
-            )
 
     def _bad_words(self, params: SamplingParams) -> Iterator[tuple[int, ...]]:
         """Token ids of each bad word, at the start of a text and after a space, as in vLLM."""
@@ -292,11 +267,13 @@ class Engine:
 
     def _begin(self, schedule: Callable[[], StepPlan | None]) -> bool:
         """Schedule the next step; returns False if it must wait for a commit."""
-        started, plan = perf_counter(), schedule()
+        started = perf_counter()
+        plan = schedule()
         if plan is None:
             return False
         record = self.scheduler.record
-        record.started, record.planned = started, perf_counter()
+        record.started = started
+        record.planned = perf_counter()
         if not self._steps:
             self.trace.append(record)  # a step scheduled ahead is recorded when it completes
         if not plan.rows:
@@ -312,7 +289,8 @@ class Engine:
         record = step.record
         result = step.launch(self.runner).collect()
         record.graph_rows, record.why_eager = result.graph_rows, result.why_eager
-        record.computed, record.ranks = perf_counter(), result.ranks
+        record.computed = perf_counter()
+        record.ranks = result.ranks
         self.trace.append(record)
         self._steps = others
         touched = self._commit(step.plan, result, record.computed)
@@ -387,7 +365,8 @@ class Engine:
     def _abort_all(self, reason: FinishReason, error: Failure | None = None) -> None:
         """End all requests. A new scheduler with an empty prefix cache replaces the old one, which
         may be in an inconsistent state."""
-        now, scheduler = perf_counter(), self.scheduler
+        now = perf_counter()
+        scheduler = self.scheduler
         for live in self._live.values():
             live.end(reason, now, error)
         for step in self._steps:

@@ -160,7 +160,7 @@ def layer_weights(layer: Any) -> LayerWeights:
         gate_up_bias=bias_of(gate_up),
         down=parts_of(down),
         down_bias=bias_of(down),
-        window=attention.window,
+        window=attention.window or 0,
         latent=latent_weights(attention) if absorbed else None,
         experts=expert_weights(mlp) if mixed else None,
     )

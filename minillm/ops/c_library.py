@@ -14,11 +14,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from ctypes import c_float, c_int64, c_void_p
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from minillm.ops import instruction_sets
 from minillm.plan import machine
@@ -42,6 +44,38 @@ STALE_SECONDS = 3600  # age at which a build folder is removed
 LARGE_PAGE = 2**21
 BUILD_PREFIX = "build-"
 SWITCH = "MINILLM_C"  # 0: never build, always torch
+P, N, F = c_void_p, c_int64, c_float
+ATTENTION = (P, P, P, P, N, P, P, P, N, F, N, P, N, N, N, N, N)
+# The result and the arguments of each function in C, in the order of its declaration.
+PROTOTYPES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "rms_norm": (None, P, N, P, P, N, N, F),
+        "add_rms_norm": (None, P, P, P, P, P, N, N, F),
+        "silu_mul": (None, P, P, N, N),
+        "cos_sin": (None, P, P, F, P, P, N, N),
+        "norm_rope_write": (N, P, P, P, F, P, P, N, P, P, N, N, N, P, N, P, N, N, N, N, N),
+        "decode_attention": (N, *ATTENTION, N, N, N),
+        "decode_queries": (N, N),
+        "prefill_attention": (N, *ATTENTION, N),
+        "int8_attention": (N, P, P, P, P, P, N, F, N, P, N, N, N, N, N, N),
+        "norm_rope_write_int8": (N, P, P, P, F, P, P, N, P, P, N, P, N, N, N, N),
+        "pack_panels": (None, P, P, N, N),
+        "panel_product": (None, P, P, P, P, N, N, N, N),
+        "panel_sums": (None, P, P, P, N, N, N, N),
+        "panel_rows": (N, P, P, P, N, N, N),
+        "panel_unit": (N,),
+        "quantized_product": (N, P, P, P, P, N, N, N, N),
+        "head_linear": (None, P, N, N, P, P, N, N, N, N),
+        "latent_memory": (N, P, N),
+        "expert_memory": (N, P, N),
+        "chosen_experts": (N, P, P, P, P, P, P, N, P),
+        "run_layers": (N, P, N, N, N, P, P),
+        "choose_tokens": (N, P, N, P, N, N, N, P, P),
+        "describe_tokens": (N, P, N, N, N, P, N, P, P, P),
+        "draw_from_shard": (N, P, N, P, N, N, N, N, P, P, P),
+        "set_threads": (None, N),
+    }
+)
 
 
 class NoLibrary(Exception):
@@ -90,9 +124,8 @@ def one_thread_after_fork() -> None:
 class Threads:
     """The number of threads of a library: torch's, limited by the container's CPU quota."""
 
-    def __init__(self, built: ctypes.CDLL):
+    def __init__(self, built: "Library"):
         self._set = built.set_threads
-        self._set.restype, self._set.argtypes = None, [ctypes.c_int64]
         self._most = math.ceil(machine.cpu_quota())
         self._wanted = 0
 
@@ -111,7 +144,14 @@ class Threads:
 
 
 class Library(ctypes.CDLL):
-    """A library, and the number of its threads."""
+    """A library: its functions, as attributes, and the number of its threads."""
+
+    def __getitem__(self, name: Any) -> Any:
+        """A function, with the types of `PROTOTYPES`; called once for each."""
+        function = super().__getitem__(name)
+        if name in PROTOTYPES:
+            function.restype, *function.argtypes = PROTOTYPES[name]
+        return function
 
     @cached_property
     def threads(self) -> Threads:

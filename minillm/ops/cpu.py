@@ -5,11 +5,8 @@ could make C access memory outside a tensor are checked here or in C, and raise 
 """
 
 import os
-from collections.abc import Callable
-from ctypes import c_float, c_int64, c_void_p
-from dataclasses import dataclass
+from ctypes import c_int64
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +14,7 @@ from torch import Tensor
 from minillm.errors import ConfigError
 from minillm.ops import dispatch
 from minillm.ops.batch import Batch, Pages
-from minillm.ops.c_library import Element, Library, NoLibrary, Threads, library
+from minillm.ops.c_library import Element, Library, NoLibrary, library
 from minillm.ops.cpu_checks import check, check_integers, check_rope, check_tables, check_vector
 
 ELEMENTS: tuple[tuple[torch.dtype, Element], ...] = (
@@ -31,73 +28,14 @@ MOST_DIM = 4096  # head size in attention; also on the stack
 PANEL_STEP, MOST_INPUTS = 32, 2**18  # inputs of panels: a multiple, and COPY_WORDS of linear.c
 PANELS = "MINILLM_PANELS"  # 1: weights in panels whenever C is available, 0: never
 UNITS = ("plain C", "AVX2", "AVX-512", "AVX-512 BF16", "AMX", "NEON BF16")  # of `panel_unit`
-P, N, F = c_void_p, c_int64, c_float
-
-
-@dataclass(frozen=True)
-class Functions:
-    """The C functions for one element type."""
-
-    rms_norm: Callable[..., None]
-    add_rms_norm: Callable[..., None]
-    silu_mul: Callable[..., None]
-    norm_rope_write: Callable[..., int]
-    decode_attention: Callable[..., int]
-    decode_queries: Callable[..., int]
-    prefill_attention: Callable[..., int]
-    int8_attention: Callable[..., int]
-    norm_rope_write_int8: Callable[..., int]
-    pack_panels: Callable[..., None]
-    panel_product: Callable[..., None]
-    panel_sums: Callable[..., None]
-    panel_rows: Callable[..., int]
-    quantized_product: Callable[..., int]
-    head_linear: Callable[..., None]
-    latent_memory: Callable[..., int]
-    expert_memory: Callable[..., int]
-    chosen_experts: Callable[..., int]
-    run_layers: Callable[..., int]
-    panel_unit: int  # index in UNITS: the instructions of products
-    threads: Threads
 
 
 @cache
-def functions(dtype: torch.dtype) -> Functions | None:
+def functions(dtype: torch.dtype) -> Library | None:
     """The functions for tensors of this dtype; None if there are none."""
     element = dict(ELEMENTS).get(dtype)
     built = None if element is None else library(element)
-    if not isinstance(built, Library):
-        return None
-
-    def bind(name: str, result: Any, *arguments: Any) -> Callable:
-        function = getattr(built, name)
-        function.restype, function.argtypes = result, arguments
-        return function
-
-    attention = (P, P, P, P, N, P, P, P, N, F, N, P, N, N, N, N, N)
-    return Functions(
-        bind("rms_norm", None, P, N, P, P, N, N, F),
-        bind("add_rms_norm", None, P, P, P, P, P, N, N, F),
-        bind("silu_mul", None, P, P, N, N),
-        bind("norm_rope_write", N, P, P, P, F, P, P, N, P, P, N, N, N, P, N, P, N, N, N, N, N),
-        bind("decode_attention", N, *attention, N, N, N),
-        bind("decode_queries", N, N),
-        bind("prefill_attention", N, *attention, N),
-        bind("int8_attention", N, P, P, P, P, P, N, F, N, P, N, N, N, N, N, N),
-        bind("norm_rope_write_int8", N, P, P, P, F, P, P, N, P, P, N, P, N, N, N, N),
-        bind("pack_panels", None, P, P, N, N),
-        bind("panel_product", None, P, P, P, P, N, N, N, N),
-        bind("panel_sums", None, P, P, P, N, N, N, N),
-        bind("panel_rows", N, P, P, P, N, N, N),
-        bind("quantized_product", N, P, P, P, P, N, N, N, N),
-        bind("head_linear", None, P, N, N, P, P, N, N, N, N),
-        bind("latent_memory", N, P, N),
-        bind("expert_memory", N, P, N),
-        bind("chosen_experts", N, P, P, P, P, P, P, N, P),
-        bind("run_layers", N, P, N, N, N, P, P),
-        bind("panel_unit", N)(),
-        built.threads,
-    )
+    return built if isinstance(built, Library) else None
 
 
 def describe(dtype: torch.dtype) -> str:
@@ -108,7 +46,7 @@ def describe(dtype: torch.dtype) -> str:
     found = functions(dtype)
     if found is None or not panels_are_fast(dtype):
         return "C functions of our own"
-    return f"C functions of our own, {UNITS[found.panel_unit]} products"
+    return f"C functions of our own, {UNITS[found.panel_unit()]} products"
 
 
 def takes(x: Tensor, *others: Tensor | None) -> bool:
@@ -130,7 +68,7 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
     return not any(each is not None and each.requires_grad for each in (x, *others))
 
 
-def ready(dtype: torch.dtype) -> Functions:
+def ready(dtype: torch.dtype) -> Library:
     """The functions for tensors of this dtype, set to torch's number of threads."""
     if (found := functions(dtype)) is None:
         raise RuntimeError(f"there are no C functions for {dtype}; check `takes` first.")
@@ -309,7 +247,7 @@ def raise_for(status: int, cache: Tensor, num_queries: int) -> None:
 def panels_are_fast(dtype: torch.dtype) -> bool:
     """Whether weights are stored in panels: with AVX2 or better, unless MINILLM_PANELS is set."""
     found, setting = functions(dtype), panels_setting()
-    return found is not None and (setting == "1" if setting else found.panel_unit > 0)
+    return found is not None and (setting == "1" if setting else found.panel_unit() > 0)
 
 
 def panels_setting() -> str:

@@ -7,9 +7,8 @@ uses one allocation for all intermediate results.
 
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import Structure, byref, c_float, c_int64, c_void_p, memmove
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
 from minillm.ops.cpu_int8_cache import Int8Pages
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
 from minillm.ops.cpu_quantized import MatrixParts
-from minillm.ops.cpu_structures import address, filled
+from minillm.ops.cpu_structures import address, filled, structure_of
 
 ALIGNMENT = 64  # bytes, a cache line
 ATTENTION, MLP = 1, 2  # the halves of a layer, as in layers.c
@@ -29,10 +28,11 @@ ATTENTION, MLP = 1, 2  # the halves of a layer, as in layers.c
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of one layer: matrices in panels, plain or quantised; norms and biases unpacked.
+    """One layer (`layer` of layers.h): matrices in panels, plain or quantised; norms and biases
+    unpacked; its KV cache.
 
     With MLA, `latent` takes the place of qkv and the norms of heads; in a mixture of experts,
-    `experts` that of gate_up and down.
+    `experts` that of gate_up and down. `codes` are given in place of a 16-bit cache.
     """
 
     input_norm: Tensor
@@ -47,7 +47,10 @@ class LayerWeights:
     gate_up_bias: Tensor | None
     down: MatrixParts | None
     down_bias: Tensor | None
-    window: int | None
+    k_cache: Tensor | None = None
+    v_cache: Tensor | None = None
+    codes: Int8Pages | None = None
+    window: int = 0  # 0: none
     latent: LatentWeights | None = None
     experts: ExpertWeights | None = None
 
@@ -84,18 +87,6 @@ class LayerShape:
         if self.head_dim > cpu.MOST_HEAD_DIM or self.intermediate % cpu.PANEL_STEP:
             return False
         return cpu.fits_vectors(self.heads // self.kv_heads, self.head_dim, self.head_dim)
-
-
-class _Layer(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in (
-            "input_norm", "mlp_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias",
-            "gate_up", "gate_up_bias", "down", "down_bias", "k_cache", "v_cache", "codes",
-        )),
-        ("window", c_int64),
-        ("latent", c_void_p),
-        ("experts", c_void_p),
-    )  # fmt: skip
 
 
 class _Shape(Structure):
@@ -141,15 +132,14 @@ class Layers:
         self.weights, self.shape = weights, shape  # keeps the weights alive
         self.keys, self.values = keys, values
         self.dtype = weights[0].input_norm.dtype
-        self._parts = [_parts(each) for each in weights]  # structures that a layer points to
-        for parts, each in zip(self._parts, pages, strict=False):  # codes, if it has them
-            if codes := codes_of(each):
-                parts["codes"] = filled(Int8Pages.of(*codes))
-        self._layers = (_Layer * len(weights))(
-            *(_layer(each, keys[i], values[i], self._parts[i]) for i, each in enumerate(weights))
-        )
-        self._latent = _filled(shape.latent)
-        self._experts = _filled(shape.experts)
+        codes = [codes_of(each) for each in pages] or [None] * len(weights)  # of 8-bit caches
+        self._parts = [  # keeps what the layers point to alive
+            filled(replace(each, k_cache=key, v_cache=value, codes=codes and Int8Pages.of(*codes)))
+            for each, key, value, codes in zip(weights, keys, values, codes, strict=True)
+        ]
+        self._layers = (structure_of(LayerWeights) * len(weights))(*self._parts)
+        self._latent = None if shape.latent is None else filled(shape.latent)
+        self._experts = None if shape.experts is None else filled(shape.experts)
         self._shape = _Shape(
             shape.hidden,
             shape.heads,
@@ -268,27 +258,3 @@ def _copied(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     memmove(out.data_ptr(), x.data_ptr(), x.nbytes)
     return out
-
-
-Parts = dict[str, Structure | None]
-
-
-def _parts(weights: LayerWeights) -> Parts:
-    """The structures that a layer points to, by field: matrices, MLA and experts."""
-    names = ("qkv", "o", "gate_up", "down", "latent", "experts")
-    return {name: _filled(getattr(weights, name)) for name in names}
-
-
-def _filled(values: Any) -> Structure | None:
-    return None if values is None else filled(values)
-
-
-def _layer(weights: LayerWeights, keys: Tensor, values: Tensor, parts: Parts) -> _Layer:
-    """The addresses of one layer."""
-    tensors = {each.name: getattr(weights, each.name) for each in fields(weights)}
-    tensors |= {"k_cache": keys, "v_cache": values}
-    addresses = {
-        name: tensor.data_ptr() for name, tensor in tensors.items() if isinstance(tensor, Tensor)
-    }
-    structures = {name: address(part) for name, part in parts.items()}
-    return _Layer(**addresses, **structures, window=weights.window or 0)

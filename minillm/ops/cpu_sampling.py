@@ -7,19 +7,16 @@ the top-p boundary is within about 10^-6 of a token, that token may be included 
 """
 
 from array import array
-from collections.abc import Callable, Sequence
-from ctypes import Structure, byref, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import Structure, byref, c_void_p
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from minillm.ops import cpu
-from minillm.ops.c_library import Library, Threads, library
 from minillm.ops.philox import Purpose
 
-P, N = c_void_p, c_int64
 BLOCK = 64  # tokens whose noise is generated together
 MOST_TOKENS = 2**31  # vocabulary limit: sorting log-probabilities uses 32-bit ids
 COLUMNS = (
@@ -39,39 +36,11 @@ class _Pack(Structure):
     _fields_ = (*((name, c_void_p) for name, _ in COLUMNS), ("mask", c_void_p))
 
 
-@dataclass(frozen=True)
-class Functions:
-    """The C functions of one library; all support bf16 and float32 logits."""
-
-    choose_tokens: Callable[..., int]
-    describe_tokens: Callable[..., int]
-    draw_from_shard: Callable[..., int]
-    threads: Threads
-
-
-@cache
-def functions(dtype: torch.dtype) -> Functions | None:
-    """The functions for logits of this dtype; None if there are none."""
-    element = dict(cpu.ELEMENTS).get(dtype)
-    built = None if element is None else library(element)
-    return bind(built) if isinstance(built, Library) else None
-
-
-def bind(built: Library) -> Functions:
-    """The functions of a library."""
-    choose, describe, draw = built.choose_tokens, built.describe_tokens, built.draw_from_shard
-    choose.restype = describe.restype = draw.restype = c_int64
-    choose.argtypes = [P, N, P, N, N, N, P, P]
-    describe.argtypes = [P, N, N, N, P, N, P, P, P]
-    draw.argtypes = [P, N, P, N, N, N, N, P, P, P]
-    return Functions(choose, describe, draw, built.threads)
-
-
 def takes(logits: Tensor, model_dtype: torch.dtype | None = None) -> bool:
     """Whether these logits [K, V] go to C."""
     return (
         cpu.takes(logits)
-        and functions(model_dtype or logits.dtype) is not None
+        and cpu.functions(model_dtype or logits.dtype) is not None
         and logits.dim() == 2
         and 0 < logits.shape[1] < MOST_TOKENS
         and (logits.stride(1) == 1 or logits.shape[1] == 1)
@@ -110,7 +79,7 @@ def choose_tokens(
     columns = checked(len(logits), temperature, min_p, top_p, top_k, seed, sample_index, position)
     count, masked = len(logits), addresses(masks, rows)
     best, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
-    status = _functions(model_dtype or logits.dtype).choose_tokens(
+    status = cpu.ready(model_dtype or logits.dtype).choose_tokens(
         rows.at.buffer_info()[0],
         rows.wide,
         byref(_Pack(*(column.data_ptr() for column in columns), masked.buffer_info()[0])),
@@ -143,7 +112,7 @@ def draw_from_shard(
     rows, given = Rows.of(logits), checked(len(logits), *columns)
     best, count = best.contiguous(), len(logits)
     totals, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
-    status = _functions(logits.dtype).draw_from_shard(
+    status = cpu.ready(logits.dtype).draw_from_shard(
         rows.at.buffer_info()[0],
         rows.wide,
         byref(_Pack(*(column.data_ptr() for column in given))),
@@ -192,7 +161,7 @@ def describe_tokens(logits: Tensor, targets: Tensor, top: int) -> tuple[Tensor, 
     top = min(top, rows.size)
     logprobs = torch.empty(len(targets), top + 1)
     ids, ranks = torch.empty(2, len(targets), top + 1, dtype=torch.int64)
-    status = _functions(logits.dtype).describe_tokens(
+    status = cpu.ready(logits.dtype).describe_tokens(
         rows.at.buffer_info()[0],
         rows.wide,
         len(targets),
@@ -243,13 +212,6 @@ def addresses(masks: Sequence[Tensor | None], rows: Rows) -> array:
 def _is_mask(mask: Tensor, size: int) -> bool:
     right = mask.dtype == torch.uint8 and mask.device.type == "cpu" and mask.is_contiguous()
     return right and mask.shape == (-(-size // 8),)
-
-
-def _functions(dtype: torch.dtype) -> Functions:
-    if (found := functions(dtype)) is None:
-        raise RuntimeError(f"there are no C functions for {dtype}; check `takes` first.")
-    found.threads.follow_torch()
-    return found
 
 
 def _check_memory(status: int) -> None:

@@ -155,48 +155,31 @@ def memory_plan(
     dtype: str | None = None,
     kv_dtype: str | None = None,
     max_model_len: int | None = None,
-    max_num_batched_tokens: int = 2048,
-    max_num_seqs: int = 256,
-    block_size: int = 16,
-    gpu_memory_utilization: float = 0.9,
-    copied_weight_bytes: int = 0,
-    cuda_graphs: bool = False,
     draft: ModelConfig | None = None,
-    num_drafts: int = 0,
-    copied_draft_bytes: int = 0,
     weights: WeightSizes | None = None,
     draft_weights: WeightSizes | None = None,
-    head_weights: int = 0,
-    head_values: int = 0,
+    **settings: Any,
 ) -> MemoryPlan:
     """Plan the memory of an engine that uses the share `gpu_memory_utilization` of `memory_bytes`.
 
     The rest is a reserve for memory that is not counted (runtime, workspaces, graph nodes). All
     tokens are kept in the KV cache, even with a sliding window. A `draft` model has its own KV
     cache with as many blocks; its activations are never live together with the target's.
+    `settings` are more fields of `PlanSettings`.
     """
-    settings = PlanSettings(
+    known = PlanSettings(
         dtype=dtype or config.dtype,
         kv_dtype=kv_dtype or dtype or config.dtype,
         max_model_len=config.longest_context if max_model_len is None else max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        block_size=block_size,
-        gpu_memory_utilization=gpu_memory_utilization,
-        copied_weight_bytes=copied_weight_bytes,
-        cuda_graphs=cuda_graphs,
-        num_drafts=num_drafts,
-        copied_draft_bytes=copied_draft_bytes,
         weight_bytes=None if weights is None else weights.total(config),
         draft_weight_bytes=None
         if draft is None or draft_weights is None
         else draft_weights.total(draft),
-        head_weights=head_weights,
-        head_values=head_values,
+        **settings,
     )
     if memory_bytes < 1:
         raise ConfigError(f"memory_bytes is {memory_bytes}; it must be at least 1.")
-    plan = _plan(config, draft, memory_bytes, settings)
+    plan = _plan(config, draft, memory_bytes, known)
     return plan if plan.fits else replace(plan, hints=_hints(config, draft, plan))
 
 

@@ -133,23 +133,6 @@ def setting(settings: Mapping[str, Any], name: str, kind: type, default: Any) ->
     return value
 
 
-def cut(
-    part: WeightSlice, row_unit: int, column_unit: int, transposed: bool = False
-) -> TensorSlice:
-    """The slice of a packed tensor that belongs to a part: an entry stands for `row_unit` rows and
-    `column_unit` columns, [out / row_unit, in / column_unit], or `transposed`.
-
-    Raises:
-        CheckpointError: the held rows or columns begin or end within an entry.
-    """
-    sides = (part.rows, part.shape[0], row_unit), (part.columns, part.shape[1], column_unit)
-    found = [(-(-total // unit), units(part, held, total, unit)) for held, total, unit in sides]
-    if transposed:
-        found.reverse()
-    (rows, row_slice), (columns, column_slice) = found
-    return TensorSlice((rows, columns), (row_slice, column_slice))
-
-
 def units(part: WeightSlice, held: range, total: int, unit: int) -> slice:
     """`held` of `total` rows or columns, in units; the last unit of all may be incomplete."""
     if held.start % unit or (held.stop % unit and held.stop != total):

@@ -21,9 +21,8 @@ from minillm.layers.linear import Embedding, Linear
 from minillm.layers.linear_methods import Matrix
 from minillm.layers.mla import MLAttention
 from minillm.ops import dispatch
-from minillm.quantization.integers import split_bytes
 from minillm.quantization.methods import QuantizedMethod, some_copies
-from minillm.quantization.quantized import Quantized, integer_codes
+from minillm.quantization.quantized import Quantized, integer_codes, split_bytes
 from minillm_kernels.quantized_reference import by_column, deinterleave, interleave
 
 FLOAT8 = torch.float8_e4m3fn

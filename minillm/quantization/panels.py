@@ -38,9 +38,8 @@ from minillm.ops.cpu_quantized import (
     rows_of_groups,
     whole_numbers,
 )
-from minillm.quantization.integers import split_bytes
 from minillm.quantization.methods import QuantizedMethod
-from minillm.quantization.quantized import Quantized, integer_codes
+from minillm.quantization.quantized import Quantized, integer_codes, split_bytes
 
 TENSORS = ("panels", "scales", "offsets", "numbers", "order")
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from minillm.quantization.integers import joined, split_bytes
-
 
 @dataclass(frozen=True)
 class Quantized:
@@ -82,6 +80,17 @@ class Quantized:
 def integer_codes(codes: Tensor, bits: int) -> Tensor:
     """Codes [out, in] as `Quantized` stores them: 4-bit codes (0 to 15) two to a byte."""
     return joined(codes) if bits == 4 else codes.to(torch.int8)
+
+
+def split_bytes(packed: Tensor) -> Tensor:
+    """uint8 [.., n] -> uint8 [.., 2 n]: the low half of a byte, then the high half."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def joined(codes: Tensor) -> Tensor:
+    """The inverse of `split_bytes`: codes 0 to 15 [.., 2 n] -> uint8 [.., n]."""
+    pairs = codes.to(torch.uint8).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
 def stacked(parts: Sequence[Quantized]) -> Quantized | None:

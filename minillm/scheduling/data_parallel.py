@@ -16,7 +16,6 @@ record, and local to the copy in its share.
 
 from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
 from itertools import count
 from typing import NamedTuple
 
@@ -90,9 +89,7 @@ class DataParallelScheduler:
         """Totals over all copies; steps are joint steps."""
         total = Counters()
         for each in self.schedulers:
-            for name in (one.name for one in fields(Counters)):
-                found, more = getattr(total, name), getattr(each.counters, name)
-                setattr(total, name, add(found, more))
+            total = total.plus(each.counters)
         total.num_steps, total.max_num_running = self._num_steps, self._most_running
         return total
 
@@ -254,14 +251,6 @@ def plan_ahead(scheduler: Scheduler) -> StepPlan | None:
     if scheduler.in_flight:
         return scheduler.schedule_ahead()
     return scheduler.schedule() if scheduler.has_work else None
-
-
-def add(total: object, more: object) -> object:
-    """Sum of two numbers, or of two lists element by element; the shorter is padded with 0."""
-    if isinstance(total, list) and isinstance(more, list):
-        short, long = sorted((total, more), key=len)
-        return [a + b for a, b in zip(short, long, strict=False)] + long[len(short) :]
-    return total + more  # type: ignore[operator]
 
 
 def share_events(joint: StepRecord, record: StepRecord) -> None:

@@ -5,7 +5,8 @@ rebuilt from the complete sequence of records.
 """
 
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import NamedTuple
 
 from minillm.cache.manager import BlockCopy
@@ -156,7 +157,12 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start. Prefix hits of a preempted sequence do not count as cached tokens."""
+    """Totals since the start, or over an interval (`since`).
+
+    Prefix hits of a preempted sequence do not count as cached tokens. A row with drafts yields its
+    accepted drafts and one sampled token. Tokens behind a stop token or stop string are discarded
+    and do not count; the last token that remains counts as the sampled one.
+    """
 
     num_steps: int = 0
     num_mixed_steps: int = 0  # with prefill and decode rows
@@ -195,6 +201,39 @@ class Counters:
         self.num_accepted_tokens -= num_cut
         for place in range(drafted.num_accepted - num_cut, drafted.num_accepted):
             self.num_accepted_at[place] -= 1
+
+    def plus(self, other: "Counters", sign: int = 1) -> "Counters":
+        """The sum of each of the totals, also of `max_num_running`."""
+        made = Counters()
+        for name in (item.name for item in fields(self)):
+            mine, others = getattr(self, name), getattr(other, name)
+            if name == "num_accepted_at":
+                pairs = zip_longest(mine, others, fillvalue=0)
+                total = [one + sign * each for one, each in pairs]
+            else:
+                total = mine + sign * others
+            setattr(made, name, total)
+        return made
+
+    def since(self, before: "Counters") -> "Counters":
+        """What was counted after `before`."""
+        return self.plus(before, -1)
+
+    @property
+    def mean_length(self) -> float:
+        """Mean acceptance length, 1 + accepted / drafts: mean tokens per row with drafts."""
+        return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)
+
+    @property
+    def rate(self) -> float | None:
+        """Share of drafted tokens that were accepted; None if there are none."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def rates_at(self) -> tuple[float, ...]:
+        """Acceptance rate by draft position: the share of rows with drafts in which this draft, and
+        so all before it, was accepted."""
+        return tuple(count / max(self.num_drafts, 1) for count in self.num_accepted_at)
 
 
 class Logbook:

@@ -1,11 +1,9 @@
 """Logs the statistics of an asynchronous engine, unless `disable_log_stats`."""
 
 import logging
-from dataclasses import replace
 from time import perf_counter
 
 from minillm.engine.loop import Engine
-from minillm.scheduling.acceptance import Acceptance
 from minillm.scheduling.record import Counters
 from minillm.serving.engine_state import EngineState
 
@@ -20,7 +18,7 @@ class StatLogger:
 
     def __init__(self, counters: Counters):
         self._since = perf_counter()
-        self._before, self._accepted = replace(counters), Acceptance.of(counters)
+        self._before = Counters().plus(counters)
 
     def after_step(self, engine: Engine) -> None:
         """Log the statistics since the last line if `INTERVAL` seconds have passed."""
@@ -29,29 +27,24 @@ class StatLogger:
         if seconds < INTERVAL:
             return
         state = EngineState.of(engine)
-        after, before = state.counters, self._before
-        total = Acceptance.of(after)
-        drafts = total.since(self._accepted)
-        self._since, self._before, self._accepted = now, after, total
-        num_prompt = after.num_prompt_tokens - before.num_prompt_tokens
-        num_cached = after.num_cached_tokens - before.num_cached_tokens
-        num_new = after.num_decode_tokens - before.num_decode_tokens + drafts.num_accepted_tokens
+        new = state.counters.since(self._before)
+        self._since, self._before = now, self._before.plus(new)
         logger.info(
             "%d sequences running, %d waiting; %.0f prompt and %.0f new tokens/s; %.1f%% of the KV "
             "cache in use; %.1f%% of the prompt tokens were cached; %d preemptions",
             state.num_running,
             state.num_waiting,
-            (after.num_prefill_tokens - before.num_prefill_tokens) / seconds,
-            num_new / seconds,
+            new.num_prefill_tokens / seconds,
+            (new.num_decode_tokens + new.num_accepted_tokens) / seconds,
             100 * state.kv_cache_usage,
-            100 * num_cached / max(num_prompt, 1),
-            num_preemptions(after) - num_preemptions(before),
+            100 * new.num_cached_tokens / max(new.num_prompt_tokens, 1),
+            new.num_preemptions_recompute + new.num_preemptions_swap,
         )
-        if drafts.num_drafts:
-            log_drafts(drafts, seconds)
+        if new.num_drafts:
+            log_drafts(new, seconds)
 
 
-def log_drafts(drafts: Acceptance, seconds: float) -> None:
+def log_drafts(drafts: Counters, seconds: float) -> None:
     """vLLM's line about speculative decoding."""
     logger.info(
         "SpecDecoding metrics: Mean acceptance length: %.2f, Accepted throughput: %.2f tokens/s, "
@@ -65,8 +58,3 @@ def log_drafts(drafts: Acceptance, seconds: float) -> None:
         ", ".join(f"{rate:.3f}" for rate in drafts.rates_at),
         100 * (drafts.rate or 0),
     )
-
-
-def num_preemptions(counters: Counters) -> int:
-    """Preemptions of both kinds."""
-    return counters.num_preemptions_recompute + counters.num_preemptions_swap

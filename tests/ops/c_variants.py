@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -56,18 +57,10 @@ def folder() -> Path:
     return c_library.cache_folder() / "tests" / digest.hexdigest()[:16]
 
 
-def bind(built: c_library.Library, dtype: torch.dtype) -> cpu.Functions:
-    """The functions of a library that was built for this type."""
-    with patch.object(cpu, "library", lambda element: built):
-        found = cpu.functions.__wrapped__(dtype)
-    assert found is not None
-    return found
-
-
 def use(monkeypatch: pytest.MonkeyPatch, library: c_library.Library, dtype: torch.dtype) -> None:
     """Compute with the functions of another library, which was built for this type."""
-    found, usual = bind(library, dtype), cpu.functions  # of float64 there are none
-    monkeypatch.setattr(cpu, "functions", lambda dtype: found if usual(dtype) else None)
+    usual = cpu.functions  # of float64 there are none
+    monkeypatch.setattr(cpu, "functions", lambda dtype: library if usual(dtype) else None)
 
 
 def parameters(*cases: tuple[str, ...]) -> list:
@@ -121,14 +114,19 @@ def emulated(path: str, element: c_library.Element) -> c_library.Library:
         return c_library.load(c_library.find_or_build(element, flags, folder()))
 
 
-@cache
-def functions(path: str, element: c_library.Element) -> cpu.Functions:
-    """Its functions."""
-    return bind(built(path, element), ELEMENTS[element])
+class Mixed:
+    """A library of which one function, and the threads, are those of another one."""
+
+    def __init__(self, right: c_library.Library, name: str, wrong: c_library.Library):
+        self._right, self.threads = right, wrong.threads
+        setattr(self, name, getattr(wrong, name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._right, name)
 
 
 @contextmanager
-def with_threads(found: cpu.Functions, count: int) -> Iterator[None]:
+def with_threads(found: c_library.Library, count: int) -> Iterator[None]:
     """Compute with this number of threads, then with one."""
     found.threads.set(count)
     try:

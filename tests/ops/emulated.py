@@ -133,6 +133,8 @@ class Emulated(c_library.Library):
         if name.startswith("_"):
             raise AttributeError(name)
         function = Function(self, name)
+        if name in c_library.PROTOTYPES:
+            function.restype, *function.argtypes = c_library.PROTOTYPES[name]
         setattr(self, name, function)
         return function
 

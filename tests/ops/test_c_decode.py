@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm.ops import cpu
-from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions, parameters, with_threads
+from minillm.ops import c_library, cpu
+from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, built, parameters, with_threads
 from tests.ops.test_c_prefill import Batch, bounds, make_batch
 from tests.pairs import cases
 
@@ -34,13 +34,13 @@ def path(request) -> str:
 
 @pytest.fixture(scope="module", params=ELEMENTS)
 def attend(request, path):
-    return Attend(functions(path, request.param), ELEMENTS[request.param])
+    return Attend(built(path, request.param), ELEMENTS[request.param])
 
 
 class Attend:
     """Calls the C function with a batch and a band around its output."""
 
-    def __init__(self, found: cpu.Functions, dtype: torch.dtype):
+    def __init__(self, found: c_library.Library, dtype: torch.dtype):
         self.functions, self.dtype = found, dtype
 
     def status(self, batch: Batch, out: Tensor) -> int:

@@ -8,8 +8,8 @@ from ctypes import c_int64
 import pytest
 import torch
 
-from minillm.ops import c_library, cpu, cpu_rope, cpu_sampling
-from tests.ops import c_variants, emulated, small_decoders
+from minillm.ops import c_library, cpu
+from tests.ops import emulated, small_decoders
 from tests.ops import test_c_decode as decode
 from tests.ops import test_c_experts as experts
 from tests.ops import test_c_layers as layers
@@ -33,8 +33,7 @@ class Library:
 
     def __init__(self, built: emulated.Emulated, element: c_library.Element):
         self.built, self.dtype = built, ELEMENTS[element]
-        self.functions = c_variants.bind(built, self.dtype)
-        self.both = self.functions, self.dtype
+        self.both = built, self.dtype
 
 
 @pytest.fixture(
@@ -69,8 +68,7 @@ def test_rows(c):
 
 
 def test_angles(c, monkeypatch):
-    monkeypatch.setattr(cpu_rope, "library", lambda element: c.built)
-    monkeypatch.setattr(cpu_rope, "_function", cpu_rope._function.__wrapped__)
+    monkeypatch.setattr(cpu, "functions", lambda dtype: c.built)
     rope.test_angles_are_those_of_float64(33)
 
 
@@ -99,7 +97,7 @@ def test_prefill_attention(c):
 
 
 def test_sampling(c):
-    found = cpu_sampling.bind(c.built)
+    found = c.built
     for dtype in sampling.DTYPES:
         sampling.test_the_tokens_are_torch_s(found, dtype, 1003)
     sampling.test_shards_choose_what_the_whole_row_chooses(found, 129)
@@ -128,7 +126,7 @@ def test_threads(c):
     panels = linear.Panels(*c.both)
     x, weight = panels.draw(5, 64), panels.pack(panels.draw(320, 64, seed=1))
     expected = panels.product(x, weight, None, 320)
-    with with_threads(c.functions, 4):
+    with with_threads(c.built, 4):
         for _ in range(100):
             assert torch.equal(panels.product(x, weight, None, 320), expected)
         for seed in range(5):
@@ -218,7 +216,7 @@ def test_more_attention(c):
 
 @pytest.mark.slow
 def test_more_sampling(c):
-    found = cpu_sampling.bind(c.built)
+    found = c.built
     sampling.test_random_truncation_is_torch_s(found)
     sampling.test_ties_at_the_edge(found)
     sampling.test_the_noise_has_torch_s_bits(found)

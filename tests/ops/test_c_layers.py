@@ -6,8 +6,10 @@ here on every processor, as `MINILLM_PANELS=1` has it.
 """
 
 import gc
+import subprocess
 import threading
 import weakref
+from ctypes import sizeof
 from dataclasses import replace
 
 import pytest
@@ -19,8 +21,13 @@ from minillm.layers.kv_cache import KVCache
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.models.fixed_sums import is_dense
-from minillm.ops import cpu
-from minillm.ops.cpu_layers import Layers, LayerShape
+from minillm.ops import c_library, cpu, cpu_layers
+from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
+from minillm.ops.cpu_int8_cache import Int8Pages
+from minillm.ops.cpu_latent import LatentShape, LatentWeights
+from minillm.ops.cpu_layers import Layers, LayerShape, LayerWeights
+from minillm.ops.cpu_quantized import MatrixParts
+from minillm.ops.cpu_structures import structure_of
 from tests.ops.c_variants import ELEMENTS, built, parameters, use
 from tests.ops.small_decoders import (
     BASE,
@@ -257,3 +264,24 @@ def test_a_layer_of_another_kind_is_left_to_python(llama, part):
     changed.__class__ = type("Other", (type(changed),), {})
     assert AllLayers.of(llama) is None
     assert not all(map(is_dense, llama.layers))
+
+
+STRUCTURES = {
+    "layer": structure_of(LayerWeights), "shape": cpu_layers._Shape, "step": cpu_layers._Step,
+    "matrix": structure_of(MatrixParts), "int8_pages": structure_of(Int8Pages),
+    "latent_weights": structure_of(LatentWeights), "latent_shape": structure_of(LatentShape),
+    "expert_weights": structure_of(ExpertWeights), "expert_shape": structure_of(ExpertShape),
+}  # fmt: skip
+
+
+def test_structures_have_the_sizes_and_offsets_of_c(tmp_path):
+    checks = [
+        f'_Static_assert(offsetof({kind}, {name}) == {getattr(found, name).offset}, "{name}");'
+        for kind, found in STRUCTURES.items()
+        for name, *_ in found._fields_
+    ]
+    checks += [f'_Static_assert(sizeof({k}) == {sizeof(v)}, "");' for k, v in STRUCTURES.items()]
+    source = tmp_path / "offsets.c"
+    source.write_text("\n".join(["#include <stddef.h>", '#include "layers.h"', *checks]))
+    command = c_library.find_compiler(), "-DELEMENT_F32", *c_library.FLAGS, f"-I{c_library.SOURCES}"
+    subprocess.run([*command, "-fsyntax-only", source], check=True)

@@ -11,12 +11,12 @@ from torch import Tensor
 from minillm.errors import ConfigError
 from minillm.layers.linear import Linear
 from minillm.layers.linear_methods import PanelLinearMethod, frozen
-from minillm.ops import cpu
+from minillm.ops import c_library, cpu
 from tests.ops.c_variants import (
     ELEMENTS,
     PRODUCT_PATHS,
     Guarded,
-    functions,
+    built,
     parameters,
     poisoned,
     with_threads,
@@ -35,7 +35,7 @@ BUILDS += [(path, "F32") for path in ("native", "AVX2", "baseline")]
 class Panels:
     """The functions of a library, and the type of its elements."""
 
-    c: cpu.Functions
+    c: c_library.Library
     dtype: torch.dtype
 
     def draw(self, *shape: int, seed: int = 0) -> Tensor:
@@ -68,7 +68,7 @@ class Panels:
 @pytest.fixture(scope="module", params=parameters(*BUILDS))
 def c(request) -> Panels:
     path, element = request.param
-    return Panels(functions(path, element), ELEMENTS[element])
+    return Panels(built(path, element), ELEMENTS[element])
 
 
 SHAPES = [(size, out) for size in (32, 96, 576) for out in (1, 31, 32, 33, 100, 192)]
@@ -255,7 +255,7 @@ def test_the_environment_decides(dtype, monkeypatch):
             monkeypatch.delenv(cpu.PANELS)
         else:
             monkeypatch.setenv(cpu.PANELS, nothing)
-        assert cpu.takes_panels(weight) == (found is not None and found.panel_unit > 0)
+        assert cpu.takes_panels(weight) == (found is not None and found.panel_unit() > 0)
 
 
 def test_another_wish_is_an_error(monkeypatch):
@@ -267,9 +267,9 @@ def test_another_wish_is_an_error(monkeypatch):
 @pytest.mark.parametrize("build", parameters(*product(("tiles in C", "no tiles", "AVX2"))))
 def test_what_multiplies_is_named(build, monkeypatch):
     monkeypatch.setenv(cpu.PANELS, "1")
-    found = functions(build, "BF16")
+    found = built(build, "BF16")
     name = {"tiles in C": "AMX", "no tiles": "AVX-512 BF16"}.get(build, build)
-    assert cpu.UNITS[found.panel_unit] == name
+    assert cpu.UNITS[found.panel_unit()] == name
     if cpu.functions(BF16) is not None:
         monkeypatch.setattr(cpu, "functions", lambda dtype: found)
         assert cpu.describe(BF16) == f"C functions of our own, {name} products"

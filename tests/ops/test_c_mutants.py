@@ -6,7 +6,7 @@ None of them reads or writes far outside: that would end this process, not fail 
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tests.ops import test_c_layers as layers
 from tests.ops import test_c_linear as linear
 from tests.ops import test_c_rows as rows
 from tests.ops import test_c_sums as sums
-from tests.ops.c_variants import DIVIDED, ELEMENTS, functions, use, with_threads
+from tests.ops.c_variants import DIVIDED, ELEMENTS, Mixed, built, use, with_threads
 
 QUICKLY = "-O1"
 
@@ -354,20 +354,16 @@ def build_with(
     return folder / "mutant.so"
 
 
-def with_mistake(mutant: Mutant, folder: Path) -> cpu.Functions:
+def with_mistake(mutant: Mutant, folder: Path) -> c_library.Library:
     """The functions of its path, one of which is mistaken."""
-    right = functions(mutant.path, mutant.element)
-    model = getattr(right, mutant.function)
-    built = c_library.load(mutated(mutant, folder))
-    wrong = getattr(built, mutant.function)
-    wrong.restype, wrong.argtypes = model.restype, model.argtypes
-    return replace(right, **{mutant.function: wrong, "threads": c_library.Threads(built)})
+    wrong = c_library.load(mutated(mutant, folder))
+    return Mixed(built(mutant.path, mutant.element), mutant.function, wrong)
 
 
 @cache
 def passes_without_a_mistake(test: Callable, path: str, element: c_library.Element) -> None:
     """So what fails below is the mistake. Once for all mistakes that the same test finds."""
-    test((functions(path, element), ELEMENTS[element]))
+    test((built(path, element), ELEMENTS[element]))
 
 
 @pytest.mark.mutation

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minillm.ops import c_library, cpu
 from minillm_kernels import reference
-from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, functions, parameters, poisoned, ulps
+from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, built, parameters, poisoned, ulps
 from tests.pairs import cases
 
 NAN, INF = float("nan"), float("inf")
@@ -30,7 +30,7 @@ def path(request) -> str:
 @pytest.fixture(scope="module", params=ELEMENTS)
 def c(request, path):
     """The functions of one path for one element type, which they also carry as `dtype`."""
-    return functions(path, request.param), ELEMENTS[request.param]
+    return built(path, request.param), ELEMENTS[request.param]
 
 
 def draw(dtype: torch.dtype, *shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

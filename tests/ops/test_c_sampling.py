@@ -17,7 +17,7 @@ from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.ops.sampling import Pack, choose
 from minillm.sampling.edits import Edits
 from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
-from tests.ops.c_variants import DIVIDED, PATHS, folder, functions, poisoned
+from tests.ops.c_variants import PATHS, built, poisoned
 from tests.pairs import cases, some
 
 INF, NAN = math.inf, math.nan
@@ -43,28 +43,18 @@ EVERY_KIND = (
 
 
 @contextmanager
-def using(found: cpu_sampling.Functions | None):
+def using(found: c_library.Library | None):
     """The sampler with these functions, whether or not the engine has any here; with None it is
     torch."""
-    with (
-        patch.object(cpu_sampling, "functions", lambda dtype: found),
-        patch.object(cpu, "functions", lambda dtype: found),
-    ):
+    with patch.object(cpu, "functions", lambda dtype: found):
         yield
-
-
-def load(path: str) -> cpu_sampling.Functions:
-    """As compiled for one of PATHS. The element type of a library makes no difference here."""
-    functions(path, "F32")  # skips the test where this cannot be built
-    file = c_library.find_or_build("F32", (*PATHS[path], *DIVIDED), folder())
-    return cpu_sampling.bind(c_library.load(file))
 
 
 # Sampling has no products of pairs and no tiles: builds hardly differ, and all but one are slow.
 @pytest.fixture(scope="module", params=some(["native"], PATHS))
-def c(request) -> cpu_sampling.Functions:
+def c(request) -> c_library.Library:
     """The functions of one library, each of which takes both types of logits."""
-    return load(request.param)
+    return built(request.param, "F32")
 
 
 def row(seed=0, position=0, sample_index=0, **params) -> SamplingRow:
@@ -83,7 +73,7 @@ def draw(rows: int, size: int, dtype=torch.float32, seed: int = 0, ties: bool = 
     return poisoned(((x * 2).round() / 2 if ties else x).to(dtype))
 
 
-def tokens(c: cpu_sampling.Functions | None, logits: Tensor, rows: list[SamplingRow]) -> list[int]:
+def tokens(c: c_library.Library | None, logits: Tensor, rows: list[SamplingRow]) -> list[int]:
     with using(c):
         assert cpu_sampling.takes(logits) == (c is not None)
         return sample(logits, rows).token_ids
@@ -238,7 +228,7 @@ def test_of_equal_sums_the_lowest_id(c):
 )
 def test_draws_follow_the_exact_dist(params):
     """With the library that this processor uses; against float64, without the sampler's torch."""
-    c = load("native")
+    c = built("native", "F32")
     logits, draws = draw(1, 150, seed=3), 20_000
     counts = np.bincount(
         tokens(c, logits.expand(draws, -1), [row(seed, **params) for seed in range(draws)]),

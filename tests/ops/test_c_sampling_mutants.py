@@ -10,8 +10,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from minillm.ops import c_library, cpu_sampling
+from minillm.ops import c_library
 from tests.ops import test_c_sampling as sampling
+from tests.ops.c_variants import built
 from tests.ops.test_c_mutants import build_with
 
 
@@ -131,9 +132,9 @@ MUTANTS = {
 
 
 @cache
-def passes_without_a_mistake(test: Callable[[cpu_sampling.Functions], None]) -> None:
+def passes_without_a_mistake(test: Callable[[c_library.Library], None]) -> None:
     """So what fails below is the mistake. Once for all mistakes that the same test finds."""
-    test(sampling.load("native"))
+    test(built("native", "F32"))
 
 
 @pytest.mark.mutation
@@ -143,6 +144,6 @@ def test_a_mistake_is_found(name, tmp_path):
     passes_without_a_mistake(mutant.found_by)
     change = mutant.pattern, mutant.mistake  # outside: one that is not there is no finding
     file = build_with(("sample.c",), *change, ["-DELEMENT_F32"], tmp_path)
-    wrong = cpu_sampling.bind(c_library.load(file))
+    wrong = c_library.load(file)
     with pytest.raises(AssertionError):
         mutant.found_by(wrong)

@@ -15,7 +15,7 @@ from tests.ops.c_variants import (
     ELEMENTS,
     PATHS,
     Guarded,
-    functions,
+    built,
     parameters,
     poisoned,
     with_threads,
@@ -46,7 +46,7 @@ class Sums(Panels):
 @pytest.fixture(scope="module", params=parameters(*BUILDS))
 def c(request) -> Sums:
     path, element = request.param
-    return Sums(functions(path, element), ELEMENTS[element])
+    return Sums(built(path, element), ELEMENTS[element])
 
 
 def check_parts(c: Sums, count: int, size: int, out: int, parts: int) -> None:
@@ -112,7 +112,7 @@ def test_an_output_depends_on_its_rows_alone(c, count_of_threads):
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_a_gate_has_the_same_bits_among_fewer_units(path, element):
     """Also behind the last whole vector of a row."""
-    found, dtype = functions(path, element), ELEMENTS[element]
+    found, dtype = built(path, element), ELEMENTS[element]
     gate, up = torch.randn(2, 5, 203, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def gated(units: slice) -> Tensor:
@@ -132,7 +132,7 @@ def test_a_gate_has_the_same_bits_among_fewer_units(path, element):
 @pytest.mark.parametrize("window", [None, 50])
 def test_a_query_has_the_same_bits_among_fewer_heads(path, element, window):
     """Six query heads share a KV head; a rank has some of them, or one of the KV heads."""
-    attend = Attend(functions(path, element), ELEMENTS[element])
+    attend = Attend(built(path, element), ELEMENTS[element])
     batch = make_batch(attend.dtype, [7, 300, 1100], [1, 2, 1], 2, 6, 32, window=window)
     whole = attend(batch)
     for head in range(2):

@@ -309,7 +309,7 @@ def test_c_has_the_bits_of_torch(dtype, seed: int, sizes: str) -> None:
     check_bits(random_case(seed + 100, sizes, dtype, "plain"))
 
 
-def check_threads(found: cpu.Functions, dtype: torch.dtype) -> None:
+def check_threads(found: c_library.Library, dtype: torch.dtype) -> None:
     """A long sequence in parts, drafts beside it, and a prompt."""
     case = make_case(3, [1500, 1030, 200], [1, 4, 150], 32, window=None, dtype=dtype, steep=3)
     windowed = make_case(4, [1500, 600], [1, 2], 32, window=600, dtype=dtype, steep=3)

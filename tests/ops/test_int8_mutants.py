@@ -3,7 +3,6 @@ each; several are bugs that other engines shipped."""
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from minillm_kernels import int8_cache
 from tests.engine import test_int8_pages as engines
 from tests.layers import test_kv_cache as caches
 from tests.ops import test_int8_cache as pages
-from tests.ops.c_variants import PRODUCT_PATHS, functions
+from tests.ops.c_variants import PRODUCT_PATHS, Mixed, built
 from tests.ops.test_c_mutants import build_with
 
 BF16 = torch.bfloat16
@@ -221,12 +220,9 @@ IN_C: dict[str, tuple[str, str, Callable, str]] = {  # pattern, mistake, who not
 @pytest.mark.parametrize("name", IN_C)
 def test_a_mistake_in_c_is_found(name: str, tmp_path, monkeypatch) -> None:
     pattern, mistake, found_by, path = IN_C[name]
-    right = functions(path, "BF16")
     options = [*PRODUCT_PATHS[path], "-DELEMENT_BF16"]
-    built = c_library.load(build_with(("int8_cache.c",), pattern, mistake, options, tmp_path))
-    wrong = built.int8_attention
-    wrong.restype, wrong.argtypes = right.int8_attention.restype, right.int8_attention.argtypes
-    found = replace(right, int8_attention=wrong, threads=c_library.Threads(built))
+    wrong = c_library.load(build_with(("int8_cache.c",), pattern, mistake, options, tmp_path))
+    found = Mixed(built(path, "BF16"), "int8_attention", wrong)
     monkeypatch.setattr(cpu, "functions", lambda dtype: found if dtype == BF16 else None)
     with pytest.raises(AssertionError):
         found_by()

@@ -27,7 +27,7 @@ ROUNDING = {torch.bfloat16: 2**-8, torch.float32: 2**-16}  # of y; sums of 1,600
 def dtype(request, monkeypatch) -> torch.dtype:
     """The type of activations, with the functions of one instruction set."""
     path, element = request.param
-    use_functions(c_variants.functions(path, element), monkeypatch)
+    use_functions(c_variants.built(path, element), monkeypatch)
     return ELEMENTS[element]
 
 

@@ -1,7 +1,5 @@
 """Deliberate mistakes in `quantized.c`, each of which a test of products finds."""
 
-from dataclasses import replace
-
 import pytest
 
 from minillm.ops import c_library, cpu, instruction_sets
@@ -150,11 +148,6 @@ def check(case: str, rows: int) -> None:
 
 def with_mistake(monkeypatch: pytest.MonkeyPatch, built: c_library.Library) -> None:
     """Compute products with another library, which has only these."""
-    right = c_variants.functions("native", "BF16")
-    wrong = built.quantized_product
-    wrong.restype, wrong.argtypes = (
-        right.quantized_product.restype,
-        right.quantized_product.argtypes,
-    )
-    changed = replace(right, quantized_product=wrong, threads=c_library.Threads(built))
+    right = c_variants.built("native", "BF16")
+    changed = c_variants.Mixed(right, "quantized_product", built)
     monkeypatch.setattr(cpu, "functions", lambda dtype: changed)

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from minillm.lab.quantise.grid import round_asymmetric
-from minillm.ops import cpu
+from minillm.ops import c_library, cpu
 from minillm.ops.cpu_quantized import quantized_linear, whole_numbers
-from minillm.quantization.integers import joined
 from minillm.quantization.panels import arranged
-from minillm.quantization.quantized import Quantized
+from minillm.quantization.quantized import Quantized, joined
 from minillm.quantization.rounding import round_symmetric
 from tests.ops import c_variants
 from tests.ops.c_variants import PRODUCT_PATHS, with_threads
@@ -137,7 +136,7 @@ def test_numbers_that_are_not_finite_stay_so_in_their_row():
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("path", PATHS)
 def test_an_output_depends_on_its_row_only(path, name, monkeypatch):
-    use_functions(c_variants.functions(path, "BF16"), monkeypatch)
+    use_functions(c_variants.built(path, "BF16"), monkeypatch)
     check_bits(name, BF16)
 
 
@@ -149,12 +148,12 @@ def test_every_instruction_set_has_the_same_bits(path, name, monkeypatch):
     x, weight = with_outliers(torch.randn(17, 320)).to(BF16), CASES[name](torch.randn(75, 320))
     parts = arranged(weight), replace(arranged(weight), twice=True)
     due = [quantized_linear(x, each, None, 75) for each in parts]
-    use_functions(c_variants.functions(path, "BF16"), monkeypatch)
+    use_functions(c_variants.built(path, "BF16"), monkeypatch)
     for each, wanted in zip(parts, due, strict=True):
         assert torch.equal(quantized_linear(x, each, None, 75), wanted)
 
 
-def use_functions(found: cpu.Functions, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_functions(found: c_library.Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute with these functions, on one thread."""
     monkeypatch.setattr(cpu, "functions", lambda dtype: found)
     monkeypatch.setattr(found.threads, "follow_torch", lambda: None)

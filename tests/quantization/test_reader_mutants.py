@@ -7,7 +7,7 @@ import torch
 
 from minillm.quantization import grouping
 from minillm.quantization.quantized import Quantized
-from minillm.quantization.readers import awq, bitsandbytes, compressed_tensors, gptq, scales
+from minillm.quantization.readers import awq, bitsandbytes, gptq, packed, scales
 from tests.quantization.test_golden import compare
 
 DENSE = Quantized.dense
@@ -70,23 +70,27 @@ def blocks_per_row(codes, absmax, table, shape, block):
     return table[numbers.long()] * absmax[:per_row].repeat_interleave(block)[: shape[1]]
 
 
+def awq_fields(order):
+    """The tensors of AWQ with another order in words."""
+    fields = awq.AWQ.fields
+    return {k: replace(v, order=order) if v.packed else v for k, v in fields.items()}
+
+
 MUTANTS = {  # where, name, mistake, golden folder
-    "zero point without + 1": (gptq.GPTQ, "zeros", zeros_of_version_2, "gptq-asym"),
-    "scale of the next group": (gptq, "arranged", one_group_on, "gptq-sym"),
-    "g_idx ignored": (gptq, "arranged", in_order, "gptq-order"),
-    "order of inputs lost": (gptq, "arranged", order_not_kept, "gptq-v2-order"),
+    "zero point without + 1": (gptq.GPTQ, "zero_points", zeros_of_version_2, "gptq-asym"),
+    "scale of the next group": (packed, "arranged", one_group_on, "gptq-sym"),
+    "g_idx ignored": (packed, "arranged", in_order, "gptq-order"),
+    "order of inputs lost": (packed, "arranged", order_not_kept, "gptq-v2-order"),
     "scales unsigned": (Quantized, "dense", unsigned_scales, "gptq-sym"),
     "zero points left out": (Quantized, "dense", zeros_not_used, "pack-asym"),
-    "AWQ order not undone": (awq, "AWQ_ORDER", tuple(range(8)), "awq"),
-    "AWQ order inverted twice": (awq, "AWQ_ORDER", (0, 2, 4, 6, 1, 3, 5, 7), "awq"),
-    "AWQ scale of the next group": (awq, "arranged", one_group_on, "awq"),
+    "AWQ order not undone": (awq.AWQ, "fields", awq_fields(range(8)), "awq"),
+    "AWQ order inverted twice": (awq.AWQ, "fields", awq_fields((0, 2, 4, 6, 1, 3, 5, 7)), "awq"),
     "offset of double quantisation": (bitsandbytes.BitsAndBytes, "absmax", no_offset, "nf4-double"),
     "blocks restart in each row": (bitsandbytes, "crossing", blocks_per_row, "nf4"),
     "weight_scale_inv divided": (scales.ScaleBlocks, "by_row", divided, "fp8-block"),
     "blocks of rows": (scales.ScaleBlocks, "by_row", rows_of_one_block, "fp8-block"),
     "blocks of columns": (scales.ScaleBlocks, "by_row", columns_of_one_block, "float-block"),
-    "weight_g_idx ignored": (compressed_tensors, "arranged", in_order, "pack-order"),
-    "codes are signed": (compressed_tensors, "few_bits", signed_codes, "pack-sym"),
+    "codes are signed": (packed, "few_bits", signed_codes, "pack-sym"),
 }
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from minillm import AsyncLLMEngine
 from minillm.api.arguments import AsyncEngineArgs
-from minillm.serving.address import bound_socket
+from minillm.cli.serve import bound_socket
 from minillm.serving.app import Server, build_app
-from minillm.serving.server import HttpServer
+from minillm.serving.launch import HttpServer
 from minillm.serving.settings import Settings
 from tests.engine.small import BLOCK_SIZE, assert_idle, write_model
 

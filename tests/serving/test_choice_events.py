@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from minillm.api.outputs import CompletionOutput, Logprob
-from minillm.serving.choice_events import ChoiceEvents
 from minillm.serving.event_stream import frame
+from minillm.serving.generation import ChoiceEvents
 from minillm.serving.replies import Header, Usage, chat_delta, text_choice
 
 TEXTS = ("", " a", '"text":""', 'quote " and \\ and \n', "é, \u2028, 漢字, 🙂", '","content":"')

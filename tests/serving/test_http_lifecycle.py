@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm.serving import server as server_module
+from minillm.serving import launch as server_module
 from minillm.serving.guard import MAX_BODY
 from tests.serving.http_small import Served, frames_of, served
 

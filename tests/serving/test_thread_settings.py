@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from minillm.cli.serve import bound_socket
 from minillm.serving import launch
-from minillm.serving.address import bound_socket
 from minillm.serving.settings import Settings
 from minillm.serving.threads import SWITCH_SECONDS, THIS_THREAD
 from tests.engine.small import write_model

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from minillm.serving import reply_parser
 from minillm.structured import lark
+from tests.planted import broken
 from tests.serving import test_reply_parser as tests
 from tests.serving.test_reply_parser import Guidance, guidance  # noqa: F401
 
@@ -43,13 +43,10 @@ BUGS: Mapping[str, tuple[ModuleType, str, str, Callable[[], object] | str]] = {
 
 def plant(name: str, patch: pytest.MonkeyPatch) -> Callable[[], object] | str:
     module, right, wrong, test = BUGS[name]
-    source = Path(str(module.__file__)).read_text("utf-8")
-    assert source.count(right) == 1, right
-    names = {"__name__": "planted"}
-    exec(source.replace(right, wrong), names)
+    found = broken(module, right, wrong)
     for each in ("ReplyParser", "reply"):
-        if each in names:
-            patch.setattr(tests, each, names[each])
+        if hasattr(found, each):
+            patch.setattr(tests, each, getattr(found, each))
     return test
 
 

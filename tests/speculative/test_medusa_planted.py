@@ -1,7 +1,5 @@
 """Deliberate bugs of draft heads, each with a test that finds it."""
 
-from pathlib import Path
-
 import pytest
 
 import minillm.engine.setup
@@ -9,6 +7,7 @@ import minillm.execution.setup
 import minillm.speculative.setup
 from minillm.execution import feature_runner
 from minillm.speculative import features, heads, medusa
+from tests.planted import plant
 from tests.speculative import headed, test_medusa
 from tests.speculative.headed import write_heads
 
@@ -36,11 +35,8 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug, folder, tmp_path, monkeypatch) -> None:
     module, right, wrong, finder = BUGS[bug]
-    source, before = Path(module.__file__).read_text("utf-8"), dict(vars(module))
-    assert source.count(right) == 1
-    for name, value in before.items():
-        monkeypatch.setattr(module, name, value)  # put back at the end
-    exec(compile(source.replace(right, wrong), module.__file__, "exec"), vars(module))
+    before = dict(vars(module))
+    plant(monkeypatch, module, right, wrong)
     setups = minillm.speculative.setup, minillm.execution.setup, minillm.engine.setup
     for user in (*setups, feature_runner, headed, test_medusa):
         for name, value in list(vars(user).items()):

@@ -1,10 +1,9 @@
 """Deliberate bugs of the suffix proposer, each with a test that finds it."""
 
-from pathlib import Path
-
 import pytest
 
 from minillm.speculative import suffix
+from tests.planted import plant
 from tests.speculative import test_suffix
 
 TREE = test_suffix.test_guesses_are_those_of_a_suffix_tree
@@ -38,11 +37,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong, finder = BUGS[bug]
-    source = Path(suffix.__file__).read_text("utf-8")
-    assert source.count(right) == 1
-    for name, value in list(vars(suffix).items()):
-        monkeypatch.setattr(suffix, name, value)  # put back at the end
-    exec(compile(source.replace(right, wrong), suffix.__file__, "exec"), vars(suffix))
+    plant(monkeypatch, suffix, right, wrong)
     for name in ("Rates", "Suffixes", "Text"):
         monkeypatch.setattr(test_suffix, name, getattr(suffix, name))
     with pytest.raises((AssertionError, ExceptionGroup, LookupError)):

@@ -38,7 +38,7 @@ static uintptr_t lay_out(const latent_shape *s, int64_t n, uintptr_t memory, buf
     b->kv = take(&memory, n * (s->rank + s->rope));
     b->query = take(&memory, n * s->heads * (s->rank + s->rope));
     b->sums = take(&memory, n * s->heads * s->rank);
-    b->values = take(&memory, n * s->heads * s->v);
+    b->values = take(&memory, n * s->heads * s->value);
     return memory;
 }
 
@@ -88,9 +88,9 @@ static void absorb(const latent_weights *w, const latent_shape *s, int64_t n, co
 
 /* Sums of latents -> values of the heads: W_uv c. */
 static void expand(const latent_weights *w, const latent_shape *s, int64_t n, const buffers *b) {
-    each_head(&(head_products){{b->sums, w->values, 0, b->values, n, s->rank, s->v, 0,
-                                s->heads * s->rank, s->heads * s->v},
-                               s->rank, s->v},
+    each_head(&(head_products){{b->sums, w->values, 0, b->values, n, s->rank, s->value, 0,
+                                s->heads * s->rank, s->heads * s->value},
+                               s->rank, s->value},
               s->heads);
 }
 
@@ -110,7 +110,7 @@ int64_t latent_half(const layer *l, const shape *s, const step *now) {
     int64_t status = attend(l, s, now, b.query, b.sums, 1, row, m->rank);
     if (status) return status;
     expand(w, m, n, &b);
-    if (product_of(b.values, l->o, l->o_bias, now->x, n, m->heads * m->v, hidden, 0)) return 1;
+    if (product_of(b.values, l->o, l->o_bias, now->x, n, m->heads * m->value, hidden, 0)) return 1;
     return 0;
 }
 

@@ -14,10 +14,10 @@ typedef struct {
     const element *values;                    /* W_uv: panels [heads, v, rank] */
 } latent_weights;
 
-/* Numbers of a head: `nope` without and `rope` with rotation; `v` of a value. The cache has `rank`
- * + `rope` numbers of a token. */
+/* Numbers of a head: `nope` without and `rope` with rotation; `value` of a value. The cache has
+ * `rank` + `rope` numbers of a token. */
 typedef struct {
-    int64_t heads, rank, nope, rope, v, q_rank;
+    int64_t heads, rank, nope, rope, value, q_rank;
     float eps; /* of the two norms */
 } latent_shape;
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from minillm.errors import CheckpointError
 from minillm.gguf.types import TYPES
-from minillm.layers.linear_methods import WeightSlice
-from minillm.quantization.formats import Format, Stored, cut
+from minillm.layers.linear_methods import TensorSlice, WeightSlice
+from minillm.quantization.formats import Format, Stored, units
 from minillm.quantization.gguf.blocks import DECODERS
 from minillm.quantization.quantized import Quantized
 
@@ -37,10 +37,11 @@ class GGUF(Format):
     def packed(self, part: WeightSlice) -> dict[str, Stored]:
         """The blocks, cut along the rows, and between blocks along the columns."""
         kind = self.kind(part)
-        blocks = cut(part, 1, BY_SUFFIX[kind])
-        size = self.header(part, kind).shape[-1]
-        shape, index = (*blocks.shape, size), (*blocks.index, slice(0, size))
-        return {kind: Stored(type(blocks)(shape, index), torch.uint8)}
+        unit, size = BY_SUFFIX[kind], self.header(part, kind).shape[-1]
+        out, width = part.shape
+        blocks = units(part, part.columns, width, unit)
+        index = slice(part.rows.start, part.rows.stop), blocks, slice(0, size)
+        return {kind: Stored(TensorSlice((out, -(-width // unit), size), index), torch.uint8)}
 
     def decode_packed(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized:
         """The codes, scales and offsets of the blocks."""

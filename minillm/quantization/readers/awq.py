@@ -11,23 +11,27 @@ reader need not know them.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import Tensor
+from minillm.errors import UnsupportedFeatureError
+from minillm.layers.linear_methods import PLAIN, WeightSlice
+from minillm.quantization.formats import Headers, setting
+from minillm.quantization.readers.packed import Field, PackedFormat
 
-from minillm.errors import CheckpointError, UnsupportedFeatureError
-from minillm.layers.linear_methods import TensorSlice, WeightSlice
-from minillm.quantization.formats import Format, Headers, Stored, cut, setting, units
-from minillm.quantization.grouping import Groups, arranged, few_bits, groups_of
-from minillm.quantization.integers import AWQ_ORDER, unpack_words
-from minillm.quantization.quantized import Quantized
-
-WORD = 8  # codes of 4 bits in an int32
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of 8 columns
 
 
-class AWQ(Format):
+class AWQ(PackedFormat):
     """`quant_method: awq`."""
+
+    fields = MappingProxyType(
+        {
+            "codes": Field("qweight", "io", "o", ORDER),
+            "scales": Field("scales", "go", dtypes=PLAIN),
+            "zeros": Field("qzeros", "go", "o", ORDER),
+        }
+    )
 
     def __init__(self, settings: Mapping[str, Any], headers: Headers):
         super().__init__(settings, headers)
@@ -49,32 +53,6 @@ class AWQ(Format):
         groups = "a group per row" if size == -1 else f"groups of {size}"
         return f"AWQ (GEMM), 4 bits, {groups}"
 
-    def packed(self, part: WeightSlice) -> dict[str, Stored]:
-        """Codes, zero points and scales."""
-        self.header(part, "qweight")
-        groups, rows = self.groups(part), slice(part.rows.start, part.rows.stop)
-        words = units(part, part.rows, part.shape[0], WORD)
-        packed = TensorSlice((groups.count, -(-part.shape[0] // WORD)), (groups.held, words))
-        plain = TensorSlice((groups.count, part.shape[0]), (groups.held, rows))
-        return {
-            "qweight": Stored(cut(part, WORD, 1, transposed=True), torch.int32),
-            "qzeros": Stored(packed, torch.int32),
-            "scales": Stored(plain, self.scales(part, "scales").dtype),
-        }
-
-    def decode_packed(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized | Tensor:
-        """Transposed; the order inside words is undone."""
-        rows = len(part.rows)
-        codes, zeros = (
-            unpack_words(found[name], 4, AWQ_ORDER)[:, :rows].T.contiguous()
-            for name in ("qweight", "qzeros")
-        )
-        scales = found["scales"].T.contiguous()
-        return arranged(self.groups(part).index(), scales, zeros, codes, few_bits)
-
-    def groups(self, part: WeightSlice) -> Groups:
-        """The groups of a part."""
-        shape = self.scales(part, "scales").shape
-        if len(shape) != 2:
-            raise CheckpointError(f"{part.name}.scales has shape {list(shape)}; it has 2 sides.")
-        return groups_of(part, shape[0])
+    def bits(self, part: WeightSlice) -> int:
+        """4"""
+        return 4

@@ -13,24 +13,18 @@ int32 [in] is the group of each input where act order has changed it.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillm.errors import CheckpointError, UnsupportedFeatureError
-from minillm.layers.linear_methods import TensorSlice, WeightSlice
-from minillm.quantization.formats import Format, Headers, Stored, cut, setting, units
-from minillm.quantization.grouping import (
-    Groups,
-    arranged,
-    eight_bits,
-    few_bits,
-    groups_of,
-    signed_bits,
-)
-from minillm.quantization.integers import unpack_words
+from minillm.layers.linear_methods import PLAIN, TensorSlice, WeightSlice
+from minillm.quantization.formats import Headers, Stored, setting
+from minillm.quantization.grouping import arranged, groups_of, signed_bits
 from minillm.quantization.quantized import Quantized
+from minillm.quantization.readers.packed import INDICES, Field, PackedFormat
 from minillm.quantization.readers.scales import ScaleBlocks
 
 KINDS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -39,8 +33,17 @@ CODES = (torch.int8, torch.float8_e4m3fn)
 BITS = (2, 4, 8)
 
 
-class CompressedTensors(Format):
+class CompressedTensors(PackedFormat):
     """`quant_method: compressed-tensors`. The tensors themselves say how each module is stored."""
+
+    fields = MappingProxyType(
+        {
+            "codes": Field("weight_packed", "oi", "i"),
+            "scales": Field("weight_scale", "og", dtypes=PLAIN),
+            "zeros": Field("weight_zero_point", "og", "o", optional=True),
+            "index": Field("weight_g_idx", "i", dtypes=INDICES, optional=True),
+        }
+    )
 
     def __init__(self, settings: Mapping[str, Any], headers: Headers):
         super().__init__(settings, headers)
@@ -72,34 +75,9 @@ class CompressedTensors(Format):
 
     def packed(self, part: WeightSlice) -> dict[str, Stored]:
         """Codes, scales, and zero points or an input order where the file has them."""
-        is_packed = self.has(part, "weight_packed")
-        found = self.packed_words(part) if is_packed else self.plain_codes(part)
-        if self.has(part, "weight_g_idx"):
-            columns = slice(part.columns.start, part.columns.stop)
-            found["weight_g_idx"] = Stored(TensorSlice(part.shape[1:], (columns,)), torch.int32)
-        return found
-
-    def packed_words(self, part: WeightSlice) -> dict[str, Stored]:
-        """The tensors of pack-quantized."""
-        step, groups = 32 // self.bits(part), self.groups(part)
-        rows = slice(part.rows.start, part.rows.stop)
-        words = units(part, part.rows, part.shape[0], step)
-        found = {
-            "weight_packed": Stored(cut(part, 1, step), torch.int32),
-            "weight_shape": Stored(TensorSlice.whole((2,)), torch.int64),
-            "weight_scale": Stored(
-                TensorSlice((part.shape[0], groups.count), (rows, groups.held)),
-                self.scales(part, "weight_scale").dtype,
-            ),
-        }
-        if self.has(part, "weight_zero_point"):
-            shape = -(-part.shape[0] // step), groups.count
-            zeros = TensorSlice(shape, (words, groups.held))
-            found["weight_zero_point"] = Stored(zeros, torch.int32)
-        return found
-
-    def plain_codes(self, part: WeightSlice) -> dict[str, Stored]:
-        """The tensors of the formats with a code per byte."""
+        if self.has(part, "weight_packed"):
+            shape = Stored(TensorSlice.whole((2,)), torch.int64)
+            return super().packed(part) | {"weight_shape": shape}
         dtype = self.header(part, "weight").dtype
         if dtype not in CODES:
             raise UnsupportedFeatureError(
@@ -113,39 +91,31 @@ class CompressedTensors(Format):
         }
         if self.has(part, "weight_zero_point"):
             found["weight_zero_point"] = Stored(slice_of_scales, torch.int8)
+        if self.has(part, "weight_g_idx"):
+            columns = slice(part.columns.start, part.columns.stop)
+            found["weight_g_idx"] = Stored(TensorSlice(part.shape[1:], (columns,)), torch.int32)
         return found
 
     def decode_packed(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized | Tensor:
         """Codes with a scale, and a zero point, for each row and group of columns."""
-        order = found.get("weight_g_idx")
         if "weight_packed" not in found:
-            return self.decode_plain(part, found, order)
+            return self.decode_plain(part, found)
         if found["weight_shape"].tolist() != list(part.shape):
             raise CheckpointError(
                 f"{part.name}.weight_shape says {found['weight_shape'].tolist()}; config.json "
                 f"describes {list(part.shape)}."
             )
-        bits, scales = self.bits(part), found["weight_scale"]
-        codes = unpack_words(found["weight_packed"], bits)[:, : len(part.columns)]
-        if "weight_zero_point" in found:
-            words = found["weight_zero_point"].T.contiguous()
-            zeros = unpack_words(words, bits).T[: len(part.rows)].contiguous()
-        else:
-            zeros = torch.full_like(scales, 1 << (bits - 1), dtype=torch.uint8)
-        store = eight_bits if bits == 8 else few_bits
-        return arranged(self.groups(part).index(order), scales, zeros, codes, store)
+        return super().decode_packed(part, found)
 
-    def decode_plain(
-        self, part: WeightSlice, found: Mapping[str, Tensor], order: Tensor | None
-    ) -> Quantized | Tensor:
+    def decode_plain(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized | Tensor:
         """Codes in a byte each, which are signed and usually have no zero points."""
         blocks = self.blocks(part)
         scales, index = blocks.by_row(found["weight_scale"])
         zeros = found.get("weight_zero_point")
         if zeros is not None:
             zeros = blocks.by_row(zeros)[0]
-        if order is not None:
-            index = self.groups(part).index(order)
+        if "weight_g_idx" in found:
+            index = self.groups(part).index(found["weight_g_idx"])
         return arranged(index, scales, zeros, found["weight"], signed_bits)
 
     def bits(self, part: WeightSlice) -> int:
@@ -159,11 +129,9 @@ class CompressedTensors(Format):
             "reads codes of 2, 4 and 8 bits."
         )
 
-    def groups(self, part: WeightSlice) -> Groups:
-        """The groups of a part: all for the rank that holds some columns of an act order."""
-        shape = self.scales(part, "weight_scale").shape
-        ordered = self.has(part, "weight_g_idx") and len(part.columns) < part.shape[1]
-        return groups_of(part, shape[1] if len(shape) == 2 else 1, ordered)
+    def is_reordered(self, part: WeightSlice) -> bool:
+        """Whether the file has the group of each input."""
+        return self.has(part, "weight_g_idx")
 
     def blocks(self, part: WeightSlice) -> ScaleBlocks:
         """What a scale of a format with a code per byte stands for."""

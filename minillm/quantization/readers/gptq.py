@@ -15,28 +15,35 @@ either kind carry the name of the other. Asymmetric zero points are read as `che
 import logging
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillm.errors import CheckpointError, UnsupportedFeatureError
-from minillm.layers.linear_methods import TensorSlice, WeightSlice
-from minillm.quantization.formats import Format, Headers, Stored, cut, setting, units
-from minillm.quantization.grouping import Groups, arranged, eight_bits, few_bits, groups_of
-from minillm.quantization.integers import unpack_words
-from minillm.quantization.quantized import Quantized
+from minillm.layers.linear_methods import PLAIN, WeightSlice
+from minillm.quantization.formats import Headers, setting
+from minillm.quantization.readers.packed import INDICES, Field, PackedFormat
 
 logger = logging.getLogger(__name__)
 
 VERSIONS = ("gptq", "gptq_v2")
 BITS = (2, 4, 8)
-INDICES = (torch.int32, torch.int64)
 SURE = 0.1  # codes; the mean of a matrix tells the version if its standard error is below
 
 
-class GPTQ(Format):
+class GPTQ(PackedFormat):
     """`quant_method: gptq`."""
+
+    fields = MappingProxyType(
+        {
+            "codes": Field("qweight", "io", "i"),
+            "scales": Field("scales", "go", dtypes=PLAIN),
+            "zeros": Field("qzeros", "go", "o"),
+            "index": Field("g_idx", "i", dtypes=INDICES, optional=True),
+        }
+    )
 
     def __init__(self, settings: Mapping[str, Any], headers: Headers):
         super().__init__(settings, headers)
@@ -63,40 +70,10 @@ class GPTQ(Format):
         """Old writers add a bias of zeros to every module."""
         return name.endswith(".bias") and f"{name[:-5]}.qweight" in self.headers
 
-    def packed(self, part: WeightSlice) -> dict[str, Stored]:
-        """Codes, zero points, scales, and the group of each input where the file has it."""
-        step, groups = 32 // self.bits(part), self.groups(part)
-        rows = slice(part.rows.start, part.rows.stop)
-        words = units(part, part.rows, part.shape[0], step)
-        wide = -(-part.shape[0] // step)
-        found = {
-            "qweight": Stored(cut(part, 1, step, transposed=True), torch.int32),
-            "qzeros": Stored(TensorSlice((groups.count, wide), (groups.held, words)), torch.int32),
-            "scales": Stored(
-                TensorSlice((groups.count, part.shape[0]), (groups.held, rows)),
-                self.scales(part, "scales").dtype,
-            ),
-        }
-        if self.has(part, "g_idx"):
-            columns = slice(part.columns.start, part.columns.stop)
-            dtype = self.header(part, "g_idx").dtype
-            found["g_idx"] = Stored(
-                TensorSlice(part.shape[1:], (columns,)), dtype if dtype in INDICES else INDICES[0]
-            )
-        return found
-
-    def decode_packed(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized | Tensor:
-        """Transposed; with act order, columns of a group become neighbours."""
-        bits, rows = self.bits(part), len(part.rows)
-        codes = unpack_words(found["qweight"].T.contiguous(), bits)
-        stored = unpack_words(found["qzeros"], bits)[:, :rows].T
-        index = self.groups(part).index(found.get("g_idx"))
-        zeros = self.zeros(part, stored, codes, index).contiguous()
-        store = eight_bits if bits == 8 else few_bits
-        return arranged(index, found["scales"].T.contiguous(), zeros, codes, store)
-
-    def zeros(self, part: WeightSlice, stored: Tensor, codes: Tensor, index: Tensor) -> Tensor:
-        """The zero points [out, groups] from the stored ones."""
+    def zero_points(
+        self, part: WeightSlice, stored: Tensor, codes: Tensor, index: Tensor
+    ) -> Tensor:
+        """Those of the version that the file has."""
         bits = self.bits(part)
         half, mask, offset = 1 << (bits - 1), (1 << bits) - 1, self.version == "gptq"
         if self.option(part, "sym"):
@@ -134,11 +111,9 @@ class GPTQ(Format):
             )
         return bits
 
-    def groups(self, part: WeightSlice) -> Groups:
-        """The groups of a part: all for the rank that holds some columns of an act order."""
-        shape = self.scales(part, "scales").shape
-        ordered = bool(self.option(part, "desc_act")) and len(part.columns) < part.shape[1]
-        return groups_of(part, shape[0] if shape else 0, ordered)
+    def is_reordered(self, part: WeightSlice) -> bool:
+        """As `desc_act` says."""
+        return bool(self.option(part, "desc_act"))
 
     def option(self, part: WeightSlice, name: str) -> Any:
         """A setting of a module: of the first matching rule, else the general one."""

@@ -1,12 +1,9 @@
 """`minillm compare`: its numbers beside independent ones, planted bugs, tables and errors."""
 
-import importlib.util
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from minillm.lab.comparison import candidates, metrics, run, sizes, table, windo
 from minillm.lab.comparison.candidates import open_candidate, parse
 from minillm.models.checkpoint import ASSETS, open_model
 from tests.lab.comparison import checks
+from tests.planted import broken
 
 TINY = str(ASSETS / "tiny")
 
@@ -62,16 +60,6 @@ BUGS = (
 )
 def test_numbers_are_right(module, check) -> None:
     check(module)
-
-
-def broken(module: ModuleType, right: str, wrong: str) -> ModuleType:
-    """A copy of a module with one text replaced."""
-    source = importlib.util.find_spec(module.__name__).loader.get_source(module.__name__)
-    assert source.count(right) == 1, right
-    copy = ModuleType(module.__name__ + "_broken")
-    sys.modules[copy.__name__] = copy  # dataclasses look their module up
-    exec(compile(source.replace(right, wrong), copy.__name__, "exec"), copy.__dict__)
-    return copy
 
 
 @pytest.mark.mutation

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from minillm.lab.quantise.making import Made
-from minillm.lab.quantise.writers.writer import Writer, pack_words, padded, unsigned
-from minillm.quantization.integers import AWQ_ORDER
+from minillm.lab.quantise.writers.writer import Writer, packed_tensors
+from minillm.quantization.readers.awq import AWQ
 
 
 class AWQWriter(Writer):
@@ -21,14 +21,8 @@ class AWQWriter(Writer):
         return torch.float16
 
     def tensors(self, made: Made) -> dict[str, Tensor]:
-        """Codes and zero points packed along outputs, transposed."""
-        codes, zeros = unsigned(made.quantized)
-        tensors = {
-            "qweight": pack_words(padded(codes.T, 8), 4, AWQ_ORDER),
-            "qzeros": pack_words(padded(zeros.T, 8), 4, AWQ_ORDER),
-            "scales": made.quantized.scales.T,
-        }
-        return self._named(made, tensors)
+        """Codes, zero points and scales."""
+        return self._named(made, packed_tensors(AWQ.fields, made.quantized))
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
         """`quantization_config`"""

@@ -7,15 +7,16 @@
 | fp8 | float-quantized | FP8, a scale per token |
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillm.lab.quantise.making import Made
-from minillm.lab.quantise.writers.writer import Writer, group_index, pack_words, padded, unsigned
+from minillm.lab.quantise.writers.writer import Writer, packed_tensors
 from minillm.quantization.quantized import Quantized
+from minillm.quantization.readers.compressed_tensors import CompressedTensors
 
 
 class CompressedTensorsWriter(Writer):
@@ -32,17 +33,10 @@ class CompressedTensorsWriter(Writer):
         found = made.quantized
         if not self.recipe.grouped:
             return self.plain(made)
-        codes, zeros = unsigned(found)
-        tensors = {
-            "weight_packed": packed(codes, found),
-            "weight_scale": found.scales,
-            "weight_shape": torch.tensor(found.shape),
-        }
-        if not self.recipe.symmetric:
-            tensors["weight_zero_point"] = packed(zeros.T, found).T
-        if found.order is not None:
-            tensors["weight_g_idx"] = group_index(found)
-        return self._named(made, tensors)
+        skipped = {"zeros"} if self.recipe.symmetric else set()
+        if found.order is None:
+            skipped.add("index")
+        return self._named(made, packed(found, skipped))
 
     def plain(self, made: Made) -> dict[str, Tensor]:
         """The tensors of int-quantized and float-quantized."""
@@ -51,15 +45,9 @@ class CompressedTensorsWriter(Writer):
 
     def head(self, made: Made) -> dict[str, Tensor]:
         """The tensors of an output matrix of 8 bits, a scale per row; packed if others are."""
-        found = made.quantized
         if not self.recipe.grouped:
             return self.plain(made)
-        tensors = {
-            "weight_packed": packed(unsigned(found)[0], found),
-            "weight_scale": found.scales,
-            "weight_shape": torch.tensor(found.shape),
-        }
-        return self._named(made, tensors)
+        return self._named(made, packed(made.quantized, {"zeros", "index"}))
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
         """`quantization_config`; `ignored` are the linear modules that stay in 16 bits."""
@@ -108,6 +96,9 @@ def arguments(
     }
 
 
-def packed(codes: Tensor, found: Quantized) -> Tensor:
-    """Unsigned codes [.., n] in int32 [.., ceil(n x bits / 32)]; the last word is filled with 0."""
-    return pack_words(padded(codes, 32 // found.bits), found.bits)
+def packed(found: Quantized, skipped: Set[str]) -> dict[str, Tensor]:
+    """The tensors of pack-quantized, except some fields."""
+    fields = {
+        name: field for name, field in CompressedTensors.fields.items() if name not in skipped
+    }
+    return packed_tensors(fields, found) | {"weight_shape": torch.tensor(found.shape)}

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from minillm.lab.quantise.making import Made
-from minillm.lab.quantise.writers.writer import Writer, group_index, pack_words, padded, unsigned
+from minillm.lab.quantise.writers.writer import Writer, packed_tensors
+from minillm.quantization.readers.gptq import GPTQ
 
 
 class GPTQWriter(Writer):
@@ -22,17 +23,8 @@ class GPTQWriter(Writer):
         return torch.float16
 
     def tensors(self, made: Made) -> dict[str, Tensor]:
-        """Codes packed along inputs, zero points along outputs, both transposed."""
-        found, bits = made.quantized, self.recipe.bits
-        codes, zeros = unsigned(found)
-        stored = (zeros.T - 1) & ((1 << bits) - 1)
-        tensors = {
-            "qweight": pack_words(padded(codes, 32 // bits), bits).T,
-            "qzeros": pack_words(padded(stored, 32 // bits), bits),
-            "scales": found.scales.T,
-            "g_idx": group_index(found),
-        }
-        return self._named(made, tensors)
+        """Codes, zero points, scales and the group of each input."""
+        return self._named(made, packed_tensors(GPTQ.fields, made.quantized, zero_shift=1))
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
         """`quantization_config`"""

@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.errors import ConfigError
 from minillm.lab.quantise.making import Made
 from minillm.lab.quantise.recipe import Recipe
-from minillm.quantization.integers import split_bytes
-from minillm.quantization.quantized import Quantized
+from minillm.quantization.quantized import Quantized, split_bytes
+from minillm.quantization.readers.packed import Field
 
 
 class Writer(ABC):
@@ -45,6 +44,20 @@ class Writer(ABC):
         return {f"{made.name}.{suffix}": each.contiguous() for suffix, each in tensors.items()}
 
 
+def packed_tensors(
+    fields: Mapping[str, Field], found: Quantized, zero_shift: int = 0
+) -> dict[str, Tensor]:
+    """The tensors of a format of words, by suffix. Zero points are stored less `zero_shift`."""
+    codes, zeros = unsigned(found)
+    numbers = {
+        "codes": codes,
+        "scales": found.scales,
+        "zeros": (zeros - zero_shift) & ((1 << found.bits) - 1),
+        "index": group_index(found),
+    }
+    return {each.suffix: each.write(numbers[name], found.bits) for name, each in fields.items()}
+
+
 def unsigned(found: Quantized) -> tuple[Tensor, Tensor]:
     """Codes [out, in] in the checkpoint's order of inputs, and zero points [out, groups], both from
     0 to 2^bits - 1 as int64."""
@@ -62,18 +75,3 @@ def group_index(found: Quantized) -> Tensor:
     if found.order is not None:
         places = found.order.argsort()
     return (places // found.group_size).to(torch.int32)
-
-
-def padded(codes: Tensor, count: int) -> Tensor:
-    """Codes [.., n] with zeros up to a multiple of `count` entries, those of an int32."""
-    return F.pad(codes, (0, -codes.shape[-1] % count))
-
-
-def pack_words(codes: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """The inverse of `integers.unpack_words`: [.., n x 32 / bits] -> int32 [.., n]."""
-    count = 32 // bits
-    shifts = torch.arange(0, 32, bits, dtype=torch.int64, device=codes.device)
-    if order is not None:
-        shifts = shifts[torch.tensor(order, device=codes.device)]
-    words = (codes.long().unflatten(-1, (-1, count)) << shifts).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
