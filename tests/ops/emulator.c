@@ -26,9 +26,10 @@ typedef int64_t call(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64
                      double, double, double, double);
 
 #define EACH(X)                                                                                   \
-    X(rms_norm) X(add_rms_norm) X(silu_mul) X(norm_rope_write) X(decode_attention)                \
-    X(decode_queries) X(prefill_attention) X(pack_panels) X(panel_product) X(panel_sums)          \
-    X(panel_rows) X(quantized_product) X(panel_unit) X(choose_tokens) X(describe_tokens) X(draw_from_shard)            \
+    X(rms_norm) X(add_rms_norm) X(silu_mul) X(norm_rope_write) X(norm_rope_write_int8)            \
+    X(decode_attention) X(decode_queries) X(prefill_attention) X(int8_attention) X(pack_panels)   \
+    X(panel_product) X(panel_sums) X(panel_rows) X(quantized_product) X(panel_unit)               \
+    X(choose_tokens) X(describe_tokens) X(draw_from_shard)                                        \
     X(run_layers) X(chosen_experts) X(expert_memory) X(latent_memory) X(head_linear) X(cos_sin)   \
     X(shared_sum) X(shared_gather) X(shared_abort) X(shared_bytes) X(set_threads) X(num_threads)  \
     X(wrong_in_random_jobs) X(wrong_after_short_job) X(sleeps_until_done)

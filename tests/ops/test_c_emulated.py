@@ -19,6 +19,7 @@ from tests.ops import test_c_rope as rope
 from tests.ops import test_c_rows as rows
 from tests.ops import test_c_sampling as sampling
 from tests.ops import test_c_sums as sums
+from tests.ops import test_int8_cache as int8
 from tests.ops.c_variants import ELEMENTS, use, with_threads
 from tests.ops.sparse_decoders import SPARSE
 
@@ -96,6 +97,15 @@ def test_prefill_attention(c):
     attend.check(prefill.make_batch(c.dtype, [70, 9], [40, 9], d=48, block_size=16, window=50))
 
 
+def test_int8_pages(c, monkeypatch):
+    use(monkeypatch, c.built, c.dtype)
+    for seed, sizes in enumerate(int8.SIZES):
+        int8.check_bits(int8.random_case(100 + seed, sizes, c.dtype, "plain"))
+    int8.check_bits(int8.make_case(1, [300, 70], [40, 3], 64, window=70, dtype=c.dtype, steep=3))
+    int8.check_prologue(c.dtype, normed=True)
+    int8.test_c_rounds_as_torch(c.dtype)
+
+
 def test_sampling(c):
     found = c.built
     for dtype in sampling.DTYPES:
@@ -151,19 +161,23 @@ MISTAKES = {  # in the code of NEON: file, text, and what takes its place
         "transpose.h", "SHUFFLE(b[i], b[i + 1], 1, 5, 3, 7)", "SHUFFLE(b[i], b[i + 1], 1, 5, 7, 3)"
     ),
     "sums of lanes": ("lanes.h", "(0, 4, 2, 6), (1, 5, 3, 7)", "(0, 4, 2, 6), (1, 5, 3, 6)"),
+    "two positions change places": (
+        "int8_cache.c", "return a[0];", "return SHUFFLE(a[0], a[0], 1, 0, 2, 3);"
+    ),
 }  # fmt: skip
 
 
-def products_and_attention(c) -> None:
+def products_and_attention(c, monkeypatch) -> None:
     test_products(c)
     test_decode_attention(c)
     test_prefill_attention(c)
+    test_int8_pages(c, monkeypatch)
 
 
 @pytest.mark.mutation
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_found(name, tmp_path):
+def test_a_mistake_is_found(name, tmp_path, monkeypatch):
     file, text, mistake = MISTAKES[name]
     sources = tmp_path / "sources"
     shutil.copytree(c_library.SOURCES, sources)
@@ -175,7 +189,7 @@ def test_a_mistake_is_found(name, tmp_path):
     built = emulated.Emulated(program, machine)
     try:
         with built.memory.recorded(), pytest.raises(AssertionError):
-            products_and_attention(Library(built, "BF16"))
+            products_and_attention(Library(built, "BF16"), monkeypatch)
     finally:
         built.close()
 
