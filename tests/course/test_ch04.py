@@ -121,16 +121,13 @@ def test_a_difference_beyond_the_seeds_is_told_in_either_direction():
     assert found.sentence.startswith("MHA needs 0.110 bits per byte more than MQA (0.100 to 0.120")
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "why"),
-    [
-        ((1.30, 1.31, 1.29), (1.31, 1.30, 1.30), "the seeds disagree about the sign"),
-        ((1.31, 1.30, 1.30), (1.309, 1.319, 1.319), "one seed says the opposite of the mean"),
-        ((1.30, 1.34, 1.26), (1.33, 1.37, 1.29), "they agree, by less than seeds differ"),
-        ((1.30, 1.30, 1.30), (1.30, 1.30, 1.30), "there is no difference at all"),
-        ((1.30,), (1.90,), "one seed has no spread"),
-    ],
-)
+@pytest.mark.parametrize(("one", "other", "why"), [
+    ((1.30, 1.31, 1.29), (1.31, 1.30, 1.30), "the seeds disagree about the sign"),
+    ((1.31, 1.30, 1.30), (1.309, 1.319, 1.319), "one seed says the opposite of the mean"),
+    ((1.30, 1.34, 1.26), (1.33, 1.37, 1.29), "they agree, by less than seeds differ"),
+    ((1.30, 1.30, 1.30), (1.30, 1.30, 1.30), "there is no difference at all"),
+    ((1.30,), (1.90,), "one seed has no spread"),
+])  # fmt: skip
 def test_what_seeds_cannot_show_is_not_told(one, other, why):
     found = verdict(one, other)
     assert not found.apart, why
@@ -169,12 +166,9 @@ def test_luck_counts_the_orders_in_which_one_variant_wins_throughout():
 
 def test_a_record_is_read_from_the_file_of_the_training(tmp_path):
     run = {
-        "variant": "gqa",
-        "seed": 2,
-        "parameters": 9,
-        "kv_bytes_per_token": 1024,
+        "variant": "gqa", "seed": 2, "parameters": 9, "kv_bytes_per_token": 1024,
         "bits_per_byte": {"stdlib": 1.5, "jinja2": 1.25},
-    }
+    }  # fmt: skip
     sizes = {name: {"bytes": 100, "tokens": 30} for name in run["bits_per_byte"]}
     control = {**run, "variant": "mha-plain", "bits_per_byte": {"stdlib": 1.75}}
     data = {"tokens_per_run": 77, "held_out": sizes, "runs": [run], "controls": [control]}

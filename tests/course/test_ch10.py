@@ -46,15 +46,10 @@ def test_an_unknown_loop_is_refused():
 # claims I9, I10, I11, I12, I6 ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("backend", "outcome"),
-    [
-        ("MATH", "runs"),
-        ("FLASH_ATTENTION", "runs"),
-        ("EFFICIENT_ATTENTION", "raises"),
-        ("CUDNN_ATTENTION", "raises"),
-    ],
-)
+@pytest.mark.parametrize(("backend", "outcome"), [
+    ("MATH", "runs"), ("FLASH_ATTENTION", "runs"), ("EFFICIENT_ATTENTION", "raises"),
+    ("CUDNN_ATTENTION", "raises"),
+])  # fmt: skip
 def test_what_runs_on_a_cpu(backend, outcome):
     heads = [x[None] for x in ch10.inputs(4, 8)]
     assert ch10.outcome(lambda: ch10.forced(backend, *heads)) == outcome

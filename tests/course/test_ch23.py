@@ -61,19 +61,12 @@ def test_no_share_differs_more_than_the_formula(root):
     assert most - max(differences) < Fraction(1, 1000)
 
 
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ('{"name": "a", "age": 3}', ""),
-        ('{"name": "a", "age": 3', "no JSON"),
-        ('{"name": "a", "age": 3} yes', "no JSON"),
-        ('["name", "age"]', "other fields"),
-        ('{"age": 3, "name": "a"}', "other fields"),
-        ('{"name": "a"}', "other fields"),
-        ('{"name": "a", "age": "3"}', "other types"),
-        ('{"name": "a", "age": true}', "other types"),
-    ],
-)
+@pytest.mark.parametrize(("text", "fault"), [
+    ('{"name": "a", "age": 3}', ""), ('{"name": "a", "age": 3', "no JSON"),
+    ('{"name": "a", "age": 3} yes', "no JSON"), ('["name", "age"]', "other fields"),
+    ('{"age": 3, "name": "a"}', "other fields"), ('{"name": "a"}', "other fields"),
+    ('{"name": "a", "age": "3"}', "other types"), ('{"name": "a", "age": true}', "other types"),
+])  # fmt: skip
 def test_faults_of_records(text, fault):
     assert ch23.fault(text, {"name": str, "age": int}) == fault
 

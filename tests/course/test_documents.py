@@ -22,14 +22,10 @@ GLOSSARY = ROOT / "notebooks" / "GLOSSARY.md"
 SELFTEST = ROOT / "notebooks" / "SELFTEST.md"
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "minillm").glob("*.md")),
-    ROOT / "notebooks" / "results" / "README.md",
-    GUIDE,
-    GLOSSARY,
-    SELFTEST,
-    ROOT / "exercises" / "AGENTS.md",
+    *sorted((ROOT / "minillm").glob("*.md")), ROOT / "notebooks" / "results" / "README.md", GUIDE,
+    GLOSSARY, SELFTEST, ROOT / "exercises" / "AGENTS.md",
     *sorted((ROOT / "exercises").glob("e[0-9]*/README.md")),
-]
+]  # fmt: skip
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 COMMAND = re.compile(r"python -m minillm_exercises ((?!\.\.\.)[a-z][^`\n]*)")
 

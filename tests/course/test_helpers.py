@@ -40,16 +40,10 @@ def spending(clock: FakeClock, *seconds: float):
     return step
 
 
-@pytest.mark.parametrize(
-    ("value", "line"),
-    [
-        (True, "it: True"),
-        (8256, "it: 8,256"),
-        (Fraction(129, 2), "it: 129/2"),
-        ("64.5", "it: 64.5"),
-        (0, "it: 0"),
-    ],
-)
+@pytest.mark.parametrize(("value", "line"), [
+    (True, "it: True"), (8256, "it: 8,256"), (Fraction(129, 2), "it: 129/2"), ("64.5", "it: 64.5"),
+    (0, "it: 0"),
+])  # fmt: skip
 def test_a_fact_is_one_line(value, line, capsys) -> None:
     fact("it", value)
     assert capsys.readouterr().out == line + "\n"
@@ -61,21 +55,10 @@ def test_what_is_not_exact_is_no_fact(value) -> None:
         fact("it", value)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (49109, "49,100"),
-        (0.01234, "0.0123"),
-        (0.5, "0.500"),
-        (4.2, "4.20"),
-        (123.456, "123"),
-        (99.96, "100"),
-        (9.996, "10.0"),
-        (0.9996, "1.00"),
-        (0, "0"),
-        (-4.2, "-4.20"),
-    ],
-)
+@pytest.mark.parametrize(("value", "text"), [
+    (49109, "49,100"), (0.01234, "0.0123"), (0.5, "0.500"), (4.2, "4.20"), (123.456, "123"),
+    (99.96, "100"), (9.996, "10.0"), (0.9996, "1.00"), (0, "0"), (-4.2, "-4.20"),
+])  # fmt: skip
 def test_a_record_has_three_digits_and_no_exponent(value, text, capsys) -> None:
     record("it", value, "ms")
     assert capsys.readouterr().out == f"measured: it = {text} ms\n"

@@ -198,17 +198,13 @@ def test_names_that_a_spreadsheet_would_run(at: Terminal, tmp_path: Path) -> Non
     assert [*grades(at, folder)] == ["'=1+1"]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("grade", "nowhere"), "There is no folder"),
-        (("grade", "empty"), "holds no folders"),
-        (("grade", "class", "--hidden", "empty"), "holds no hidden checks"),
-        (("grade", "class", "--hidden", "odd"), "test_e99_1.py is of no exercise"),
-        (("grade", "class", "--only", "e9.9"), "There is no exercise"),
-        (("release", "--out", "class"), "is not empty"),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), [
+    (("grade", "nowhere"), "There is no folder"), (("grade", "empty"), "holds no folders"),
+    (("grade", "class", "--hidden", "empty"), "holds no hidden checks"),
+    (("grade", "class", "--hidden", "odd"), "test_e99_1.py is of no exercise"),
+    (("grade", "class", "--only", "e9.9"), "There is no exercise"),
+    (("release", "--out", "class"), "is not empty"),
+])  # fmt: skip
 def test_mistakes_of_an_instructor(
     at: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str,

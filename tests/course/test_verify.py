@@ -194,25 +194,13 @@ def f(x: int = 0, *, deep=True):
     return -x
 """
 EXPECTED = [
-    "line 2: True -> False",
-    "line 2: 0 -> 1",
-    "line 4: without if x < 3 and (not deep):",
-    "line 4: x < 3 and (not deep) -> not x < 3 and (not deep)",
-    "line 4: and -> or",
-    "line 4: < -> <=",
-    "line 4: 3 -> 4",
-    "line 5: without x += 1",
-    "line 5: + -> -",
-    "line 5: 1 -> 2",
-    "line 7: without out[i] = i * 2",
-    "line 7: * -> +",
-    "line 7: 2 -> 3",
-    "line 8: without print(i)",
-    "line 9: without if x == 9:",
-    "line 9: x == 9 -> not x == 9",
-    "line 9: == -> !=",
-    "line 9: 9 -> 10",
-]
+    "line 2: True -> False", "line 2: 0 -> 1", "line 4: without if x < 3 and (not deep):",
+    "line 4: x < 3 and (not deep) -> not x < 3 and (not deep)", "line 4: and -> or",
+    "line 4: < -> <=", "line 4: 3 -> 4", "line 5: without x += 1", "line 5: + -> -",
+    "line 5: 1 -> 2", "line 7: without out[i] = i * 2", "line 7: * -> +", "line 7: 2 -> 3",
+    "line 8: without print(i)", "line 9: without if x == 9:", "line 9: x == 9 -> not x == 9",
+    "line 9: == -> !=", "line 9: 9 -> 10",
+]  # fmt: skip
 
 
 def test_mechanical_mutants_change_one_thing_each() -> None:

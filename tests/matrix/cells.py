@@ -166,16 +166,13 @@ class Cell:
     def fields(self) -> dict[str, Any]:
         """Arguments of the engine but for its drafts."""
         found: dict[str, Any] = {
-            "max_model_len": LONGEST,
-            "max_num_seqs": 12,
+            "max_model_len": LONGEST, "max_num_seqs": 12,
             "num_gpu_blocks_override": NUM_BLOCKS[self.pool],
             "swap_space": 2**-7 if self.pool == "swap" else 0,
-            "long_prefill_token_threshold": self.chunk,
-            "async_scheduling": self.overlaps,
-            "enforce_eager": self.path == "torch",
-            "enable_prefix_caching": self.cache != "off",
+            "long_prefill_token_threshold": self.chunk, "async_scheduling": self.overlaps,
+            "enforce_eager": self.path == "torch", "enable_prefix_caching": self.cache != "off",
             "kv_cache_dtype": self.kv,
-        }
+        }  # fmt: skip
         if self.cache != "off":
             found["prefix_cache"] = self.cache
         if self.exact:

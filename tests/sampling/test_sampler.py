@@ -241,13 +241,10 @@ def test_a_mask_wins_over_a_bias():
 # ---- draws ------------------------------------------------------------------------------------
 
 SETTINGS = [
-    dict(),
-    dict(temperature=0.6),
-    dict(temperature=1.5, top_k=7),
-    dict(top_p=0.8),
+    dict(), dict(temperature=0.6), dict(temperature=1.5, top_k=7), dict(top_p=0.8),
     dict(temperature=1.3, min_p=0.1, top_k=20, top_p=0.9),
     dict(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=-0.5, top_p=0.95),
-]
+]  # fmt: skip
 
 
 def exact_distribution(logits: torch.Tensor, request: SamplingRow) -> np.ndarray:
@@ -455,16 +452,12 @@ def test_prompt_logprobs_of_broken_logits_say_so():
 # ---- a sampler that is kept from step to step -------------------------------------------------
 
 KINDS = [
-    dict(),
-    dict(temperature=0.0),
+    dict(), dict(temperature=0.0),
     dict(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.2),
-    dict(presence_penalty=0.5, top_p=0.9),
-    dict(logit_bias={3: 2.0, 7: -100.0}),
-    dict(allowed_token_ids=[1, 2, 3, 5, 8, 13]),
-    dict(min_tokens=6),
-    dict(bad_words=["x"]),
+    dict(presence_penalty=0.5, top_p=0.9), dict(logit_bias={3: 2.0, 7: -100.0}),
+    dict(allowed_token_ids=[1, 2, 3, 5, 8, 13]), dict(min_tokens=6), dict(bad_words=["x"]),
     dict(temperature=0.7, top_k=5, repetition_penalty=1.2, min_tokens=30),
-]
+]  # fmt: skip
 WORDS = ((3,), (1, 2), (5, 5, 5), (2, 3, 1, 4))
 
 

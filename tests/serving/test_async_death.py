@@ -136,14 +136,10 @@ async def read_dead(stream: Any) -> EngineDeadError:
 async def every_call(engine: AsyncLLMEngine) -> list[EngineDeadError]:
     """All that can be asked of an engine, which is dead."""
     calls = (
-        last(engine.generate(PROMPTS[0], GREEDY, "new")),
-        engine.abort("0"),
-        engine.abort("unknown"),
-        engine.drain(),
-        engine.drain(0),
-        engine.check_health(),
+        last(engine.generate(PROMPTS[0], GREEDY, "new")), engine.abort("0"),
+        engine.abort("unknown"), engine.drain(), engine.drain(0), engine.check_health(),
         engine.reset_prefix_cache(),
-    )
+    )  # fmt: skip
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(result, EngineDeadError) for result in results), results
     return results

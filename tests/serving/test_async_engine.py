@@ -251,16 +251,9 @@ async def close_under_a_reader(engine: AsyncLLMEngine, gate: Gate) -> None:
 
 
 LEAVE = [
-    break_off,
-    return_early,
-    raise_in_the_consumer,
-    close,
-    drop,
-    drop_a_cycle,
-    cancel,
-    time_out,
+    break_off, return_early, raise_in_the_consumer, close, drop, drop_a_cycle, cancel, time_out,
     close_under_a_reader,
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("leave", LEAVE)

@@ -16,11 +16,9 @@ from tests.serving.http_small import Served, joined, served
 pytest.importorskip("llguidance")
 C, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA = {
-    "type": "object",
-    "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22]}},
-    "required": ["ok", "n"],
-    "additionalProperties": False,
-}
+    "type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22]}},
+    "required": ["ok", "n"], "additionalProperties": False,
+}  # fmt: skip
 STRICT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
 SHORT = {"type": "json_schema", "json_schema": {"schema": {"const": [True, None]}}}
 # What is given, and a pattern of the text.

@@ -162,15 +162,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TAGS = [b"<tool_call>", b"</tool_call>", b"<think>", b"</think>"]
 TOKENS = [
-    *(bytes([each]) for each in range(256)),
-    *TAGS,
-    b'{"',
-    b'": ',
-    b"\n\n",
-    b"}}\n",
-    b"</",
-    b"",
-]
+    *(bytes([each]) for each in range(256)), *TAGS, b'{"', b'": ', b"\n\n", b"}}\n", b"</", b"",
+]  # fmt: skip
 CONTENT = {"json": {"const": [7]}}
 
 

@@ -28,15 +28,13 @@ from tests.trace.drafts import NGRAM, Truth, speculating
 from tests.trace.workload import BLOCKS, HOST_GIB, engine, run
 
 KINDS = [
-    {"prefix_cache": "hash"},
-    {"prefix_cache": "radix", "swap_space": HOST_GIB},
+    {"prefix_cache": "hash"}, {"prefix_cache": "radix", "swap_space": HOST_GIB},
     {"enable_prefix_caching": False, "scheduling_policy": "shortest_prefill_first"},
     {"prefix_cache": "hash", "scheduling_policy": "longest_prefix_match", "swap_space": HOST_GIB},
     {"prefix_cache": "hash", "speculative_config": NGRAM},
     {"prefix_cache": "radix", "swap_space": HOST_GIB, "wrong": 0.0},
-    {"prefix_cache": "hash", "wrong": 0.3},
-    {"async_scheduling": True, "wrong": 0.0},
-]
+    {"prefix_cache": "hash", "wrong": 0.3}, {"async_scheduling": True, "wrong": 0.0},
+]  # fmt: skip
 
 
 @contextlib.contextmanager

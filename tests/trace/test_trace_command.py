@@ -81,32 +81,28 @@ def test_chrome_writes_events(saved: Path, cli: Any, tmp_path: Path) -> None:
     assert cli("trace", "chrome", saved, "-o", tmp_path / "e.json").out == f"{tmp_path}/e.json\n"
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["show", "{saved}"], "There is no action 'show'; choose view, table or chrome."),
-        (["tabel", "{saved}"], "Did you mean 'table'?"),
-        (["view", "{tmp}/nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file"),
-        (["table", "{tmp}"], "cannot be read: Is a directory"),
-        (["chrome", "{tmp}/notes.txt"], "is not a trace of minillm"),
-        (["view", "{tmp}/cut.jsonl"], "is not a step of a trace"),
-        (["view", "{tmp}/empty.jsonl"], "is empty"),
-        (["view", "{saved}", "-o", "{tmp}/notes.txt"], "exists and is not a trace page"),
-        (["view", "{saved}", "-o", "{saved}"], "exists and is not a trace page"),
-        (["view", "{saved}", "-o", "{tmp}/no/x.html"], "cannot be written: No such file"),
-        (["chrome", "{saved}", "-o", "{tmp}/notes.txt"], "exists and is no file that 'minillm"),
-        (["chrome", "{saved}", "-o", "{saved}"], "exists and is no file that 'minillm trace"),
-        (["chrome", "{saved}", "-o", "{tmp}/no/x"], "cannot be written: there is no such folder"),
-        (["chrome", "{saved}", "-o", "{tmp}"], "is a folder; give the name of a file"),
-        (["table", "{saved}", "--last", "0"], "--last is 0; it must be at least 1."),
-        (["table", "{saved}", "--open"], "--open is for 'minillm trace view'"),
-        (["table", "{saved}", "-o", "x"], "--output is for 'minillm trace view or chrome'"),
-        (["view", "{saved}", "--last", "3"], "--last is for 'minillm trace table'"),
-        (["{saved}"], "The file comes after the action: 'minillm trace view"),
-        (["table"], "There is no FILE; add one: 'minillm trace table FILE'."),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("argv", "message"), [
+    (["show", "{saved}"], "There is no action 'show'; choose view, table or chrome."),
+    (["tabel", "{saved}"], "Did you mean 'table'?"),
+    (["view", "{tmp}/nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file"),
+    (["table", "{tmp}"], "cannot be read: Is a directory"),
+    (["chrome", "{tmp}/notes.txt"], "is not a trace of minillm"),
+    (["view", "{tmp}/cut.jsonl"], "is not a step of a trace"),
+    (["view", "{tmp}/empty.jsonl"], "is empty"),
+    (["view", "{saved}", "-o", "{tmp}/notes.txt"], "exists and is not a trace page"),
+    (["view", "{saved}", "-o", "{saved}"], "exists and is not a trace page"),
+    (["view", "{saved}", "-o", "{tmp}/no/x.html"], "cannot be written: No such file"),
+    (["chrome", "{saved}", "-o", "{tmp}/notes.txt"], "exists and is no file that 'minillm"),
+    (["chrome", "{saved}", "-o", "{saved}"], "exists and is no file that 'minillm trace"),
+    (["chrome", "{saved}", "-o", "{tmp}/no/x"], "cannot be written: there is no such folder"),
+    (["chrome", "{saved}", "-o", "{tmp}"], "is a folder; give the name of a file"),
+    (["table", "{saved}", "--last", "0"], "--last is 0; it must be at least 1."),
+    (["table", "{saved}", "--open"], "--open is for 'minillm trace view'"),
+    (["table", "{saved}", "-o", "x"], "--output is for 'minillm trace view or chrome'"),
+    (["view", "{saved}", "--last", "3"], "--last is for 'minillm trace table'"),
+    (["{saved}"], "The file comes after the action: 'minillm trace view"),
+    (["table"], "There is no FILE; add one: 'minillm trace table FILE'."),
+], ids=str)  # fmt: skip
 def test_a_mistake_is_one_sentence(
     argv: list[str], message: str, saved: Path, tmp_path: Path, cli: Any
 ) -> None:
@@ -153,14 +149,11 @@ def test_an_interrupted_run_saves_its_trace(
     assert len(Trace.load(path)) >= 3
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("notes.txt", "exists and is no trace; give another name, or delete it."),
-        ("no/run.jsonl", "cannot be written: there is no such folder."),
-        (".", "is a folder; give the name of a file."),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("notes.txt", "exists and is no trace; give another name, or delete it."),
+    ("no/run.jsonl", "cannot be written: there is no such folder."),
+    (".", "is a folder; give the name of a file."),
+])  # fmt: skip
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
     name: str, message: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

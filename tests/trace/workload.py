@@ -16,11 +16,9 @@ HOST_GIB = 14 * 4 * 128 / 2**30 * 2  # a good dozen blocks
 def engine(folder: Path, **arguments: Any) -> LLM:
     """An engine that is too small for what it gets."""
     defaults = {
-        "num_gpu_blocks_override": BLOCKS,
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 12,
+        "num_gpu_blocks_override": BLOCKS, "max_num_seqs": 6, "max_num_batched_tokens": 12,
         "max_model_len": 48,
-    }
+    }  # fmt: skip
     return make(folder, **(defaults | arguments))
 
 

@@ -44,18 +44,14 @@ def engine(tmp_path: Path) -> Iterator[Open]:
         one.close(patient=False)
 
 
-@pytest.mark.parametrize(
-    ("script", "sentence"),
-    [
-        ("print('hello there')", "answered 'hello there', which is not valid"),
-        ("print('[1, 2]')", "answered '[1, 2]', which is not valid"),
-        ("print('{}')", "answered '{}', which is not valid"),
-        ("print('\\xff')", "which is not valid"),
-        ("import sys; sys.exit('no such file')", "has ended; last line of its log: no such file"),
-        ('print(\'{"error": "KeyError: 7"}\')', "failed: KeyError: 7 (log:"),
-        ("import time; time.sleep(600)", "gave no answer within 0.5 s"),
-    ],
-)
+@pytest.mark.parametrize(("script", "sentence"), [
+    ("print('hello there')", "answered 'hello there', which is not valid"),
+    ("print('[1, 2]')", "answered '[1, 2]', which is not valid"),
+    ("print('{}')", "answered '{}', which is not valid"), ("print('\\xff')", "which is not valid"),
+    ("import sys; sys.exit('no such file')", "has ended; last line of its log: no such file"),
+    ('print(\'{"error": "KeyError: 7"}\')', "failed: KeyError: 7 (log:"),
+    ("import time; time.sleep(600)", "gave no answer within 0.5 s"),
+])  # fmt: skip
 def test_what_is_no_answer_is_a_sentence(engine: Open, script: str, sentence: str) -> None:
     one = engine(script, timeout=0.5 if "sleep" in script else 300.0)
     with pytest.raises(EngineFailedError) as failed:

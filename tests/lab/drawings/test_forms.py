@@ -124,14 +124,11 @@ def test_a_file_of_the_format_before_is_read(folder: Path, tmp_path: Path) -> No
     assert '"minillm_trace":4' in path.read_text().splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "why"),
-    [
-        ('"drafted":[[0,4,', '"drafted":[[0,9,', "of 9 drafts"),
-        ('"drafted":[[0,4,', '"drafted":[[0,4.5,', "is not a count"),
-        ('"drafted":[[0,', '"drafted":[[0,4,1,1],[0,', "has drafts twice"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "why"), [
+    ('"drafted":[[0,4,', '"drafted":[[0,9,', "of 9 drafts"),
+    ('"drafted":[[0,4,', '"drafted":[[0,4.5,', "is not a count"),
+    ('"drafted":[[0,', '"drafted":[[0,4,1,1],[0,', "has drafts twice"),
+])  # fmt: skip
 def test_drafts_that_cannot_be_are_refused(
     drafted: Trace, tmp_path: Path, old: str, new: str, why: str
 ) -> None:
@@ -144,31 +141,27 @@ def test_drafts_that_cannot_be_are_refused(
         Trace.load(path)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda lines: [], "is empty"),
-        (lambda lines: ["{}"], "is not a trace of minillm"),
-        (lambda lines: [lines[0].replace('"minillm_trace":4', '"minillm_trace":99')], "format 99"),
-        (lambda lines: [lines[0].replace('"model"', '"modl"')], "is not a trace of minillm"),
-        (lambda lines: [lines[0].replace('"num_blocks":18', '"num_blocks":1e99')], "is not a tr"),
-        (lambda lines: [*lines[:-1], lines[-1][:-9]], "was the file cut off"),
-        (lambda lines: [lines[0], lines[3], lines[2]], "line 3, is not a step"),
-        (lambda lines: [lines[0], '{"step":1,"rows":[["a",0,1,1,0,[]]]}'], "line 2"),
-        (lambda lines: [lines[0], '{"step":1,"color":"red"}'], "'color' is not a field"),
-        (lambda lines: [lines[0], '{"step":1,"rows":[[0,0,1,1,0,[999999999]]]}'], "line 2"),
-        (lambda lines: [lines[0], '{"step":1,"started":NaN}'], "line 2"),
-        (lambda lines: [lines[0], "[" * 100_000], "line 2"),
-        (lambda lines: [lines[0], '{"step":1,"started":1' + "0" * 400 + "}"], "line 2"),
-        (lambda lines: [lines[0], '{"step":1,"rows":[[0,1' + "0" * 900 + ",1,1,0,[]]]}"], "line 2"),
-        (lambda lines: [lines[0], '{"step":1,"blocked":["a","a","batch slots",1,0]}'], "line 2"),
-        (lambda lines: [lines[0], '{"step":1,"ended":[[9999,"stop",2,false,""]]}'], "line 2"),
-        (lambda lines: [lines[0], TWICE.format("ended", '"stop",2,false,null')], "ends twice"),
-        (lambda lines: [lines[0], TWICE.format("added", '"a",1,1,1,0,0.5')], "arrives twice"),
-        (lambda lines: [with_before(lines[0], num_tokens={})], "is not a trace of minillm"),
-        (lambda lines: [with_before(lines[0], first_token="noon")], "is not a trace of minillm"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "message"), [
+    (lambda lines: [], "is empty"), (lambda lines: ["{}"], "is not a trace of minillm"),
+    (lambda lines: [lines[0].replace('"minillm_trace":4', '"minillm_trace":99')], "format 99"),
+    (lambda lines: [lines[0].replace('"model"', '"modl"')], "is not a trace of minillm"),
+    (lambda lines: [lines[0].replace('"num_blocks":18', '"num_blocks":1e99')], "is not a tr"),
+    (lambda lines: [*lines[:-1], lines[-1][:-9]], "was the file cut off"),
+    (lambda lines: [lines[0], lines[3], lines[2]], "line 3, is not a step"),
+    (lambda lines: [lines[0], '{"step":1,"rows":[["a",0,1,1,0,[]]]}'], "line 2"),
+    (lambda lines: [lines[0], '{"step":1,"color":"red"}'], "'color' is not a field"),
+    (lambda lines: [lines[0], '{"step":1,"rows":[[0,0,1,1,0,[999999999]]]}'], "line 2"),
+    (lambda lines: [lines[0], '{"step":1,"started":NaN}'], "line 2"),
+    (lambda lines: [lines[0], "[" * 100_000], "line 2"),
+    (lambda lines: [lines[0], '{"step":1,"started":1' + "0" * 400 + "}"], "line 2"),
+    (lambda lines: [lines[0], '{"step":1,"rows":[[0,1' + "0" * 900 + ",1,1,0,[]]]}"], "line 2"),
+    (lambda lines: [lines[0], '{"step":1,"blocked":["a","a","batch slots",1,0]}'], "line 2"),
+    (lambda lines: [lines[0], '{"step":1,"ended":[[9999,"stop",2,false,""]]}'], "line 2"),
+    (lambda lines: [lines[0], TWICE.format("ended", '"stop",2,false,null')], "ends twice"),
+    (lambda lines: [lines[0], TWICE.format("added", '"a",1,1,1,0,0.5')], "arrives twice"),
+    (lambda lines: [with_before(lines[0], num_tokens={})], "is not a trace of minillm"),
+    (lambda lines: [with_before(lines[0], first_token="noon")], "is not a trace of minillm"),
+])  # fmt: skip
 def test_a_damaged_file_is_refused_in_one_sentence(
     trace: Trace, tmp_path: Path, spoil, message: str
 ) -> None:
@@ -339,15 +332,11 @@ def test_what_follows_a_cleared_step_is_known(folder: Path) -> None:
         assert [one.num_tokens for one in llm.trace.requests()] == [(8, 8)]
 
 
-@pytest.mark.parametrize(
-    ("block_size", "prompt", "new", "speculation"),
-    [
-        pytest.param(16, 2048, 1, None, marks=pytest.mark.slow),
-        pytest.param(1, 2048, 1, None, marks=pytest.mark.slow),
-        (16, 600, 50, None),
-        (16, 20, 200, SimulatedDrafts((0.2,))),
-    ],
-)
+@pytest.mark.parametrize(("block_size", "prompt", "new", "speculation"), [
+    pytest.param(16, 2048, 1, None, marks=pytest.mark.slow),
+    pytest.param(1, 2048, 1, None, marks=pytest.mark.slow), (16, 600, 50, None),
+    (16, 20, 200, SimulatedDrafts((0.2,))),
+])  # fmt: skip
 def test_records_take_no_more_bytes_than_they_are_counted_for(
     block_size: int, prompt: int, new: int, speculation: SimulatedDrafts | None
 ) -> None:

@@ -23,16 +23,10 @@ from minillm.lab.simulation import Simulation
 from tests.trace.simulation import data
 
 HOSTILE = (
-    "</script><script>alert(1)</script>",
-    "<!--<script>",
-    "]]>--><img src=x onerror=alert(1)>",
-    "'\"&amp;\\u003c\\",
-    "{{script}} {{data}}",
-    "שלום \u202e evil",
-    "line\u2028separator\u2029and\nbreak\x00",
-    "half a pair \ud800",
-    "😀" * 200,
-)
+    "</script><script>alert(1)</script>", "<!--<script>", "]]>--><img src=x onerror=alert(1)>",
+    "'\"&amp;\\u003c\\", "{{script}} {{data}}", "שלום \u202e evil",
+    "line\u2028separator\u2029and\nbreak\x00", "half a pair \ud800", "😀" * 200,
+)  # fmt: skip
 
 
 class Elements(HTMLParser):

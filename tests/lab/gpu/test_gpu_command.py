@@ -131,17 +131,14 @@ def test_the_table_on_the_screen_has_at_most_80_lines():
 # ---- the command -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--only", "nano,smok"], "--only has no stage 'smok'"),
-        (["--seconds", "3"], "--seconds is 3; it must be from 30 to 86400"),
-        (["--seconds", "nan"], "--seconds is nan; it must be"),
-        (["--changed", "mla"], "--changed needs --again FILE"),
-        (["--again", "not-there.jsonl"], "No such file or directory: 'not-there.jsonl'"),
-        (["--pack", str(ROOT / "minillm")], "there is something already; name a new folder"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["--only", "nano,smok"], "--only has no stage 'smok'"),
+    (["--seconds", "3"], "--seconds is 3; it must be from 30 to 86400"),
+    (["--seconds", "nan"], "--seconds is nan; it must be"),
+    (["--changed", "mla"], "--changed needs --again FILE"),
+    (["--again", "not-there.jsonl"], "No such file or directory: 'not-there.jsonl'"),
+    (["--pack", str(ROOT / "minillm")], "there is something already; name a new folder"),
+])  # fmt: skip
 def test_what_cannot_run_is_one_sentence_and_exit_code_2(arguments, sentence, capsys, tmp_path):
     assert command.main([*arguments, "--out", str(tmp_path / "out")]) == 2
     assert sentence in capsys.readouterr().err
