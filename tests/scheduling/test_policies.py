@@ -115,17 +115,6 @@ def test_longest_prefix_match_looks_at_nobody_while_all_seats_are_taken() -> Non
     assert str(line.scheduler.record.blocked) == "no batch slots: needs 1, has 0"
 
 
-def test_longest_prefix_match_looks_at_nobody_while_a_prompt_takes_the_whole_budget() -> None:
-    config = SchedulerConfig(2, max_num_batched_tokens=8, policy="longest_prefix_match")
-    scheduler = Scheduler(config, BlockManager(32, 4, "hash"))
-    scheduler.add(Request("long", prompt(30), SamplingParams(), 1))
-    scheduler.commit(scheduler.schedule(), {})
-    scheduler.add(Request("next", prompt(8, 100), SamplingParams(), 1))
-    scheduler.admission.match = None  # to call it would fail
-    scheduler.schedule()
-    assert str(scheduler.record.blocked) == "no tokens: needs 1, has 0"
-
-
 def test_longest_prefix_match_does_not_look_again_while_no_blocks_come_free() -> None:
     """128 long prompts looked up in vain in every step would slow down those who run."""
     config = SchedulerConfig(max_num_seqs=4, policy="longest_prefix_match", watermark=0)
@@ -227,19 +216,6 @@ def test_a_policy_of_ones_own_may_read_the_cache() -> None:
     for end in (32, 16, 0):
         line.add((*PREFIX[:end], 5))
     assert line.drain()[1:] == [3, 2, 1]
-
-
-def test_the_policy_decides_who_is_preempted_too() -> None:
-    """Both hold two of five blocks, one is left: the urgent one gets it, though it came later."""
-    config = SchedulerConfig(policy="priority", watermark=0.0)
-    scheduler = Scheduler(config, BlockManager(5, 4))
-    for name, priority in (("patient", 1), ("urgent", 0)):
-        scheduler.add(Request(name, prompt(7), SamplingParams(), 8, priority=priority))
-    while not scheduler.record.preempted:
-        plan = scheduler.schedule()
-        scheduler.commit(plan, {row.seq_id: [0] for row in plan.rows})
-    (preemption,) = scheduler.record.preempted
-    assert (preemption.seq_id, preemption.for_seq_id) == (0, 1)
 
 
 # ---- admission --------------------------------------------------------------------------------
