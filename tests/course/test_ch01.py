@@ -14,7 +14,6 @@ from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm_exercises import record
 from minillm_exercises.chapters.ch01 import (
     attention_pass,
-    count_calls,
     count_operations,
     doubling_length,
     nearest,
@@ -68,12 +67,6 @@ def test_operations_of_a_prompt_are_counted_while_it_runs(tokens):
     prompt = [Chunk(0, 0, range(tokens))]
     _, expected = by_hand.run(prompt, by_hand.allocate(1, tokens))
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
-
-
-def test_calls_are_counted():
-    x = torch.ones(3)
-    assert count_calls(lambda: x.add(1).mul(2)) == 2
-    assert count_calls(lambda: None) == 0
 
 
 def test_the_doubling_length_lies_between_measured_ones(capsys):

@@ -115,7 +115,3 @@ def test_what_a_program_is_judged_by():
     assert uniform["loss"] == pytest.approx(1.0986, abs=1e-4)
     assert uniform["kl"] == pytest.approx(1.0986 - 1.0397, abs=1e-4)
     assert ch01b.judge(lambda ids: torch.full((2, 3), torch.nan), (), [0, 1], log_p)["loss"] is None
-
-
-def test_the_record_has_every_line_but_the_one_that_a_llama_has_not():
-    assert set(ch01b.real()["rows"]) == {"", *ch01b.DELETED} - {"q/k norm"}

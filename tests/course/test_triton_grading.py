@@ -25,9 +25,6 @@ EXERCISE = load_manifest()["e11.1"]
 SOLUTION = (EXERCISE.answers / "solution.py").read_text(encoding="utf-8")
 
 
-# --- a GPU that is not there --------------------------------------------------------------------
-
-
 def test_what_cuda_says_ends_the_process_and_not_the_grader(toys: dict[str, Exercise]) -> None:
     text = (toys["e90.1"].answers / "solution.py").read_text(encoding="utf-8")
     anchor = "    starts = "
@@ -138,8 +135,6 @@ def test_without_triton_an_exercise_says_what_it_needs(monkeypatch: pytest.Monke
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "triton" else 1)
     assert unavailable(EXERCISE) == "needs triton"
 
-
-# --- from a notebook ----------------------------------------------------------------------------
 
 CELLS = (
     "import torch\nimport triton\nimport triton.language as tl",

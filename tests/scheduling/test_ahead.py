@@ -119,9 +119,6 @@ def test_no_more_tokens_than_there_is_room_for() -> None:
     assert not scheduler.has_work
 
 
-# ---- drafts ------------------------------------------------------------------------------------
-
-
 def drafting_scheduler(num_drafts: int = 4, num_blocks: int = 8, **fields: int) -> Scheduler:
     scheduler = scheduler_of(num_blocks, **fields)
     scheduler.drafts = Drafts(num_drafts)

@@ -61,9 +61,6 @@ def prompt(length: int, first: int = 10_000) -> tuple[int, ...]:
     return tuple(range(first, first + length))
 
 
-# ---- order ------------------------------------------------------------------------------------
-
-
 def test_priority_serves_the_lowest_number_first_and_equals_in_order() -> None:
     line = Line("priority")
     for value in (2, 0, 1, 0, -5):
@@ -161,9 +158,6 @@ def test_who_lacks_blocks_is_looked_at_again_after_a_while(policy: str) -> None:
     assert [step for step, look in enumerate(seen) if look] == [0, *often]
 
 
-# ---- bounds -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", [name for name, each in POLICIES.items() if each.bound])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_bounds_hold_for_everybody_in_random_streams(policy: str, seed: int) -> None:
@@ -193,9 +187,6 @@ def test_priority_has_no_bound() -> None:
     assert line.drain()[-1] == patient.arrival  # once they stop, it is served
 
 
-# ---- one of your own --------------------------------------------------------------------------
-
-
 def test_a_policy_of_ones_own_is_a_function() -> None:
     def longest_first(request: Request, arrival: int, num_cached: int) -> tuple[float, ...]:
         return (-len(request.prompt_token_ids),)  # equals: the scheduler adds the order of arrival
@@ -216,9 +207,6 @@ def test_a_policy_of_ones_own_may_read_the_cache() -> None:
     for end in (32, 16, 0):
         line.add((*PREFIX[:end], 5))
     assert line.drain()[1:] == [3, 2, 1]
-
-
-# ---- admission --------------------------------------------------------------------------------
 
 
 def sequence_of(length: int, max_tokens: int, n: int) -> Sequence:

@@ -176,9 +176,6 @@ def test_a_text_that_fails_hurts_its_own_request_only(engine, folder, monkeypatc
     run(main())
 
 
-# ---- the process -------------------------------------------------------------------------------
-
-
 def test_the_collector_is_relieved_while_an_engine_serves(folder):
     gc.unfreeze()  # what tests/conftest.py excluded
     try:

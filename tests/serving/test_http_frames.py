@@ -154,9 +154,6 @@ def test_text_that_is_no_utf8_is_held_back(server: Served) -> None:
     assert frames[-1]["usage"]["completion_tokens"] == 10
 
 
-# ---- log-probabilities -------------------------------------------------------------------------
-
-
 def test_a_token_whose_text_is_held_back_has_a_frame(server: Served) -> None:
     # Clients take the first frame with a choice as the time to the first token.
     body = body_of("text_completion", max_tokens=24, stop=["a stop string " * 15])

@@ -28,9 +28,6 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]} | fields
 
 
-# ---- the event loop ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("path", "body"), [
     (C, {"prompt": LONG} | TAIL),
     (CHAT, chat(LONG, **TAIL)),
@@ -80,8 +77,6 @@ def test_a_small_body_is_parsed_in_the_event_loop(
     assert [each is server.thread for each in threads] == [True, False]
 
 
-# ---- the number of values ----------------------------------------------------------------
-
 values = st.recursive(
     st.none() | st.integers() | st.text(st.sampled_from(r'",:[{\a ')),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(st.sampled_from(r'",:[{\a ')), inner),
@@ -117,9 +112,6 @@ def test_a_text_of_commas_is_one_value(server: Served) -> None:
         400, "The body has more than 524,288 JSON values")  # fmt: skip
 
 
-# ---- truncate_prompt_tokens --------------------------------------------------------------
-
-
 def test_truncation_keeps_the_last_tokens(server: Served) -> None:
     text = LONG[: -len("words ")] + "the end"
     got = server.complete(text, **TAIL, echo=True)
@@ -150,9 +142,6 @@ def test_a_long_text_without_special_tokens_is_not_tokenised(
     monkeypatch.setattr(server.parts.tokenizer, "encode", None)
     reply = server.send(C, {"prompt": "x" * (MAX_BODY - 100), "add_special_tokens": False})
     assert reply.data["error"]["code"] == "context_length_exceeded"
-
-
-# ---- special tokens ----------------------------------------------------------------------
 
 
 def test_a_message_cannot_contain_special_tokens(server: Served) -> None:

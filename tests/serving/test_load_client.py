@@ -126,9 +126,6 @@ def test_messages_of_errors(body: bytes, message: str) -> None:
     assert message_of(body) == message
 
 
-# ---- finding the server ------------------------------------------------------------------------
-
-
 def find(server: FakeServer, name: str | None = None, key: str | None = None) -> Any:
     async def main() -> Any:
         async with running(server) as url, session() as http:

@@ -151,8 +151,6 @@ def test_cases(name: str) -> None:
     assert message["content"] == (content or (None if calls else ""))
 
 
-# ---- the grammar ---------------------------------------------------------------------------
-
 SCHEMAS: dict[str, dict[str, Any]] = {
     "f": {"properties": {"a": {"enum": ["x", "</tool_call>"]}, "b": {"type": "boolean"}},
           "required": ["a"]},

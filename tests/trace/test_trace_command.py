@@ -116,9 +116,6 @@ def test_a_mistake_is_one_sentence(
     assert (tmp_path / "notes.txt").read_text() == "milk, eggs"
 
 
-# ---- generate --trace ----------------------------------------------------------------------------
-
-
 def test_generate_saves_what_the_engine_did(cli: Any, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     shown = cli("generate", "def f(", "--max-tokens", 5, "--trace", path)

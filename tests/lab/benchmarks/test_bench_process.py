@@ -103,9 +103,6 @@ def test_every_engine_gets_the_same_threads_and_no_network(monkeypatch: pytest.M
     assert (Path(own["PYTHONPATH"]) / "minillm" / "__init__.py").exists()
 
 
-# ---- process start to first token -------------------------------------------------------------
-
-
 def test_the_first_byte_of_output_stops_the_clock(tmp_path: Path) -> None:
     """The process goes on for ever, and is ended."""
     script = "import time; print('token', flush=True); time.sleep(600)"

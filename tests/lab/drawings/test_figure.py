@@ -129,9 +129,6 @@ def test_curves_are_the_columns(drawing: dict[str, Any]) -> None:
     assert ax_of(figure(far), "budget").get_ylim()[1] < 100  # it would be a flat line
 
 
-# ---- blocks --------------------------------------------------------------------------------------
-
-
 def holders(drawing: dict[str, Any], block: int, column: int) -> list[int] | None:
     """Who holds a block when a step is over; None: nobody ever has."""
     before = [names for at, names in drawing["blocks"][block] if at <= column]
@@ -166,9 +163,6 @@ def test_shared_stretches_are_hatched(drawing: dict[str, Any]) -> None:
     collection = patches(figure(drawing), "blocks")["shared"]
     assert len(collection.get_paths()) == len(shared_runs(drawing))
     assert collection.get_hatch()
-
-
-# ---- what people choose --------------------------------------------------------------------------
 
 
 def test_an_empty_trace_is_an_empty_figure() -> None:

@@ -199,9 +199,6 @@ def test_every_script_is_in_the_page_which_is_small_without_its_data() -> None:
     assert len(page({}, "x").encode()) < 150_000
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
 def test_a_page_may_be_replaced_and_another_file_not(
     drawing: dict[str, Any], tmp_path: Path
 ) -> None:

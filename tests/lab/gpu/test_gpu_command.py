@@ -46,9 +46,6 @@ def test_the_parent_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# ---- which stages ----------------------------------------------------------------------------
-
-
 def test_a_lease_of_nine_minutes_has_every_stage():
     assert [stage.name for stage in within(STAGES, 540)] == list(NAMES)
     assert set(NAMES) == {*plan.GIVING, "facts"}
@@ -92,9 +89,6 @@ def test_again_runs_what_did_not_pass_and_what_changed():
         plan.again(STAGES, before, ["samplin"])
 
 
-# ---- tables ----------------------------------------------------------------------------------
-
-
 def test_shares_are_of_what_was_measured():
     found = summary.summary(records())
     assert found["rows"][0]["share"] == 0.8
@@ -126,9 +120,6 @@ def test_the_table_on_the_screen_has_at_most_80_lines():
     assert "more lines in summary.md" in text.splitlines()[-1]
     assert summary.markdown(summary.summary(many)).count("\n") > 80
     json.loads(summary.as_json(summary.summary(many)))
-
-
-# ---- the command -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [

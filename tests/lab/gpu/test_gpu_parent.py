@@ -105,8 +105,6 @@ def test_a_command_that_is_not_there_is_an_error(tmp_path):
     assert "cannot be started" in found[0]["error"]
 
 
-# ---- the command, in a process of its own --------------------------------------------------
-
 DRIVER = """
 import sys
 from minillm.lab.gpu import __main__ as command, stages as plan
