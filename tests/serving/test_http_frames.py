@@ -1,6 +1,5 @@
 """The shapes of replies and frames, on which clients stand."""
 
-import json
 import math
 import threading
 import time
@@ -88,9 +87,8 @@ def test_continuous_usage_grows(server: Served) -> None:
 def test_the_role_comes_with_the_first_token(server: Served) -> None:
     """Also for a request that waits: its client would take the role for the first token."""
     release = hold(server)
-    with server.connect() as wire:
-        body = json.dumps(body_of("chat.completion.chunk", stream=True)).encode()
-        wire.sendall(head("/v1/chat/completions", len(body)) + body)
+    body = body_of("chat.completion.chunk", stream=True)
+    with server.post("/v1/chat/completions", body) as wire:
         wire.settimeout(2.5)  # longer than the server waits before it sends headers
         time.sleep(1.2)
         got = wire.recv(4096)
@@ -103,14 +101,6 @@ def test_the_role_comes_with_the_first_token(server: Served) -> None:
     events = got.split(b"data: ")[1:]
     assert b'"role":"assistant"' in events[0]
     assert sum(b'"role"' in each for each in events) == 1
-
-
-def head(path: str, length: int) -> bytes:
-    """The head of a POST."""
-    return (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {length}\r\n\r\n"
-    ).encode()
 
 
 def hold(server: Served) -> Any:
@@ -131,9 +121,7 @@ def test_comments_keep_a_silent_stream_open(
 ) -> None:
     monkeypatch.setattr(event_stream, "PING_SECONDS", 0.1)
     release = hold(server)
-    with server.connect() as wire:
-        body = json.dumps(body_of("text_completion", stream=True)).encode()
-        wire.sendall(head("/v1/completions", len(body)) + body)
+    with server.post("/v1/completions", body_of("text_completion", stream=True)) as wire:
         got = b""
         while got.count(b": keep-alive\n\n") < 3:
             got += wire.recv(4096)

@@ -37,11 +37,7 @@ def paced(server: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 def request(server: Served, path: str, **fields: object) -> socket.socket:
     """Send a request, and return its connection."""
-    wire, body = server.connect(), json.dumps(LONG | fields).encode()
-    wire.sendall(
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-    )
-    return wire
+    return server.post(path, LONG | fields)
 
 
 def reset(wire: socket.socket) -> None:

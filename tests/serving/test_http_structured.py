@@ -1,6 +1,5 @@
 """Constraints over HTTP: what is asked for, whole and in a stream; waiting; limits."""
 
-import json
 import re
 import threading
 from collections.abc import Iterator
@@ -89,10 +88,8 @@ def test_a_refusal_has_status_400_and_one_sentence(server: Served, name: str) ->
         assert "\n" not in reply.message
 
 
-def test_a_request_waits_for_its_constraint_and_others_do_not(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its state says so; when it is compiled, it has its place in the queue."""
+def compiling_waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No constraint is compiled before this event."""
     go_on, compile = threading.Event(), Grammars._compile
 
     def waiting(self: Grammars, given: Any) -> Any:
@@ -100,6 +97,14 @@ def test_a_request_waits_for_its_constraint_and_others_do_not(
         return compile(self, given)
 
     monkeypatch.setattr(Grammars, "_compile", waiting)
+    return go_on
+
+
+def test_a_request_waits_for_its_constraint_and_others_do_not(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state says so; when it is compiled, it has its place in the queue."""
+    go_on = compiling_waits(monkeypatch)
     body = {"prompt": "x", "structured_outputs": {"regex": "waits"}, "request_id": "slow"}
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(server.send(C, body)))
@@ -118,19 +123,8 @@ def test_a_request_waits_for_its_constraint_and_others_do_not(
 def test_a_client_that_leaves_while_its_constraint_is_compiled(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, compile = threading.Event(), Grammars._compile
-
-    def waiting(self: Grammars, given: Any) -> Any:
-        assert go_on.wait(60)
-        return compile(self, given)
-
-    monkeypatch.setattr(Grammars, "_compile", waiting)
-    raw = json.dumps({"prompt": "x", "structured_outputs": {"regex": "leaves"}}).encode()
-    with server.connect() as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%s" % (len(raw), raw)
-        )
+    go_on = compiling_waits(monkeypatch)
+    with server.post(C, {"prompt": "x", "structured_outputs": {"regex": "leaves"}}):
         server.wait_for(lambda: server.engine.num_unfinished)
     server.wait_for(lambda: not server.engine.num_unfinished)
     go_on.set()
