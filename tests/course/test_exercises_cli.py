@@ -130,9 +130,7 @@ def test_passing_proposes_what_follows(at: Terminal) -> None:
     ("def add(a, b):\n    raise SystemExit(0)\n", "exit"),
     ("def add(a, b):\n    return a.nothing\n", "nothing"),
 ])  # fmt: skip
-def test_bad_files_get_a_sentence_and_the_next_still_runs(
-    at: Terminal, text: str, says: str
-) -> None:
+def test_bad_files_get_a_sentence_and_the_next_still_runs(at, text, says):
     at.write(text)
     counter = "class Counter:\n    count = 0\n\n    def add(self):\n        self.count += 1\n"
     at.write(counter, "e90.2")
@@ -249,9 +247,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "says"), MISTAKES)
-def test_mistakes_are_one_sentence(
-    at: Terminal, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
-) -> None:
+def test_mistakes_are_one_sentence(at, capsys, words, says):
     code, shown = at.type(*words)
     error = capsys.readouterr().err
     assert code == 2

@@ -154,9 +154,7 @@ CELLS = (
 
 
 @pytest.mark.parametrize("interpreted", ["1", "0"])
-def test_a_notebook_saves_kernels_with_what_they_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreted: str
-) -> None:
+def test_a_notebook_saves_kernels_with_what_they_use(tmp_path, monkeypatch, interpreted):
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     names: dict[str, Any] = {"__name__": "__main__", "In": [""]}
     for number, text in enumerate(CELLS):

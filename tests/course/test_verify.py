@@ -129,9 +129,7 @@ ROT = [
 
 
 @pytest.mark.parametrize("case", ROT, ids=lambda case: case[0][:40])
-def test_a_fault_is_found_with_what_to_repair(
-    toy_root: ToyRoot, case: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_is_found_with_what_to_repair(toy_root, case, monkeypatch):
     says, *edits = case
     if "surviv" not in says and "mechanical" not in says:  # the others are faster without
         monkeypatch.setattr("minillm_exercises.verify.mechanical_mutants", lambda source: [])

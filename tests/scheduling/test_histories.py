@@ -187,9 +187,7 @@ def test_a_preempted_fork_counts_no_prefix_hits() -> None:
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
-def test_names_of_one_byte_cost_misses_and_nothing_else(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_one_byte_cost_misses_and_nothing_else(count, monkeypatch):
     """The chain does not rest on its hash: with collisions everywhere no foreign block is read."""
     monkeypatch.setattr(
         HashChain,

@@ -224,8 +224,6 @@ def sequence_of(length: int, max_tokens: int, n: int) -> Sequence:
         (9, 8, 3, 5, 2 + 3 * 2),  # its last one is copied
     ],
 )
-def test_blocks_that_admission_asks_for(
-    length: int, max_tokens: int, n: int, now: int, ever: int
-) -> None:
+def test_blocks_that_admission_asks_for(length, max_tokens, n, now, ever):
     sequence = sequence_of(length, max_tokens, n)
     assert (watermark(sequence, 4), reserve_max(sequence, 4)) == (now, ever)

@@ -116,9 +116,7 @@ def hold(server: Served) -> Any:
     return go.set
 
 
-def test_comments_keep_a_silent_stream_open(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_comments_keep_a_silent_stream_open(server, monkeypatch):
     monkeypatch.setattr(event_stream, "PING_SECONDS", 0.1)
     release = hold(server)
     with server.post("/v1/completions", body_of("text_completion", stream=True)) as wire:

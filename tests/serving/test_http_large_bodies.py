@@ -34,9 +34,7 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
     ("/tokenize", {"prompt": LONG}),
 ])  # fmt: skip
 @pytest.mark.parametrize("place", ["parse", "encode"])
-def test_others_are_served_while_a_large_body_is_read(
-    server: Served, monkeypatch: pytest.MonkeyPatch, place: str, path: str, body: Any
-) -> None:
+def test_others_are_served_while_a_large_body_is_read(server, monkeypatch, place, path, body):
     """Parsing, or tokenising, waits here until another request was answered."""
     entered, answered = threading.Event(), threading.Event()
 
@@ -61,9 +59,7 @@ def test_others_are_served_while_a_large_body_is_read(
     assert [each.status for each in replies] == [200]
 
 
-def test_a_small_body_is_parsed_in_the_event_loop(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_body_is_parsed_in_the_event_loop(server, monkeypatch):
     """A thread costs more than parsing it."""
     threads = []
 
@@ -125,9 +121,7 @@ def test_truncation_keeps_the_last_tokens(server: Served) -> None:
     (C, {"prompt": ["x" * 2**19] * 3}),
     (CHAT, chat("x" * 2**20)),
 ])  # fmt: skip
-def test_a_text_above_the_limit_is_not_tokenised(
-    server: Served, path: str, body: Any, fields: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_above_the_limit_is_not_tokenised(server, path, body, fields, monkeypatch):
     """All of a text would be tokenised, of which eight tokens are kept."""
     monkeypatch.setattr(server.parts.tokenizer, "encode", None)
     reply = server.send(path, body | fields | TAIL)
@@ -136,9 +130,7 @@ def test_a_text_above_the_limit_is_not_tokenised(
     assert reply.data["error"]["param"] == "truncate_prompt_tokens"
 
 
-def test_a_long_text_without_special_tokens_is_not_tokenised(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_text_without_special_tokens_is_not_tokenised(server, monkeypatch):
     monkeypatch.setattr(server.parts.tokenizer, "encode", None)
     reply = server.send(C, {"prompt": "x" * (MAX_BODY - 100), "add_special_tokens": False})
     assert reply.data["error"]["code"] == "context_length_exceeded"

@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,9 +55,7 @@ def steps(server: Served) -> int:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("phase", ["queue", "prefill", "decode"])
-def test_a_client_that_leaves_frees_its_blocks(
-    paced: Served, phase: str, path: str, stream: bool, leave: Callable[[socket.socket], None]
-) -> None:
+def test_a_client_that_leaves_frees_its_blocks(paced, phase, path, stream, leave):
     server, text = paced, "abcdefgh" * 7  # 56 tokens: four steps of prefill
     content = {"prompt": text} if path == "/v1/completions" else {
         "messages": [{"role": "user", "content": text}]}  # fmt: skip
@@ -277,9 +275,7 @@ def test_a_second_signal_ends_at_once(folder: Path) -> None:
         wire.close()
 
 
-def test_a_dead_engine_ends_streams_and_the_server(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_engine_ends_streams_and_the_server(folder, monkeypatch):
     monkeypatch.setattr(server_module, "ERROR_SECONDS", 0.5)
     with served(folder) as server:
         slow_steps(server, 0.05)

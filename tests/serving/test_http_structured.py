@@ -100,9 +100,7 @@ def compiling_waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go_on
 
 
-def test_a_request_waits_for_its_constraint_and_others_do_not(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_waits_for_its_constraint_and_others_do_not(server, monkeypatch):
     """Its state says so; when it is compiled, it has its place in the queue."""
     go_on = compiling_waits(monkeypatch)
     body = {"prompt": "x", "structured_outputs": {"regex": "waits"}, "request_id": "slow"}
@@ -120,9 +118,7 @@ def test_a_request_waits_for_its_constraint_and_others_do_not(
     server.assert_idle()
 
 
-def test_a_client_that_leaves_while_its_constraint_is_compiled(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_leaves_while_its_constraint_is_compiled(server, monkeypatch):
     go_on = compiling_waits(monkeypatch)
     with server.post(C, {"prompt": "x", "structured_outputs": {"regex": "leaves"}}):
         server.wait_for(lambda: server.engine.num_unfinished)

@@ -86,9 +86,7 @@ def folder_with(tmp_path: Path, template: object) -> Path:
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_text_is_that_of_transformers(
-    name: str, chat: list[dict], prompt: bool, tmp_path: Path
-) -> None:
+def test_the_text_is_that_of_transformers(name, chat, prompt, tmp_path):
     folder = folder_with(tmp_path, TEMPLATES[name])
     theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
     if name == "mistral" and chat[0]["role"] == "system":

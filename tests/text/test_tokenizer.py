@@ -44,9 +44,7 @@ def test_every_kind_of_tokenizer(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", [True, False, None])
 @pytest.mark.parametrize("kind", ["llama2", "llama2_no_bos", "byte_level", "byte_level_bos"])
-def test_the_first_token_is_decided_by_the_post_processor(
-    kind: str, flag: bool | None, tmp_path: Path
-) -> None:
+def test_the_first_token_is_decided_by_the_post_processor(kind, flag, tmp_path):
     """add_bos_token and add_eos_token do nothing beside a tokenizer.json."""
     bos, eos = ("<s>", "</s>") if "llama" in kind else ("<|endoftext|>", "<|im_end|>")
     extra = {} if flag is None else {"add_bos_token": flag, "add_eos_token": flag}
@@ -266,9 +264,7 @@ def test_a_damaged_file_is_named(file: str, content: bytes, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
-def test_a_file_that_may_not_be_read(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_may_not_be_read(name, tmp_path, monkeypatch):
     folder, read = write_folder(tmp_path, byte_level()), Path.read_text
 
     def deny(path: Path, encoding: str) -> str:

@@ -112,9 +112,7 @@ def test_every_block_table_can_be_rebuilt_after_every_step(folder: Path, kind: i
         assert len(applied) == len(trace)
 
 
-def test_a_void_row_is_replayed_with_the_blocks_that_it_gave_up(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_void_row_is_replayed_with_the_blocks_that_it_gave_up(folder, monkeypatch):
     """Two prompts read what the first writes in their step, and the first fails."""
     with make(folder) as llm:
         core, batch = llm.engine, llm.engine.runner.batch
@@ -272,9 +270,7 @@ def test_a_bounded_trace_forgets_steps_but_not_who_runs(folder: Path) -> None:
         assert not ends[1].sequences
 
 
-def test_a_failed_step_and_ctrl_c_are_in_the_trace(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_and_ctrl_c_are_in_the_trace(folder, monkeypatch):
     with make(folder) as llm:
         core = llm.engine
 
@@ -365,9 +361,7 @@ def test_a_request_that_ends_before_its_first_step_is_not_lost(folder: Path) -> 
         }
 
 
-def test_a_trace_is_read_while_another_thread_records(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_is_read_while_another_thread_records(folder, monkeypatch):
     """Whatever falls off meanwhile: who ended is whole, and so is what is drawn. The event loop
     has a turn in each step, so that it reads between steps, too, on any machine."""
 

@@ -53,9 +53,7 @@ def test_view_writes_where_it_is_told(saved: Path, cli: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_open_shows_the_page(
-    works: bool, saved: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_shows_the_page(works, saved, cli, monkeypatch):
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda address: bool(opened.append(address)) or works)
     shown = cli("trace", "view", saved, "--open")
@@ -103,9 +101,7 @@ def test_chrome_writes_events(saved: Path, cli: Any, tmp_path: Path) -> None:
     (["{saved}"], "The file comes after the action: 'minillm trace view"),
     (["table"], "There is no FILE; add one: 'minillm trace table FILE'."),
 ], ids=str)  # fmt: skip
-def test_a_mistake_is_one_sentence(
-    argv: list[str], message: str, saved: Path, tmp_path: Path, cli: Any
-) -> None:
+def test_a_mistake_is_one_sentence(argv, message, saved, tmp_path, cli):
     files = {"notes.txt": "milk, eggs", "cut.jsonl": saved.read_text()[:-40], "empty.jsonl": ""}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -129,9 +125,7 @@ def test_generate_saves_what_the_engine_did(cli: Any, tmp_path: Path) -> None:
     assert len(Trace.load(path)) == 2  # a trace may be replaced
 
 
-def test_an_interrupted_run_saves_its_trace(
-    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_saves_its_trace(cli, tmp_path, monkeypatch):
     def interrupted(self: LLM, *args: Any) -> Iterator[Any]:
         for number, output in enumerate(real(self, *args)):
             if number == 3:
@@ -161,9 +155,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
     assert (tmp_path / "notes.txt").read_text() == "milk, eggs"
 
 
-def test_a_trace_that_cannot_be_saved_in_the_end_is_one_sentence(
-    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_that_cannot_be_saved_in_the_end_is_one_sentence(cli, tmp_path, monkeypatch):
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

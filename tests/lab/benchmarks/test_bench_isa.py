@@ -57,9 +57,7 @@ def test_the_variables_are_set_in_the_block_only(monkeypatch: pytest.MonkeyPatch
     assert os.environ["ATEN_CPU_CAPABILITY"] == "default"
 
 
-def test_the_variable_of_the_c_functions_limits_the_others_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_variable_of_the_c_functions_limits_the_others_too(monkeypatch):
     monkeypatch.setenv(ISA, "avx2")
     assert isa_of(None, "cpu") == "avx2"
     monkeypatch.setenv(ISA, "")

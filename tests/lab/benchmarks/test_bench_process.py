@@ -81,9 +81,7 @@ def test_what_an_engine_started_ends_with_it(engine: Open) -> None:
     raise AssertionError("it has not ended within ten seconds")
 
 
-def test_a_peer_without_an_environment_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_without_an_environment_is_missing(tmp_path, monkeypatch):
     monkeypatch.delenv("MINILLM_PEERS", raising=False)
     with pytest.raises(MissingPeerError, match=r"vllm is skipped.*run 'make peers'"):
         python_of("vllm", tmp_path)
@@ -119,9 +117,7 @@ def test_a_process_that_ends_without_a_token_is_a_failure(tmp_path: Path) -> Non
         startup.first_output("vllm", command, 1, tmp_path / "log")
 
 
-def test_starts_are_in_turn_and_the_first_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starts_are_in_turn_and_the_first_does_not_count(tmp_path, monkeypatch):
     monkeypatch.setenv("MINILLM_PEERS", str(tmp_path))
     seconds = iter([100.0, 50.0, 1.0, 4.0, 3.0, 6.0, 2.0, 9.0])
     order = []

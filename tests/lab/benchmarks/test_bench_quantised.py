@@ -136,9 +136,7 @@ def test_steps_of_a_batch_are_timed() -> None:
     assert [row[1:] for row in timeline.rows] == [(2, 2, 0), (2, 2, 0), (2, 2, 0), (2, 2, 2)]
 
 
-def test_openvino_exports_compressed_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_openvino_exports_compressed_weights(tmp_path, monkeypatch):
     """The export is a folder of its own for each weight format."""
     commands: list[list[str]] = []
 

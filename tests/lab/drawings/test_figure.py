@@ -181,9 +181,7 @@ def test_a_wrong_panel_is_one_sentence(panels: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("module", "call"), [("matplotlib.pyplot", figure), ("ipywidgets", widget)]
 )
-def test_a_missing_library_says_what_to_install(
-    module: str, call: Any, monkeypatch: pytest.MonkeyPatch, drawing: dict[str, Any]
-) -> None:
+def test_a_missing_library_says_what_to_install(module, call, monkeypatch, drawing):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UnsupportedFeatureError, match=r'pip install "minillm-course\[course\]"'):
         call(drawing)

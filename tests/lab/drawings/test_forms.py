@@ -73,9 +73,7 @@ def test_what_is_saved_is_read_again(trace: Trace, tmp_path: Path) -> None:
     assert (tmp_path / "again.jsonl").read_bytes() == path.read_bytes()
 
 
-def test_a_save_that_breaks_off_leaves_the_old_file(
-    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_breaks_off_leaves_the_old_file(trace, tmp_path, monkeypatch):
     path, link = tmp_path / "run.jsonl", tmp_path / "link.jsonl"
     trace.save(path)
     link.symlink_to(path)
@@ -129,9 +127,7 @@ def test_a_file_of_the_format_before_is_read(folder: Path, tmp_path: Path) -> No
     ('"drafted":[[0,4,', '"drafted":[[0,4.5,', "is not a count"),
     ('"drafted":[[0,', '"drafted":[[0,4,1,1],[0,', "has drafts twice"),
 ])  # fmt: skip
-def test_drafts_that_cannot_be_are_refused(
-    drafted: Trace, tmp_path: Path, old: str, new: str, why: str
-) -> None:
+def test_drafts_that_cannot_be_are_refused(drafted, tmp_path, old, new, why):
     path = tmp_path / "run.jsonl"
     drafted.save(path)
     text = path.read_text()
@@ -162,9 +158,7 @@ def test_drafts_that_cannot_be_are_refused(
     (lambda lines: [with_before(lines[0], num_tokens={})], "is not a trace of minillm"),
     (lambda lines: [with_before(lines[0], first_token="noon")], "is not a trace of minillm"),
 ])  # fmt: skip
-def test_a_damaged_file_is_refused_in_one_sentence(
-    trace: Trace, tmp_path: Path, spoil, message: str
-) -> None:
+def test_a_damaged_file_is_refused_in_one_sentence(trace, tmp_path, spoil, message):
     path = tmp_path / "run.jsonl"
     trace.save(path)
     path.write_text("\n".join(spoil(path.read_text().splitlines())))
@@ -337,9 +331,7 @@ def test_what_follows_a_cleared_step_is_known(folder: Path) -> None:
     pytest.param(1, 2048, 1, None, marks=pytest.mark.slow), (16, 600, 50, None),
     (16, 20, 200, SimulatedDrafts((0.2,))),
 ])  # fmt: skip
-def test_records_take_no_more_bytes_than_they_are_counted_for(
-    block_size: int, prompt: int, new: int, speculation: SimulatedDrafts | None
-) -> None:
+def test_records_take_no_more_bytes_than_they_are_counted_for(block_size, prompt, new, speculation):
     """A long prompt per step, whose row names many blocks; steps of 40 rows, without and with
     drafts."""
     seqs = 1 if new == 1 else 40

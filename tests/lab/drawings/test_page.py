@@ -72,9 +72,7 @@ def test_the_data_comes_back_unchanged(drawing: dict[str, Any], written: Element
     assert json.loads(written.inline["script"][0]) == drawing
 
 
-def test_no_text_ends_its_element(
-    drawing: dict[str, Any], written: Elements, tmp_path: Path
-) -> None:
+def test_no_text_ends_its_element(drawing, written, tmp_path):
     assert [tag for tag, _ in written.tags].count("script") == 2
     assert len(written.inline["script"]) == 2
     assert "img" not in [tag for tag, _ in written.tags]
@@ -199,9 +197,7 @@ def test_every_script_is_in_the_page_which_is_small_without_its_data() -> None:
     assert len(page({}, "x").encode()) < 150_000
 
 
-def test_a_page_may_be_replaced_and_another_file_not(
-    drawing: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_page_may_be_replaced_and_another_file_not(drawing, tmp_path):
     page, thesis = tmp_path / "page.html", tmp_path / "thesis.html"
     for title in ("one", "two"):
         write_page(drawing, page, title)
