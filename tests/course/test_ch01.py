@@ -22,16 +22,9 @@ from minillm_exercises.chapters.ch01 import (
 from minillm_exercises.errors import ExerciseError
 
 SMALL = ModelConfig(
-    family="llama",
-    vocab_size=96,
-    hidden_size=32,
-    num_layers=3,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=4,
-    intermediate_size=56,
-    max_position_embeddings=64,
-)
+    family="llama", vocab_size=96, hidden_size=32, num_layers=3, num_heads=8, num_kv_heads=2,
+    head_dim=4, intermediate_size=56, max_position_embeddings=64,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -9,17 +9,10 @@ from minillm_exercises.guard import MAX_BYTES, inspect_source
 from minillm_exercises.manifest import Exercise
 
 EXERCISE = Exercise(
-    id="e92.1",
-    folder=Path("e92"),
-    title="",
-    chapter="92",
-    minutes=1,
-    difficulty=1,
-    names=("append", "Cache.read"),
-    hints=("a", "b", "c"),
-    imports=("math", "torch"),
+    id="e92.1", folder=Path("e92"), title="", chapter="92", minutes=1, difficulty=1,
+    names=("append", "Cache.read"), hints=("a", "b", "c"), imports=("math", "torch"),
     banned=("torch.nn.functional.softmax", "cumsum", "sorted"),
-)
+)  # fmt: skip
 COMPLETE = "def append(x): return x\nclass Cache:\n    def read(self): pass\n"
 
 REFUSED = [  # source, what the first line of the message says

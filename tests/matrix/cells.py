@@ -406,15 +406,10 @@ class Reference:
         """The token that the sampler takes from these logits."""
         request = self.llm.engine.make_request("x", None, job.ids, job.params)
         row = SamplingRow(
-            params=request.params,
-            seed=request.seed,
-            sample_index=sample_index,
-            position=len(job.ids) + len(generated),
-            prompt_token_ids=job.ids,
-            output_token_ids=generated,
-            stop_ids=request.stop_ids,
-            token_ids=[*job.ids, *generated],
-        )
+            params=request.params, seed=request.seed, sample_index=sample_index,
+            position=len(job.ids) + len(generated), prompt_token_ids=job.ids,
+            output_token_ids=generated, stop_ids=request.stop_ids, token_ids=[*job.ids, *generated],
+        )  # fmt: skip
         return sample(logits, [row], grammars=self.llm.engine.grammars).token_ids[0]
 
 

@@ -335,14 +335,9 @@ class World:
     def _add(self, prompt: tuple[int, ...], spec: Spec) -> None:
         place = len(self.arrivals)
         request = Request(
-            f"r{place}-{self.num_refused}",
-            prompt,
-            params_of(spec.n, spec.wants_logprobs),
-            spec.max_tokens,
-            seed=place,
-            priority=spec.priority,
-            cache_salt=spec.salt,
-        )
+            f"r{place}-{self.num_refused}", prompt, params_of(spec.n, spec.wants_logprobs),
+            spec.max_tokens, seed=place, priority=spec.priority, cache_salt=spec.salt,
+        )  # fmt: skip
         if not fits(request, self.setup):
             self._refused(request, numbers=True)
             return

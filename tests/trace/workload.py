@@ -27,16 +27,12 @@ def params(rng: random.Random) -> SamplingParams:
     kind = rng.random()
     fails = kind < 0.06  # no token is left to choose from
     return SamplingParams(
-        n=rng.choice([1, 1, 1, 2, 3]),
-        temperature=0.9,
-        seed=rng.randrange(1000),
-        max_tokens=rng.randrange(1, 16),
-        min_tokens=1 if fails else 0,
-        allowed_token_ids=[EOS] if fails else None,
-        ignore_eos=not fails,
+        n=rng.choice([1, 1, 1, 2, 3]), temperature=0.9, seed=rng.randrange(1000),
+        max_tokens=rng.randrange(1, 16), min_tokens=1 if fails else 0,
+        allowed_token_ids=[EOS] if fails else None, ignore_eos=not fails,
         stop_token_ids=list(range(40)) if kind > 0.8 else [],
         prompt_logprobs=1 if kind > 0.93 else None,
-    )
+    )  # fmt: skip
 
 
 def run(

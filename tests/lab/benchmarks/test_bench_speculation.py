@@ -24,15 +24,9 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 @pytest.fixture(scope="module")
 def found():
     work = SpeculationWork(
-        model="tiny",
-        variants={PLAIN: None, "ngram 4": NGRAM},
-        workloads=("copy",),
-        batches=(1, 2),
-        new_tokens=24,
-        repeats=2,
-        threads=1,
-        dtype="float32",
-    )
+        model="tiny", variants={PLAIN: None, "ngram 4": NGRAM}, workloads=("copy",), batches=(1, 2),
+        new_tokens=24, repeats=2, threads=1, dtype="float32",
+    )  # fmt: skip
     return measure(work, lambda what: None)
 
 
