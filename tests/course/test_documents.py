@@ -194,9 +194,3 @@ def test_container_lines_fit_the_dockerfile():
     for needed in ("--network none", "--read-only", f"--tmpfs {scratch}", "--memory ", "--pids"):
         assert needed in run
     assert 'ENTRYPOINT ["python", "-m", "minillm_exercises"]' in dockerfile
-
-
-def test_assistants_are_sent_to_the_same_page():
-    text = text_of(ROOT / "exercises" / "CLAUDE.md").strip()
-    assert text.startswith("@")
-    assert (ROOT / "exercises" / text[1:]).is_file()

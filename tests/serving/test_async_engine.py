@@ -281,41 +281,6 @@ def test_an_abort_gives_a_last_output_wherever_the_request_is(engine_of, monkeyp
     run(main())
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_blocks_of_an_aborted_request_are_free_after_the_step_in_flight(engine_of, overlap):
-    engine = engine_of(async_scheduling=overlap, enable_prefix_caching=False)
-
-    def held() -> tuple[int, int]:
-        """Between two steps: the last one that was committed, and blocks that no request has."""
-        scheduler = engine._engine.scheduler
-        own = {block for one in scheduler.running for block in one.table.blocks}
-        pool = scheduler.blocks.pool
-        in_flight = len(engine._engine._steps)
-        return scheduler.record.step - in_flight, pool.num_blocks - pool.num_free - len(own)
-
-    async def main() -> None:
-        params = SamplingParams(n=1, temperature=0, max_tokens=50, ignore_eos=True)
-        streams = [engine.generate(PROMPTS[i], params, f"{i}") for i in range(3)]
-        rest = [asyncio.create_task(last(stream)) for stream in streams]
-        while (await in_thread(engine, held))[0] < 4:
-            pass
-        go = threading.Event()
-        engine._steps.call(go.wait)  # what is called until then is done in one pause
-        aborted, first = engine._steps.abort(["1"]), engine._steps.call(held)
-        go.set()
-        await asyncio.wrap_future(aborted)
-        step, left = await asyncio.wrap_future(first)
-        assert (left > 0) == overlap
-        while (now := await in_thread(engine, held))[0] == step:
-            pass
-        assert now[1] == 0
-        outputs = await asyncio.gather(*rest)
-        assert [reasons(output) for output in outputs] == [{"length"}, {"abort"}, {"length"}]
-        await idle(engine)
-
-    run(main())
-
-
 # ---- one bad request harms no other -------------------------------------------------------------
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

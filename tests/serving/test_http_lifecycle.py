@@ -11,7 +11,7 @@ import pytest
 
 from minillm.serving import server as server_module
 from minillm.serving.guard import MAX_BODY
-from tests.serving.http_small import Served, frames_of, served
+from tests.serving.http_small import Served, served
 
 LONG = {"max_tokens": 50, "ignore_eos": True, "temperature": 0}
 
@@ -112,26 +112,6 @@ def test_a_pipelined_stream_of_a_client_that_reads_nothing(server: Served) -> No
     time.sleep(0.2)
     reset(wire)
     server.assert_idle()
-
-
-def test_a_slow_reader_gets_all_and_delays_no_one(server: Served) -> None:
-    right = server.complete("def fib(n):", max_tokens=50, ignore_eos=True)["choices"][0]["text"]
-    slow = request(server, "/v1/completions", prompt="def fib(n):", stream=True, logprobs=5)
-    begin = time.monotonic()
-    assert server.complete("def fib(n):", **LONG)["choices"][0]["text"] == right
-    assert time.monotonic() - begin < 20
-    got = b""
-    while b"[DONE]" not in got:
-        got += slow.recv(997)
-        time.sleep(0.002)
-    slow.close()
-    body = got.partition(b"\r\n\r\n")[2]
-    text, rest = b"", body
-    while rest:  # chunked transfer encoding
-        size, _, rest = rest.partition(b"\r\n")
-        text, rest = text + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-    frames = frames_of(text)
-    assert "".join(each["choices"][0]["text"] for each in frames) == right
 
 
 # ---- bodies ------------------------------------------------------------------------------------

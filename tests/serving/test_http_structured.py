@@ -4,7 +4,6 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -145,40 +144,3 @@ def test_a_grammar_that_exceeds_a_limit_ends_its_request_alone(server: Served) -
     assert "No token is left to choose from: structured_outputs" in reply.message
     assert found == [healthy]
     server.assert_idle()
-
-
-@pytest.mark.parametrize("count", [40, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_many_schemas_and_the_engine_lives(server: Served, count: int) -> None:
-    """Fragments of schemas put together by chance: each is served or refused."""
-    dice, statuses = Random(0), set()
-    for _ in range(count):
-        asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": fuzzed(dice, 3)}}
-        body = {"prompt": "x", "max_tokens": 6, "response_format": asked}
-        reply = server.send(C, body)
-        statuses.add(reply.status)
-        assert reply.status in (200, 400), reply.body
-        assert reply.status == 200 or reply.message.endswith((".", "?")), reply.body
-    assert statuses == {200, 400}
-    server.assert_idle()
-
-
-VALUES = [None, True, 0, -1, 1e300, "", "integer", "object", "string", "(", "^a+$", [], {}, ["a"],
-          "#", "#/$defs/a", "date", 2**70, "\ud83d\ude00", "array"]  # fmt: skip
-KEYS = ["type", "properties", "items", "enum", "const", "pattern", "minimum", "maximum",
-        "minLength", "maxLength", "required", "anyOf", "allOf", "oneOf", "$ref", "$defs",
-        "format", "additionalProperties", "prefixItems", "minItems", "maxItems",
-        "x-guidance", "a"]  # fmt: skip
-
-
-def fuzzed(dice: Any, depth: int) -> dict[str, Any]:
-    """An object with keys of schemas."""
-    made: dict[str, Any] = {}
-    for key in dice.sample(KEYS, dice.randrange(4)):
-        kind = dice.random()
-        if kind < 0.5 or not depth:
-            made[key] = dice.choice(VALUES)
-        elif kind < 0.8:
-            made[key] = fuzzed(dice, depth - 1)
-        else:
-            made[key] = [fuzzed(dice, depth - 1) for _ in range(dice.randrange(3))]
-    return made

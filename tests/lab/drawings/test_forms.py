@@ -282,21 +282,6 @@ def test_a_trace_is_a_sequence(trace: Trace) -> None:
     assert "no step yet" in repr(Trace())
 
 
-def test_clear_forgets_steps_but_not_who_runs(folder: Path) -> None:
-    with engine(folder) as llm:
-        core = llm.engine
-        core.add(
-            core.make_request("a", None, [1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
-        )
-        core.step()
-        llm.trace.clear()
-        assert (len(llm.trace), llm.trace.num_dropped) == (0, 1)
-        while core.has_work:
-            core.step()
-        assert [one.request_id for one in llm.trace.requests()] == ["a"]
-        assert llm.trace.requests()[0].num_tokens == (8,)
-
-
 def test_what_follows_a_cleared_step_is_known(folder: Path) -> None:
     """An abort belongs to the step before it, and a step may be cleared while it runs."""
     with engine(folder) as llm:
