@@ -3,19 +3,23 @@
 import math
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from notebook_chapter import chapters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import LLM
 from minillm.execution.graphs import has_graphs
-from minillm.lab.hardware import DATASHEET
+from minillm.lab.hardware import DATASHEET, Hardware
+from minillm.lab.roofline import step_cost
 from minillm.ops import c_library, cpu
 from minillm_exercises.chapters import ch12
 from minillm_exercises.chapters.ch12 import DecodeStep, Rung, calls_of
 from minillm_exercises.chapters.ch12_device import Job, bubbles, drive
-from minillm_exercises.chapters.ch12_recordings import give_graphs, into, padding
+from minillm_exercises.chapters.ch12_recordings import Again, give_graphs, into, padding
+from minillm_exercises.timing import measure
 
 NO_C = cpu.functions(torch.float32) is None  # on this machine
 
@@ -262,3 +266,58 @@ def test_ceilings_are_measured_again_while_a_model_reads_faster(rates, sizes, wa
     panels = {"a": [Rung("", seconds, 0.0, 1)]}
     assert ch12.bandwidth(panels, {"a": sizes}, before, again=again) == 1e9 * wanted
     assert len(asked) == calls
+
+
+# ---- the page: cells for a GPU, run with a fake one -----------------------------------------
+
+
+def source_of(start: str) -> str:
+    """The chapter's code cell that begins like this."""
+    (path,) = chapters.chapter_paths(wanted=("12",))
+    cells = [cell["source"] for _, cell in chapters.code_cells(chapters.read_notebook(path))]
+    (found,) = [source for source in cells if source.startswith(start)]
+    return found
+
+
+def test_the_cells_for_a_gpu_capture_replay_and_compare(monkeypatch, capsys):
+    """The fake device captures by calling the step again, over the same tensors."""
+    monkeypatch.setenv("MINILLM_QUICK", "1")
+    names = {"DecodeStep": DecodeStep, "measure": measure, "torch": torch, "ch12": ch12}
+    exec(source_of("def captured"), names)
+    asked = []
+
+    def on_cpu(model: str, device: str, **options: object) -> LLM:
+        asked.append(device)
+        return LLM(model, device="cpu", dtype="float32", max_model_len=512, **options)
+
+    def ceilings_of(device: str) -> Hardware:
+        asked.append(device)
+        return DATASHEET["h100-sxm"]
+
+    names |= {"LLM": on_cpu, "has_graphs": lambda device: True, "CudaCapture": lambda _: Again()}
+    names |= {
+        "step_cost": step_cost,
+        "say": print,
+        "ceilings": SimpleNamespace(measure=ceilings_of),
+    }
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    exec(source_of("if torch.cuda.is_available()"), names)
+    said = capsys.readouterr().out
+    assert asked == ["cuda", "cuda"]
+    assert said.startswith("measured on the GPU: ")
+    assert "next position right: True" in said
+
+
+class FrozenLength(Again):
+    """A capture that keeps the inputs of the recording, as plain torch's attention does."""
+
+    def capture(self, run):
+        run()
+        return lambda: None
+
+
+def test_a_replay_of_old_inputs_is_reported_as_wrong(monkeypatch, tiny):
+    monkeypatch.setenv("MINILLM_QUICK", "1")
+    names = {"DecodeStep": DecodeStep, "measure": measure, "torch": torch, "ch12": ch12}
+    exec(source_of("def captured"), names)
+    assert names["captured"](tiny, FrozenLength())[2] is False

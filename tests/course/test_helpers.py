@@ -9,6 +9,8 @@ import pytest
 
 from minillm_exercises import bound, compare, explore, fact, figure, measure, predict, record, show
 from minillm_exercises.errors import ExerciseError
+from minillm_exercises.plots import series
+from minillm_exercises.predictions import Prediction
 from minillm_exercises.quiz import load_quiz, quiz_text
 from minillm_exercises.timing import Timing
 
@@ -224,6 +226,23 @@ def test_the_caption_is_the_alternative_text(monkeypatch) -> None:
     for caption in ("", "Figure 1", "no full stop in this caption"):
         with pytest.raises(ExerciseError, match="no sentence"):
             show(fig, caption)
+
+
+def test_a_listing_is_folded_and_says_its_source(monkeypatch) -> None:
+    import IPython.display
+
+    from minillm_exercises import listing
+
+    shown = []
+    monkeypatch.setattr(IPython.display, "display", shown.append)
+    listing("How a plot is made", Prediction.text, series)
+    (page,) = shown
+    text = page.data
+    assert text.startswith("<details><summary>How a plot is made</summary>\n\n```python\ndef text(")
+    assert "\n\ndef series(" in text
+    assert text.endswith("```\n\n</details>")
+    with pytest.raises(ExerciseError, match="needs a function"):
+        listing("Nothing")
 
 
 def test_explore_draws_the_static_twin_and_checks_its_choices() -> None:
