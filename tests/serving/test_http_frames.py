@@ -129,17 +129,6 @@ def test_comments_keep_a_silent_stream_open(server, monkeypatch):
     release()
 
 
-def test_text_that_is_no_utf8_is_held_back(server: Served) -> None:
-    """The first byte of a character has no text; its token counts in usage nevertheless."""
-    bias = {str(i): -100 for i in range(264) if i not in (226, 130, 172, 0xC3)}
-    options = {"stream_options": {"include_usage": True}}
-    body = {"prompt": "a", "max_tokens": 10, "logit_bias": bias, "ignore_eos": True} | options
-    frames = server.stream("/v1/completions", body)
-    whole = server.send("/v1/completions", body | {"stream_options": None, "temperature": 0}).data
-    assert joined(frames)[0] == whole["choices"][0]["text"]
-    assert frames[-1]["usage"]["completion_tokens"] == 10
-
-
 def test_a_token_whose_text_is_held_back_has_a_frame(server: Served) -> None:
     # Clients take the first frame with a choice as the time to the first token.
     body = body_of("text_completion", max_tokens=24, stop=["a stop string " * 15])

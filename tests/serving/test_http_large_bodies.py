@@ -134,13 +134,3 @@ def test_a_long_text_without_special_tokens_is_not_tokenised(server, monkeypatch
     monkeypatch.setattr(server.parts.tokenizer, "encode", None)
     reply = server.send(C, {"prompt": "x" * (MAX_BODY - 100), "add_special_tokens": False})
     assert reply.data["error"]["code"] == "context_length_exceeded"
-
-
-def test_a_message_cannot_contain_special_tokens(server: Served) -> None:
-    eos = server.engine.tokenizer.eos_token_id
-    body = chat("Hi <eos>")
-    assert eos not in server.send("/tokenize", body).data["tokens"]
-    got = server.send(CHAT, body | {"max_tokens": 1, "return_token_ids": True}).data
-    ids = got["prompt_token_ids"]
-    assert ids == server.send("/tokenize", body).data["tokens"]
-    assert server.send("/detokenize", {"tokens": ids}).data["prompt"].startswith("<user>Hi <eos>\n")
