@@ -197,18 +197,6 @@ def test_a_policy_of_ones_own_is_a_function() -> None:
     assert line.drain() == [1, 3, 2, 0]
 
 
-def test_a_policy_of_ones_own_may_read_the_cache() -> None:
-    def fewest_cached_first(request: Request, arrival: int, num_cached: int) -> tuple[float, ...]:
-        return (num_cached, arrival)
-
-    line = Line(Policy(fewest_cached_first, reads_cache=True), "hash")
-    line.add(PREFIX)
-    line.drain()
-    for end in (32, 16, 0):
-        line.add((*PREFIX[:end], 5))
-    assert line.drain()[1:] == [3, 2, 1]
-
-
 def sequence_of(length: int, max_tokens: int, n: int) -> Sequence:
     request = Request("a", prompt(length), SamplingParams(n=n), max_tokens)
     return Sequence(0, request, 0, 0, (0,))

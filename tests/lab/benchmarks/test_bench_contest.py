@@ -20,10 +20,10 @@ from minillm.lab.benchmarks.beside import busy_processes, fair_share
 from minillm.lab.benchmarks.ceiling import SUMS, Ceiling
 from minillm.lab.benchmarks.compare import Work
 from minillm.lab.benchmarks.compare_table import show
-from minillm.lab.benchmarks.contest import Case, Contest, Run, calmest, decode_run, prompts_of
+from minillm.lab.benchmarks.contest import Case, Contest, Run, decode_run, prompts_of
 from minillm.lab.benchmarks.engine_process import EngineFailedError
 from minillm.lab.benchmarks.lengths import LENGTHS
-from minillm.lab.benchmarks.others import DISTURBED, Watch, busy_ticks, group_ticks
+from minillm.lab.benchmarks.others import Watch, busy_ticks, group_ticks
 from minillm.lab.benchmarks.peers.protocol import Timeline
 from minillm.models.presets import preset
 
@@ -205,12 +205,6 @@ def test_disturbed_runs_are_made_again(three: list[FakeEngine], quiet: list[floa
     assert [run.others for run in scores["b"].runs] == [0.0, 0.0, 0.0]
     assert all(len(score.runs) == 3 for score in scores.values())
     assert quiet == []
-
-
-def test_the_calmest_runs_are_chosen_by_what_others_did() -> None:
-    runs = [Run(0, at, 1, 1, others) for at, others in enumerate((DISTURBED, 0.9, 0.0, 0.3))]
-    assert calmest(runs, 1) == runs[:1]
-    assert calmest(runs, 3) == [runs[0], *runs[2:]]
 
 
 # ---- beside busy processes --------------------------------------------------------------------

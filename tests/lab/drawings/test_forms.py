@@ -88,19 +88,6 @@ def test_a_save_that_breaks_off_leaves_the_old_file(trace, tmp_path, monkeypatch
     assert Trace.load(path)[0].step == trace[0].step
 
 
-def test_hostile_request_ids_survive(folder: Path, tmp_path: Path) -> None:
-    names = ['</script><b>"', "\u2028\u202e", "x" * 5000, "\ud7ff\n"]
-    with engine(folder) as llm:
-        for name in names:
-            params = SamplingParams(max_tokens=2)
-            llm.engine.add(llm.engine.make_request(name, None, [1, 2], params))
-        while llm.engine.has_work:
-            llm.engine.step()
-        llm.trace.save(tmp_path / "run.jsonl")
-    again = Trace.load(tmp_path / "run.jsonl")
-    assert [one.request_id for one in again.requests()] == names
-
-
 def test_a_file_of_the_format_before_is_read(folder: Path, tmp_path: Path) -> None:
     """It knew of no drafts: neither in steps nor in those who ran before the first."""
     path = tmp_path / "old.jsonl"

@@ -59,18 +59,6 @@ def test_the_caps_fit_into_the_time_and_nothing_is_hopeless(seconds):
     assert "facts" in {stage.name for stage in kept}
 
 
-def test_short_leases_keep_what_matters_most():
-    """Right tokens before speed, the speed of the engine before that of single kernels."""
-    names = {stage.name: stage.cap for stage in within(STAGES, 420)}
-    assert names["smoke"] == 95
-    assert names["engine"] == 80
-    assert names["decode"] == 95
-    assert "rest" not in names
-    assert [stage.name for stage in within(STAGES, 150) if not stage.beside][:3] == [
-        "facts", "smoke", "engine"
-    ]  # fmt: skip
-
-
 def test_only_names_stages_and_facts_come_along():
     assert [stage.name for stage in plan.chosen(["nano", "decode"])] == ["facts", "decode", "nano"]
     with pytest.raises(ConfigError, match=r"no stage 'nanno'.* Did you mean 'nano'"):
