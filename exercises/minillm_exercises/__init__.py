@@ -23,25 +23,7 @@ from minillm_exercises.timing import Timing, measure
 from minillm_exercises.widgets import explore, step_through
 
 __all__ = [
-    "Timing",
-    "bars",
-    "bound",
-    "check",
-    "compare",
-    "engine",
-    "explore",
-    "fact",
-    "figure",
-    "hint",
-    "listing",
-    "measure",
-    "predict",
-    "quiz",
-    "record",
-    "say",
-    "series",
-    "show",
-    "step_through",
-    "task",
-    "turn",
-]
+    "Timing", "bars", "bound", "check", "compare", "engine", "explore", "fact", "figure", "hint",
+    "listing", "measure", "predict", "quiz", "record", "say", "series", "show", "step_through",
+    "task", "turn",
+]  # fmt: skip

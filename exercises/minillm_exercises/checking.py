@@ -46,16 +46,10 @@ KINDS = (
 # The types a result may be made of. Two values are comparable when they are of one family: a bool
 # is no number here, a list may stand for a tuple. `torch` adds the family "tensor".
 FAMILIES = (
-    ("bool", (bool,)),
-    ("number", (int, float)),
-    ("text", (str,)),
-    ("bytes", (bytes,)),
-    ("None", (type(None),)),
-    ("sequence", (list, tuple)),
-    ("other sequence", (range, deque)),
-    ("set", (set, frozenset)),
-    ("map", (dict, OrderedDict, defaultdict, Counter)),
-)
+    ("bool", (bool,)), ("number", (int, float)), ("text", (str,)), ("bytes", (bytes,)),
+    ("None", (type(None),)), ("sequence", (list, tuple)), ("other sequence", (range, deque)),
+    ("set", (set, frozenset)), ("map", (dict, OrderedDict, defaultdict, Counter)),
+)  # fmt: skip
 FAMILY_OF = MappingProxyType({id(kind): name for name, kinds in FAMILIES for kind in kinds})
 # Types without parts, most of what a result is made of: asked first, because checks compare by the
 # hundred thousand.

@@ -219,13 +219,10 @@ def _attempt(reporter: _Reporter, job: Job, run: Callable[[], Trace | None]) -> 
             reporter.give_up(error, "gpu")
         line, frame = learner_frame(error.__traceback__, str(job.file))
         report = {
-            "status": _status(error, line),
-            "type": type(error).__name__,
-            "message": text_of(error),
-            "line": line,
-            "values": values_of(frame),
+            "status": _status(error, line), "type": type(error).__name__, "message": text_of(error),
+            "line": line, "values": values_of(frame),
             "trace": compact_trace(getattr(error, "trace", None)),
-        }
+        }  # fmt: skip
         error.__traceback__ = None  # frees what the frames hold
         return report
 

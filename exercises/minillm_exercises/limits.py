@@ -46,11 +46,9 @@ def restrict(limits: Limits) -> None:
     except ImportError:
         return
     bounds = {
-        "RLIMIT_CORE": 0,
-        "RLIMIT_NOFILE": limits.files,
-        "RLIMIT_FSIZE": limits.file_size,
+        "RLIMIT_CORE": 0, "RLIMIT_NOFILE": limits.files, "RLIMIT_FSIZE": limits.file_size,
         "RLIMIT_AS": _memory(limits),
-    }
+    }  # fmt: skip
     for name, value in bounds.items():
         kind = getattr(resource, name, None)
         if kind is not None and value is not None:

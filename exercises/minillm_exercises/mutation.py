@@ -13,33 +13,14 @@ from types import MappingProxyType
 from typing import Any
 
 # Each operator with its sign, and the sign of what it becomes.
-OPERATORS: Mapping[str, tuple[type[ast.AST], str]] = MappingProxyType(
-    {
-        "+": (ast.Add, "-"),
-        "-": (ast.Sub, "+"),
-        "*": (ast.Mult, "+"),
-        "/": (ast.Div, "*"),
-        "//": (ast.FloorDiv, "/"),
-        "%": (ast.Mod, "//"),
-        "**": (ast.Pow, "*"),
-        "<<": (ast.LShift, ">>"),
-        ">>": (ast.RShift, "<<"),
-        "&": (ast.BitAnd, "|"),
-        "|": (ast.BitOr, "&"),
-        "and": (ast.And, "or"),
-        "or": (ast.Or, "and"),
-        "<": (ast.Lt, "<="),
-        "<=": (ast.LtE, "<"),
-        ">": (ast.Gt, ">="),
-        ">=": (ast.GtE, ">"),
-        "==": (ast.Eq, "!="),
-        "!=": (ast.NotEq, "=="),
-        "is": (ast.Is, "is not"),
-        "is not": (ast.IsNot, "is"),
-        "in": (ast.In, "not in"),
-        "not in": (ast.NotIn, "in"),
-    }
-)
+OPERATORS: Mapping[str, tuple[type[ast.AST], str]] = MappingProxyType({
+    "+": (ast.Add, "-"), "-": (ast.Sub, "+"), "*": (ast.Mult, "+"), "/": (ast.Div, "*"),
+    "//": (ast.FloorDiv, "/"), "%": (ast.Mod, "//"), "**": (ast.Pow, "*"), "<<": (ast.LShift, ">>"),
+    ">>": (ast.RShift, "<<"), "&": (ast.BitAnd, "|"), "|": (ast.BitOr, "&"), "and": (ast.And, "or"),
+    "or": (ast.Or, "and"), "<": (ast.Lt, "<="), "<=": (ast.LtE, "<"), ">": (ast.Gt, ">="),
+    ">=": (ast.GtE, ">"), "==": (ast.Eq, "!="), "!=": (ast.NotEq, "=="), "is": (ast.Is, "is not"),
+    "is not": (ast.IsNot, "is"), "in": (ast.In, "not in"), "not in": (ast.NotIn, "in"),
+})  # fmt: skip
 SIGNS = MappingProxyType({kind: sign for sign, (kind, _) in OPERATORS.items()})
 UNTOUCHED = ("annotation", "returns", "decorator_list", "type_params")
 DROPPED = ast.Expr | ast.AugAssign | ast.Break | ast.Continue | ast.If

@@ -46,18 +46,14 @@ def report(session: Session, graded: Sequence[Graded], seed: int = 0) -> dict[st
     most = sum(max_points(e) for e in session.manifest.values())
     told = [(e.id, progress.of(e.id)) for e in session.manifest.values()]
     data = {
-        "version": VERSION,
-        "status": _status(tests),
-        "tests": tests,
-        "score": {"earned": earned, "max": most},
-        "summary": public_summary(tests),
+        "version": VERSION, "status": _status(tests), "tests": tests,
+        "score": {"earned": earned, "max": most}, "summary": public_summary(tests),
         "exercises": {e.id: _exercise(e, v) for e, v in graded},
         "hints": {key: entry.hints for key, entry in told if entry.hints},
         "attempts": {key: entry.attempts for key, entry in told if entry.attempts},
-        "gave_up": [key for key, entry in told if entry.gave_up],
-        "seed": seed,
+        "gave_up": [key for key, entry in told if entry.gave_up], "seed": seed,
         "env": environment(),
-    }
+    }  # fmt: skip
     return data if tests else data | {"message": "No exercise was begun, so nothing was graded."}
 
 
@@ -76,12 +72,9 @@ def _status(tests: Sequence[Mapping[str, Any]]) -> str:
 
 def _exercise(exercise: Exercise, verdict: Verdict) -> dict[str, Any]:
     return {
-        "status": verdict.status,
-        "earned": verdict.earned,
-        "max": max_points(exercise),
-        "message": verdict.message,
-        "misconception": verdict.misconception,
-    }
+        "status": verdict.status, "earned": verdict.earned, "max": max_points(exercise),
+        "message": verdict.message, "misconception": verdict.misconception,
+    }  # fmt: skip
 
 
 def _tests(exercise: Exercise, verdict: Verdict, number: int) -> list[dict[str, Any]]:
@@ -119,14 +112,11 @@ def environment() -> dict[str, str]:
     from minillm_exercises.doctor import torch_facts
 
     return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "torch": installed("torch"),
-        "triton": installed("triton"),
-        "device": str(torch_facts().get("device", "none")),
-        "minillm": installed("minillm-course"),
+        "python": platform.python_version(), "platform": platform.platform(),
+        "torch": installed("torch"), "triton": installed("triton"),
+        "device": str(torch_facts().get("device", "none")), "minillm": installed("minillm-course"),
         "commit": commit(),
-    }
+    }  # fmt: skip
 
 
 def installed(name: str) -> str:

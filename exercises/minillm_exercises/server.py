@@ -70,12 +70,9 @@ def supervise(job: Job, loaded: Mapping[str, Check], method: str = METHOD) -> di
     if hasattr(signal, "SIGXCPU") and process.exitcode == -signal.SIGXCPU:
         reports.append({"event": "timeout", "check": _running(reports), "kind": "operation"})
     return {
-        "limits": vars(job.limits),
-        "reports": reports,
-        "exit": process.exitcode,
-        "fault": _fault_line(job),
-        "printed": _read(job.printed, MAX_PRINTED),
-    }
+        "limits": vars(job.limits), "reports": reports, "exit": process.exitcode,
+        "fault": _fault_line(job), "printed": _read(job.printed, MAX_PRINTED),
+    }  # fmt: skip
 
 
 def _run_afresh(channel: Connection, word: bytes, job: Job) -> None:

@@ -23,14 +23,9 @@ from minillm_exercises.triton_mode import INTERPRETED
 CAPABILITY = 80  # the oldest that the kernels of this course are for
 SHARED = "triton._C"  # the library is loaded once
 NEEDED = (
-    "triton",
-    "triton.language",
-    "triton.compiler.compiler",
-    "triton.compiler.code_generator",
-    "triton.runtime.driver",
-    "triton.runtime.jit",
-    "triton.backends.compiler",
-)
+    "triton", "triton.language", "triton.compiler.compiler", "triton.compiler.code_generator",
+    "triton.runtime.driver", "triton.runtime.jit", "triton.backends.compiler",
+)  # fmt: skip
 
 
 class _CompiledError(Exception):

@@ -436,19 +436,7 @@ def fair_clocks(chapter: Chapter) -> Violations:
 
 
 RULES: tuple[Callable[[Chapter], Violations], ...] = (
-    clean_run,
-    python_only,
-    metadata,
-    elements,
-    seen_first,
-    alternative_texts,
-    fact_cells,
-    no_clock_in_facts,
-    bound_numbers,
-    private_things,
-    results_on_record,
-    predictions,
-    your_turns,
-    tasks_and_papers,
-    fair_clocks,
-)
+    clean_run, python_only, metadata, elements, seen_first, alternative_texts, fact_cells,
+    no_clock_in_facts, bound_numbers, private_things, results_on_record, predictions, your_turns,
+    tasks_and_papers, fair_clocks,
+)  # fmt: skip

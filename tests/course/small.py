@@ -112,18 +112,13 @@ def test_counts(impl):
     equal(counter.count, 1, "after one add")
 """
 FILES = {
-    "exercises.toml": MANIFEST,
-    "e90_sums/README.md": README,
-    "e90_sums/e90_1.py": STARTER,
-    "e90_sums/test_e90_1.py": CHECKS,
-    "e90_sums/e90_2.py": COUNTER,
-    "e90_sums/test_e90_2.py": COUNTER_CHECKS,
-    "e91_kernels/e91_1.py": STARTER,
-    "e91_kernels/test_e91_1.py": CHECKS,
-    "_solutions/e90_1/solution.py": SOLUTION,
+    "exercises.toml": MANIFEST, "e90_sums/README.md": README, "e90_sums/e90_1.py": STARTER,
+    "e90_sums/test_e90_1.py": CHECKS, "e90_sums/e90_2.py": COUNTER,
+    "e90_sums/test_e90_2.py": COUNTER_CHECKS, "e91_kernels/e91_1.py": STARTER,
+    "e91_kernels/test_e91_1.py": CHECKS, "_solutions/e90_1/solution.py": SOLUTION,
     "_solutions/e90_1/alternate.py": SOLUTION.replace("a + b", "sum((a, b))"),
     "_solutions/e90_1/mutants.toml": MUTANTS,
-}
+}  # fmt: skip
 
 
 def write_course(root: Path) -> Path:

@@ -48,15 +48,12 @@ def run(folder: Path, monkeypatch, capsys, prompts: tuple[str, ...] = ()) -> tup
     return status, capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("parts", "says"),
-    [
-        (("e03.1",), ["rows of e03.1", "one request at a time", "computed every time"]),
-        (("e03.1", "e06.1"), ["rows of e03.1", "scheduler of e06.1"]),
-        (("e07.1",), ["blocks of e07.1", "one request at a time", "second answer (equal"]),
-        (PARTS, ["blocks of e07.1", "scheduler of e06.1", "tree of e09.1"]),
-    ],
-)
+@pytest.mark.parametrize(("parts", "says"), [
+    (("e03.1",), ["rows of e03.1", "one request at a time", "computed every time"]),
+    (("e03.1", "e06.1"), ["rows of e03.1", "scheduler of e06.1"]),
+    (("e07.1",), ["blocks of e07.1", "one request at a time", "second answer (equal"]),
+    (PARTS, ["blocks of e07.1", "scheduler of e06.1", "tree of e09.1"]),
+])  # fmt: skip
 def test_texts_are_those_of_the_real_engine(parts, says, tmp_path, monkeypatch, capsys):
     session = session_with(tmp_path, {name: solution(name) for name in parts})
     file, lines = assemble(session)

@@ -14,7 +14,6 @@ from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm_exercises import record
 from minillm_exercises.chapters.ch01 import (
     attention_pass,
-    count_calls,
     count_operations,
     doubling_length,
     nearest,
@@ -23,16 +22,9 @@ from minillm_exercises.chapters.ch01 import (
 from minillm_exercises.errors import ExerciseError
 
 SMALL = ModelConfig(
-    family="llama",
-    vocab_size=96,
-    hidden_size=32,
-    num_layers=3,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=4,
-    intermediate_size=56,
-    max_position_embeddings=64,
-)
+    family="llama", vocab_size=96, hidden_size=32, num_layers=3, num_heads=8, num_kv_heads=2,
+    head_dim=4, intermediate_size=56, max_position_embeddings=64,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -68,12 +60,6 @@ def test_operations_of_a_prompt_are_counted_while_it_runs(tokens):
     prompt = [Chunk(0, 0, range(tokens))]
     _, expected = by_hand.run(prompt, by_hand.allocate(1, tokens))
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
-
-
-def test_calls_are_counted():
-    x = torch.ones(3)
-    assert count_calls(lambda: x.add(1).mul(2)) == 2
-    assert count_calls(lambda: None) == 0
 
 
 def test_the_doubling_length_lies_between_measured_ones(capsys):

@@ -1,6 +1,5 @@
 """Chapter 04: its own functions, what it says about seeds, the claims of category D recomputed."""
 
-import json
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
@@ -43,9 +42,6 @@ def recorded(bits: dict[str, tuple[float, ...]], text: str = "stdlib") -> Record
     return Record(tuple(runs), 4096, {text: 100})
 
 
-# ---- counting --------------------------------------------------------------------------------
-
-
 def test_made_counts_new_tensors_and_no_views():
     x = torch.empty(4, 8, device="meta")
     with ch04.made() as found:
@@ -65,17 +61,6 @@ def test_forms_agree_with_the_cost_model_of_the_engine():
         up = 2 * queries * DEEPSEEK.num_layers * 128 * 512 * (128 + 128)
         assert found.operations == cost.attention_flops + up
         assert found.num_bytes - cost.kv_read_bytes == up // queries
-
-
-def test_forms_refuse_what_is_impossible():
-    with pytest.raises(ExerciseError, match="llama configuration has no latent"):
-        ch04.forms(LLAMA, 1, 1)
-    for queries, seq in ((0, 4), (5, 4)):
-        with pytest.raises(ExerciseError, match=f"{queries} queries at the end of {seq} tokens"):
-            ch04.forms(DEEPSEEK, queries, seq)
-
-
-# ---- an MLA layer, taken apart ---------------------------------------------------------------
 
 
 def test_the_weights_taken_apart_are_those_of_the_engine():
@@ -101,9 +86,6 @@ def test_the_first_layer_is_run_on_the_tokens_it_is_given():
     assert not torch.allclose(out[2], changed[2], atol=1e-4)
 
 
-# ---- what seeds can tell ---------------------------------------------------------------------
-
-
 def verdict(one: tuple[float, ...], other: tuple[float, ...]) -> Verdict:
     (found,) = ch04_variants.judge(recorded({"mha": one, "mqa": other}), "stdlib")
     return found
@@ -121,16 +103,13 @@ def test_a_difference_beyond_the_seeds_is_told_in_either_direction():
     assert found.sentence.startswith("MHA needs 0.110 bits per byte more than MQA (0.100 to 0.120")
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "why"),
-    [
-        ((1.30, 1.31, 1.29), (1.31, 1.30, 1.30), "the seeds disagree about the sign"),
-        ((1.31, 1.30, 1.30), (1.309, 1.319, 1.319), "one seed says the opposite of the mean"),
-        ((1.30, 1.34, 1.26), (1.33, 1.37, 1.29), "they agree, by less than seeds differ"),
-        ((1.30, 1.30, 1.30), (1.30, 1.30, 1.30), "there is no difference at all"),
-        ((1.30,), (1.90,), "one seed has no spread"),
-    ],
-)
+@pytest.mark.parametrize(("one", "other", "why"), [
+    ((1.30, 1.31, 1.29), (1.31, 1.30, 1.30), "the seeds disagree about the sign"),
+    ((1.31, 1.30, 1.30), (1.309, 1.319, 1.319), "one seed says the opposite of the mean"),
+    ((1.30, 1.34, 1.26), (1.33, 1.37, 1.29), "they agree, by less than seeds differ"),
+    ((1.30, 1.30, 1.30), (1.30, 1.30, 1.30), "there is no difference at all"),
+    ((1.30,), (1.90,), "one seed has no spread"),
+])  # fmt: skip
 def test_what_seeds_cannot_show_is_not_told(one, other, why):
     found = verdict(one, other)
     assert not found.apart, why
@@ -167,30 +146,6 @@ def test_luck_counts_the_orders_in_which_one_variant_wins_throughout():
         assert ch04_variants.luck(seeds) == Fraction(len(apart), len(orders))
 
 
-def test_a_record_is_read_from_the_file_of_the_training(tmp_path):
-    run = {
-        "variant": "gqa",
-        "seed": 2,
-        "parameters": 9,
-        "kv_bytes_per_token": 1024,
-        "bits_per_byte": {"stdlib": 1.5, "jinja2": 1.25},
-    }
-    sizes = {name: {"bytes": 100, "tokens": 30} for name in run["bits_per_byte"]}
-    control = {**run, "variant": "mha-plain", "bits_per_byte": {"stdlib": 1.75}}
-    data = {"tokens_per_run": 77, "held_out": sizes, "runs": [run], "controls": [control]}
-    (tmp_path / "results.json").write_text(json.dumps(data))
-    record = ch04_variants.load_record(tmp_path / "results.json")
-    assert record.tokens_per_run == 77
-    assert record.held_out_bytes == {"stdlib": 100, "jinja2": 100}
-    assert record.runs == (Run("gqa", 2, 9, 1024, {"stdlib": 1.5, "jinja2": 1.25}),)
-    assert record.controls == (Run("mha-plain", 2, 9, 1024, {"stdlib": 1.75}),)
-
-
-def test_a_missing_record_says_what_makes_it(tmp_path):
-    with pytest.raises(ExerciseError, match=r"minillm\.lab\.training variants"):
-        ch04_variants.load_record(tmp_path / "none.json")
-
-
 def test_what_norms_are_worth_is_measured_from_the_same_seeds():
     record = recorded({"mha": (1.0, 1.25, 1.5), "mqa": (1.5,), "mla": (2.0, 1.0)})
     controls = tuple(
@@ -201,9 +156,6 @@ def test_what_norms_are_worth_is_measured_from_the_same_seeds():
     record = replace(record, controls=controls[:1])
     assert record.below_plain("mla", "stdlib") == 1.5 - 2.0
     assert record.widest("stdlib") == 0.25  # of the means 1.25, 1.5 and 1.5
-
-
-# ---- the weights -----------------------------------------------------------------------------
 
 
 def test_a_pool_sees_key_and_value_heads_and_nothing_else():

@@ -10,7 +10,6 @@ from minillm.lab.roofline import step_time
 from minillm.models.presets import preset
 from minillm.plan.cost import kv_bytes_per_token
 from minillm_exercises.chapters import ch05
-from minillm_exercises.errors import ExerciseError
 
 CARD, H100 = DATASHEET["rtx-5070-ti"], DATASHEET["h100-sxm"]
 TWICE = replace(CARD, peak_flops=2 * CARD.peak_flops)
@@ -20,9 +19,6 @@ QWEN, SMALL = preset("qwen2.5-3b"), preset("smollm2-135m")
 @pytest.fixture(scope="module")
 def tiny() -> LLM:
     return LLM("tiny", dtype="float32", device="cpu", enforce_eager=True)
-
-
-# ---- the chapter's functions -------------------------------------------------------------------
 
 
 def test_a_hollow_model_makes_the_same_calls_with_hardly_any_weights(tiny):
@@ -69,8 +65,3 @@ def test_no_batch_turns_beyond_the_longest_context():
     time = step_time(ch05.decode_cost(QWEN, 2**14, 4096), CARD)
     assert time.memory_seconds > 2 * time.compute_seconds
     assert ch05.longest_turning(preset("llama-3.1-8b"), H100) == 392
-
-
-def test_experts_are_refused():
-    with pytest.raises(ExerciseError, match="dense"):
-        ch05.turn(preset("mixtral-8x7b"), H100, 1)

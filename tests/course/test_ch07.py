@@ -16,7 +16,6 @@ from minillm.lab.simulation import Simulation
 from minillm.ops import cpu
 from minillm_exercises.chapters import ch07
 from minillm_exercises.chapters.ch07 import Work, serve
-from minillm_exercises.errors import ExerciseError
 from minillm_kernels import reference
 
 CELLS = json.loads((NOTEBOOKS / "07_paged_attention.ipynb").read_text("utf-8"))["cells"]
@@ -47,9 +46,6 @@ def some(seed: int, count: int = 40, cap: int = 256) -> list[Work]:
     draw = random.Random(seed)
     totals = [draw.randint(2, cap) for _ in range(count)]
     return [Work(i, draw.randint(1, total), total) for i, total in enumerate(totals)]
-
-
-# ---- the allocators of the chapter --------------------------------------------------------------
 
 
 def ranges(memory: Any) -> list[tuple[int, int]]:
@@ -132,14 +128,6 @@ def test_reasons_are_told_apart():
     assert why(wanted=2048, free=0, never=699, needed=700) == "full"
 
 
-# ---- serve --------------------------------------------------------------------------------------
-
-
-def test_a_request_that_can_never_fit_is_an_error():
-    with pytest.raises(ExerciseError, match="No request runs"):
-        serve(FirstFit(100), [Work(0, 50, 101)], why)
-
-
 # ---- the engine ---------------------------------------------------------------------------------
 
 
@@ -191,9 +179,6 @@ def test_attention_copies_no_blocks_in_c_and_all_of_them_in_torch(tiny, monkeypa
     assert ch07.copied(512) == 0
     generate(tiny, 20, 3, temperature=0)
     assert gathered
-
-
-# ---- pictures -----------------------------------------------------------------------------------
 
 
 def test_holders_are_those_of_the_tables():

@@ -25,9 +25,6 @@ def joined(budget: int, long: int = 4000, **limits: object) -> Simulation:
     return sim
 
 
-# ---- times out of traces --------------------------------------------------------------------
-
-
 def test_gaps_and_outcome_by_hand():
     sim = Simulation(100, seconds=linear(0, 0.001), max_num_seqs=4)
     sim.add(10, 4, name="chat")  # its tokens come at 10, 11, then with the long prompt, then both
@@ -50,23 +47,12 @@ def test_live_adds_the_prompt_among_the_chats():
     assert sizes[:5] == [30, 3, 3, 63, 4]
 
 
-# ---- prices ---------------------------------------------------------------------------------
-
-
 def test_the_crossing_is_the_first_length_at_which_moving_is_cheaper():
     first = ch08.cheaper_from(LLAMA, H100, 25e9)
     for tokens, moves in ((first - 1, False), (first, True), (4 * first, True)):
         assert (ch08.moved(LLAMA, tokens, 25e9) < ch08.again(LLAMA, tokens, H100)) is moves
         assert ch08.cheaper(LLAMA, tokens, H100, 25e9) == ("swap" if moves else "recompute")
     assert ch08.cheaper_from(OLD, H100, 1e9) is None
-
-
-# ---- many requests --------------------------------------------------------------------------
-
-
-def test_a_share_that_nobody_writes_is_refused():
-    with pytest.raises(ExerciseError, match="share is 'a third'; it must be one of a tenth, a"):
-        ch08.flood("watermark", "a third", linear(0, 0.001))
 
 
 def test_a_flood_preempts_only_without_a_promise_and_counts_all_steps():
@@ -91,9 +77,6 @@ def test_a_full_pool_by_hand():
     kept = (500 * 100 + 499 * 500 // 2) * kv_bytes_per_token(LLAMA)
     most = ch08.full_pool("all", LLAMA, H100, requests=1)
     assert most == pytest.approx(500 * H100.bandwidth / (read + kept))
-
-
-# ---- drawings -------------------------------------------------------------------------------
 
 
 def test_a_budget_divides_a_prompt_like_the_engine():

@@ -16,9 +16,6 @@ from minillm_exercises.chapters.ch09 import serve
 KINDS = ("hash", "radix")
 
 
-# ---- workloads -------------------------------------------------------------------------------
-
-
 def common(one: ch09.Ids, other: ch09.Ids) -> int:
     return next(
         (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
@@ -53,9 +50,6 @@ def test_documents_come_in_turn_or_by_popularity():
     assert len(set(starts)) == 3
     found = [job.prompt[0] for job in ch09.documents(popular=True, number=5, rounds=40)]
     assert found.count(1) > 2 * found.count(4 * 320 + 1) > 0
-
-
-# ---- serving ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,9 +101,6 @@ def test_first_token_is_the_engines_own_report(tiny):
     assert again.prefix == PrefixReport(cached=48, last_token=16)
     assert again.ttft > 0
     assert ch09.first_token(tiny, text, "b").prefix == PrefixReport(salt=64)
-
-
-# ---- drawings --------------------------------------------------------------------------------
 
 
 def test_known_tokens_are_those_of_texts_before():

@@ -2,21 +2,24 @@
 
 import math
 import os
-from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from notebook_chapter import chapters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import LLM
 from minillm.execution.graphs import has_graphs
-from minillm.lab.hardware import DATASHEET
+from minillm.lab.hardware import DATASHEET, Hardware
+from minillm.lab.roofline import step_cost
 from minillm.ops import c_library, cpu
 from minillm_exercises.chapters import ch12
 from minillm_exercises.chapters.ch12 import DecodeStep, Rung, calls_of
 from minillm_exercises.chapters.ch12_device import Job, bubbles, drive
-from minillm_exercises.chapters.ch12_recordings import give_graphs, into, padding
+from minillm_exercises.chapters.ch12_recordings import Again, give_graphs, into, padding
+from minillm_exercises.timing import measure
 
 NO_C = cpu.functions(torch.float32) is None  # on this machine
 
@@ -44,12 +47,6 @@ def test_another_token_and_position_are_those_of_another_step(tiny):
     assert int(step().argmax()) == ch12.written(tiny, longer, 1)[0]
 
 
-def test_calls_are_counted_by_name():
-    x = torch.ones(3)
-    counts = calls_of(lambda: (x + x).view(3, 1).add_(x.view(3, 1)))
-    assert counts == Counter({"torch add": 1, "torch view": 2, "torch add_": 1})
-
-
 def test_counting_leaves_the_engine_on_its_path(tiny):
     """Whoever watches torch otherwise sees plain torch, and would count calls that nobody makes."""
     assert not any(name.startswith("C ") for name in calls_of(DecodeStep.of(tiny)))
@@ -73,13 +70,6 @@ def test_called_alone_each_operation_has_its_seconds_and_changes_nothing(tiny):
     assert seconds.keys() == counts.keys()
     assert min(seconds.values()) > 0
     assert torch.equal(step(), wanted)
-
-
-def test_what_fails_in_a_step_leaves_no_trace(tiny):
-    takes = cpu.takes
-    with pytest.raises(ZeroDivisionError):
-        calls_of(lambda: 1 // 0)
-    assert cpu.takes is takes
 
 
 # ---- rungs -----------------------------------------------------------------------------------
@@ -141,13 +131,6 @@ def test_rungs_are_measured_in_turn(tiny, monkeypatch):
     assert [(one.seconds, one.products) for one in found] == [(5.0, 2.0), (7.0, 1.0)]
 
 
-def test_programs_are_timed_in_turn(monkeypatch):
-    order, times = [], iter([4.0, 7.0, 5.0, 6.0])
-    monkeypatch.setattr(ch12, "quietly", lambda run, *_: order.append(run()) or next(times))
-    assert ch12.in_turn({"a": lambda: "a", "b": lambda: "b"}, rounds=2) == {"a": 4.0, "b": 6.0}
-    assert "".join(order) == "abab"
-
-
 # ---- recordings ------------------------------------------------------------------------------
 
 
@@ -188,13 +171,6 @@ def test_what_was_recorded_is_done_again_in_the_same_memory(name):
     recording.replay()
     assert torch.equal(out, step(x))
     assert out.data_ptr() == where
-
-
-def test_views_and_numbers_are_not_recorded():
-    x = torch.ones(3, 4)
-    with Recording() as recording:
-        x.view(2, 6)[0].sum().item()
-    assert len(recording.calls) == 1  # the sum
 
 
 def test_a_whole_step_is_replayed_and_knows_only_what_was_copied_in(tiny):
@@ -290,3 +266,58 @@ def test_ceilings_are_measured_again_while_a_model_reads_faster(rates, sizes, wa
     panels = {"a": [Rung("", seconds, 0.0, 1)]}
     assert ch12.bandwidth(panels, {"a": sizes}, before, again=again) == 1e9 * wanted
     assert len(asked) == calls
+
+
+# ---- the page: cells for a GPU, run with a fake one -----------------------------------------
+
+
+def source_of(start: str) -> str:
+    """The chapter's code cell that begins like this."""
+    (path,) = chapters.chapter_paths(wanted=("12",))
+    cells = [cell["source"] for _, cell in chapters.code_cells(chapters.read_notebook(path))]
+    (found,) = [source for source in cells if source.startswith(start)]
+    return found
+
+
+def test_the_cells_for_a_gpu_capture_replay_and_compare(monkeypatch, capsys):
+    """The fake device captures by calling the step again, over the same tensors."""
+    monkeypatch.setenv("MINILLM_QUICK", "1")
+    names = {"DecodeStep": DecodeStep, "measure": measure, "torch": torch, "ch12": ch12}
+    exec(source_of("def captured"), names)
+    asked = []
+
+    def on_cpu(model: str, device: str, **options: object) -> LLM:
+        asked.append(device)
+        return LLM(model, device="cpu", dtype="float32", max_model_len=512, **options)
+
+    def ceilings_of(device: str) -> Hardware:
+        asked.append(device)
+        return DATASHEET["h100-sxm"]
+
+    names |= {"LLM": on_cpu, "has_graphs": lambda device: True, "CudaCapture": lambda _: Again()}
+    names |= {
+        "step_cost": step_cost,
+        "say": print,
+        "ceilings": SimpleNamespace(measure=ceilings_of),
+    }
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    exec(source_of("if torch.cuda.is_available()"), names)
+    said = capsys.readouterr().out
+    assert asked == ["cuda", "cuda"]
+    assert said.startswith("measured on the GPU: ")
+    assert "next position right: True" in said
+
+
+class FrozenLength(Again):
+    """A capture that keeps the inputs of the recording, as plain torch's attention does."""
+
+    def capture(self, run):
+        run()
+        return lambda: None
+
+
+def test_a_replay_of_old_inputs_is_reported_as_wrong(monkeypatch, tiny):
+    monkeypatch.setenv("MINILLM_QUICK", "1")
+    names = {"DecodeStep": DecodeStep, "measure": measure, "torch": torch, "ch12": ch12}
+    exec(source_of("def captured"), names)
+    assert names["captured"](tiny, FrozenLength())[2] is False

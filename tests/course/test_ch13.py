@@ -19,9 +19,6 @@ def tiny() -> Subject:
     return Subject()
 
 
-# Formats -------------------------------------------------------------------------------------
-
-
 def test_q4_0_is_that_of_the_public_package():
     quants = pytest.importorskip("gguf.quants")
     kind = pytest.importorskip("gguf").GGMLQuantizationType.Q4_0
@@ -39,9 +36,6 @@ def test_q4_k_has_the_error_that_is_known_for_normal_weights():
 def test_fp8_is_exact_at_powers_of_two_and_at_the_largest():
     row = torch.tensor([[448.0, 2.0, -0.25, 17.0]])
     assert ch13.fp8(row).tolist() == [[448.0, 2.0, -0.25, 16.0]]  # 17 is between 16 and 18
-
-
-# Quality -------------------------------------------------------------------------------------
 
 
 def test_an_unchanged_model_is_no_distance_away(tiny):
@@ -76,18 +70,12 @@ def test_inputs_multiply_to_what_the_model_computes(tiny):
     assert torch.allclose(inputs["3.down_proj"], want, rtol=1e-4, atol=1e-5)
 
 
-# Bytes ---------------------------------------------------------------------------------------
-
-
 def test_bytes_in_16_bits_are_those_of_the_cost_model():
     for name in ("smollm2-135m", "llama-3.1-8b"):
         config = preset(name)
         cost = step_cost(config, [1], [1], dtype="bfloat16").weight_bytes
         assert ch13.step_bytes(config, 16, 16) == pytest.approx(cost, rel=1e-3)  # but for norms
         assert ch13.file_bytes(config, 16) == pytest.approx(weight_bytes(config), rel=1e-3)
-
-
-# Products ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["bf16", "int8", "int4"])

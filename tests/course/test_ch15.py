@@ -1,7 +1,6 @@
 """Chapter 15's own functions: rounding, what a model says with a rounded cache, pools, pictures."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from minillm.cache.spec import cache_spec
 from minillm.models.presets import preset
 from minillm.plan.cost import kv_bytes_per_token
-from minillm_exercises.chapters import ch15, ch15_pictures
+from minillm_exercises.chapters import ch15
 from minillm_exercises.chapters.quality import Subject
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -23,16 +22,6 @@ def tiny() -> Subject:
     subject.windows = [ids[:96] for ids in subject.windows[:1]]
     subject._own = subject._dists()
     return subject
-
-
-@pytest.fixture
-def captions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    seen: list[str] = []
-    monkeypatch.setattr(ch15_pictures, "show", lambda fig, caption: seen.append(caption))
-    return seen
-
-
-# Rounding --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared", [ch15.ALL, ch15.TOKEN, ch15.HEAD, ch15.CHANNEL], ids=str)
@@ -69,9 +58,6 @@ def test_bits_are_those_of_codes_and_scales() -> None:
     assert bits["int4 keys by channel"] == (4 + 32 / 16 + 4 + 32 / 64) / 2
     assert bits["int8 keys, int4 values"] == (8 + 16 / 64 + 4 + 32 / 64) / 2
     assert bits["int4 keys alone"] == bits["int4 values alone"] == (16 + 4 + 32 / 64) / 2
-
-
-# What a model says -----------------------------------------------------------------------------
 
 
 def test_an_exact_cache_changes_nothing(tiny: Subject) -> None:
@@ -127,17 +113,6 @@ def test_claim_c15() -> None:
     assert kl["int4, token and head"] > 20 * kl["int8, token and head"]
 
 
-def test_the_record_has_every_format() -> None:
-    record = ch15.real()
-    assert set(record["kl"]) == set(record["same"]) == set(KINDS)
-    assert len(record["spread"]["keys"]) == len(record["spread"]["values"]) == 30
-    assert record["engine"]["kl"] < 0.002
-    assert record["engine"]["same"] > 0.97
-
-
-# Pools and times -------------------------------------------------------------------------------
-
-
 def test_a_pool_of_codes_has_more_blocks() -> None:
     plain, eight = (ch15.pool(kind, 2**22) for kind in ("auto", "int8"))
     assert eight[0] / plain[0] == pytest.approx(128 / 66, rel=0.02)
@@ -168,22 +143,3 @@ def test_readers_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Pictures --------------------------------------------------------------------------------------
-
-
-def test_pictures(captions: list[str]) -> None:
-    key = torch.tensor([[1.0, -4.0, 2.0], [-3.0, 1.0, 0.0]])
-    ch15_pictures.draw_stripes(key, key.abs().clamp(min=4))
-    assert "over 2 positions" in captions[-1]
-    assert "1.3 times in the keys and 1.0 times in the values" in captions[-1]
-    channels = {"a": {"keys": [4.0, 2.0, 1.0]}, "b": {"keys": [3.0, 1.0, 1.0]}}
-    ch15_pictures.draw_channels(channels)
-    assert "2.0 for keys of a, 3.0 for keys of b" in captions[-1]
-    kinds = [SimpleNamespace(name="x", bits=8.0), SimpleNamespace(name="y", bits=4.5)]
-    ch15_pictures.draw_formats(kinds, {"a": {"x": 0.1, "y": 0.2}, "b": {"x": 0.01, "y": 0.3}})
-    assert "On b the smallest KL is that of 'x', the largest that of 'y', 30 times" in captions[-1]
-    ch15_pictures.draw_pool({"16 bits": [1, 2, 2], "8 bits": [3, 3]})
-    assert "At most 2 with 16 bits, in 3 steps and 3 with 8 bits, in 2 steps run" in captions[-1]
-    times = {"16 bits": [2e-6, 8e-6], "8 bits": [2e-6, 4e-6]}
-    ch15_pictures.draw_contexts([128, 512], times, times, 1.97)
-    assert "With 128 tokens of context 8 bits are 1.00 times as fast" in captions[-1]
-    assert captions[-1].endswith("with 512 2.00 times.")

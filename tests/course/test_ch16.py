@@ -25,9 +25,6 @@ def row(*tokens: int, num_drafts: int = 3) -> DraftRow:
     return DraftRow(new, tokens, num_drafts, 0)
 
 
-# Proposers and rounds ------------------------------------------------------------------------
-
-
 def test_what_is_watched_is_what_was_proposed():
     watched = ch16.Watched()
     assert watched.propose([row(1, 2)]) == [[]]
@@ -35,13 +32,6 @@ def test_what_is_watched_is_what_was_proposed():
     assert watched.propose([row(1, 2), row(1, 2, 3, 4)]) == [[3, 4, 5], [5, 6]]
     assert watched.rounds == [Round(2, []), Round(2, [3, 4, 5]), Round(4, [5, 6])]
     watched.forget(3)  # the one it asks has nothing to forget
-
-
-def test_watched_passes_on_what_is_to_be_forgotten():
-    gone = []
-    watched = ch16.Watched(SimpleNamespace(propose=list, forget=gone.append))
-    watched.forget(3)
-    assert gone == [3]
 
 
 def test_dice_roll_any_token():
@@ -79,9 +69,6 @@ def test_write_has_a_step_for_each_token_that_was_not_drafted():
     assert ch16.write(llm, [5, 6, 7], max_tokens=9) == (tokens, [])
 
 
-# Two models ----------------------------------------------------------------------------------
-
-
 def by_hand(p, q):
     """The formula as it is written, in float64."""
     pairs = [(a, b) for a, b in zip(p, q, strict=True)]
@@ -99,9 +86,6 @@ def test_agreement_is_the_formula_and_the_share_of_equal_draws():
         noise = generator.gumbel(size=(100_000, 7))
         same = (np.log(p[1]) + noise).argmax(1) == (np.log(q[1]) + noise).argmax(1)
     assert same.mean() == pytest.approx(found[1].item(), abs=0.01)
-
-
-# Distributions: claims G4, G5 ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [2, 4, 8])
@@ -128,18 +112,12 @@ def test_the_draft_noise_in_the_residual_is_wrong_by_what_an_integral_says():
     assert found[2] == pytest.approx(q[2] + c, abs=0.003)
 
 
-# What it costs: claims G8, G9, G11, G12 ------------------------------------------------------
-
-
 def test_the_largest_batch_that_gains():
     survived = [0.8, 0.6]
     last = ch16.break_even(survived, LLAMA, H100)
     assert ch16.gain(survived, LLAMA, H100, last) > 1 >= ch16.gain(survived, LLAMA, H100, last + 1)
     assert ch16.gain(survived, LLAMA, H100, 1) == pytest.approx(2.4, rel=0.01)
     assert ch16.gain(survived, LLAMA, H100, 1, draft=0.2) == pytest.approx(2.0, rel=0.01)
-
-
-# Pictures ------------------------------------------------------------------------------------
 
 
 def test_the_mean_length_counts_all_rounds():

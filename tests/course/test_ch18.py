@@ -37,9 +37,6 @@ def test_a_capacity_keeps_the_first_rows():
     assert torch.allclose(limited[2:], want, atol=1e-5)
 
 
-# Simulated choices ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("exponent", [0.0, 0.8])
 def test_the_first_choice_has_the_dist(exponent):
     dist = ch18.popularity(16, exponent, seed=3)
@@ -59,9 +56,6 @@ def test_rows_of_an_expert_take_its_copies_in_turn():
     assert ch18.rows_per_gpu(ids, [[0, 1], [0, 2]]).tolist() == [4, 2]
     assert ch18.rows_per_gpu(ids, [[0, 0], [1, 2]]).tolist() == [3, 3]
     assert ch18.in_order(4, 2) == [[0, 1], [2, 3]]
-
-
-# Copies and placements -----------------------------------------------------------------------
 
 
 def test_spares_go_to_the_largest_load_per_copy():

@@ -19,9 +19,6 @@ def two() -> LLM:
     return ch19.open_ranks("tiny", 2)
 
 
-# Ranks ---------------------------------------------------------------------------------------
-
-
 def test_on_ranks_gives_what_each_rank_returns():
     def call(comm):
         part = torch.tensor([1.0 + comm.rank])
@@ -63,14 +60,6 @@ def test_bugs_are_there_inside_and_gone_after():
     with ch19.local_noise():
         assert sampler.draw_from_shard is not right
     assert sampler.draw_from_shard is right
-
-
-def test_numbers_of_ranks_that_do_not_divide_are_refused():
-    assert ch19.refused("tiny", 3)
-    assert not ch19.refused("tiny", 2)
-
-
-# Tokens: the distribution of a bug ----------------------------------------------------------------
 
 
 def test_the_noise_is_the_engine_s():

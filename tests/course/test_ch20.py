@@ -34,9 +34,6 @@ def test_the_two_formulas(stages):
         assert chunks == Fraction(plans, plans + stages - 1)
 
 
-# The scheduler ---------------------------------------------------------------------------------
-
-
 def test_plans_in_flight():
     steps = ch20.in_flight(ch20.planner(4, [2] * 8), 3)
     assert ch20.plans_table(steps, 4)[1] == ["1", "a b", "c d", "e f", "g h"]
@@ -63,9 +60,6 @@ def test_all_in_one_plan_is_there_inside_and_gone_after():
     assert scheduler_file.most_decoding is right
 
 
-# Models ----------------------------------------------------------------------------------------
-
-
 def test_a_token_sends_one_tensor_across_each_boundary():
     three, one = ch20.open_stages("tiny", 3), LLM("tiny", dtype="float32")
     prompt = one.tokenizer.encode("def f(x):\n")
@@ -82,9 +76,6 @@ def test_whole_experts_send_what_slices_send():
     assert ch20.summed(sliced) == ch20.summed(whole) == (steps * sums, (steps + 2) * sums * width)
     sliced.close()
     whole.close()
-
-
-# Cuts ------------------------------------------------------------------------------------------
 
 
 def test_cuts():

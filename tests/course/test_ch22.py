@@ -28,9 +28,6 @@ STEPS = (
 )
 
 
-# ---- claims ---------------------------------------------------------------------------------
-
-
 def test_the_tools_count_from_sending_and_our_load_generator_from_when_it_was_due(monkeypatch):
     """The reply of the chapter: due at 0, sent at 50 ms, a frame without text at 100, then text."""
     reply = Reply(0, 0, 0.0, 0.05, 1.0, 200, None, [0.1, 0.5, 0.6, 1.0], [0.5, 0.6, 1.0],
@@ -45,9 +42,6 @@ def test_the_tools_count_from_sending_and_our_load_generator_from_when_it_was_du
     ]]  # fmt: skip
 
 
-# ---- step times -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("link", ["nvlink", "pcie"])
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize(("queries", "lengths", "logits"), STEPS)
@@ -56,9 +50,6 @@ def test_the_times_are_those_of_tensor_parallelism(queries, lengths, logits, ran
     devices = Devices(H100, LINKS[link], Layout(tensor=ranks))
     (stage,) = stage_times(LLAMA, devices, queries, lengths, precision(LLAMA, None, None), logits)
     assert seconds.of(queries, lengths, logits) == pytest.approx(stage.seconds)
-
-
-# ---- configurations -------------------------------------------------------------------------
 
 
 def shipped(**limits):
@@ -104,9 +95,6 @@ def test_the_search_finds_the_last_rate_that_holds(monkeypatch):
     assert ch22_ship.highest_rate(LLAMA, shipped(), {"ttft": 0.05}).rate == 0
 
 
-# ---- replies --------------------------------------------------------------------------------
-
-
 def test_requests_at_once_and_rates_by_hand():
     replies = [Reply(n, 0, n, n, n + 2.5) for n in range(4)]  # each second one, each takes 2.5
     assert ch22.most_at_once(replies) == 3
@@ -120,9 +108,6 @@ def test_an_error_in_the_thread_is_raised_here():
 
     with pytest.raises(ValueError, match="inside"):
         ch22.in_thread(wrong)
-
-
-# ---- a server of its own --------------------------------------------------------------------
 
 
 @pytest.mark.slow

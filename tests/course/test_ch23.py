@@ -9,7 +9,7 @@ import pytest
 from minillm.structured.dfa import Dfa
 from minillm.structured.matcher import DfaMatcher
 from minillm.structured.vocabulary import Vocabulary
-from minillm_exercises.chapters import ch23, ch23_pictures
+from minillm_exercises.chapters import ch23
 
 WORDS = Vocabulary([b"a", b"b", b"ab", b"", b"ba", b"c"])
 PATTERN = "a[ab]{2}c"
@@ -61,19 +61,12 @@ def test_no_share_differs_more_than_the_formula(root):
     assert most - max(differences) < Fraction(1, 1000)
 
 
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ('{"name": "a", "age": 3}', ""),
-        ('{"name": "a", "age": 3', "no JSON"),
-        ('{"name": "a", "age": 3} yes', "no JSON"),
-        ('["name", "age"]', "other fields"),
-        ('{"age": 3, "name": "a"}', "other fields"),
-        ('{"name": "a"}', "other fields"),
-        ('{"name": "a", "age": "3"}', "other types"),
-        ('{"name": "a", "age": true}', "other types"),
-    ],
-)
+@pytest.mark.parametrize(("text", "fault"), [
+    ('{"name": "a", "age": 3}', ""), ('{"name": "a", "age": 3', "no JSON"),
+    ('{"name": "a", "age": 3} yes', "no JSON"), ('["name", "age"]', "other fields"),
+    ('{"age": 3, "name": "a"}', "other fields"), ('{"name": "a"}', "other fields"),
+    ('{"name": "a", "age": "3"}', "other types"), ('{"name": "a", "age": true}', "other types"),
+])  # fmt: skip
 def test_faults_of_records(text, fault):
     assert ch23.fault(text, {"name": str, "age": int}) == fault
 
@@ -100,14 +93,6 @@ def test_choices_are_counted_before_each_token():
     assert ch23.choices(Dfa(PATTERN), WORDS, [0, 4, 5]) == [(2, 1), (4, 2), (1, 1)]
 
 
-def test_a_larger_vocabulary_begins_with_the_smaller():
-    larger = ch23.larger(WORDS, 40)
-    assert larger.tokens[:6] == WORDS.tokens
-    assert len(larger) == 40
-    assert all(larger.tokens[6:])
-    assert len(ch23.larger(WORDS, 4)) == 4
-
-
 def test_masks_are_timed_and_the_matcher_comes_back(monkeypatch):
     filled = []
     monkeypatch.setenv("MINILLM_QUICK", "1")
@@ -124,35 +109,3 @@ def test_masks_are_timed_and_the_matcher_comes_back(monkeypatch):
     assert min(found.values()) > 0
     assert {kept for _, kept in filled[:3]} == {0}
     assert [state for state, _ in filled[:3]] == [state for state, _ in filled[3:]]
-
-
-def test_tokens_per_step():
-    """Two texts of 5 tokens: 8 steps without drafts, 5 where 3 tokens were accepted drafts."""
-    assert ch23.per_step([[0] * 5] * 2, 0) == 1
-    assert ch23.per_step([[0] * 5] * 2, 3) == Fraction(8, 5)
-
-
-def test_captions_say_what_the_pictures_show(monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(ch23_pictures, "show", lambda fig, caption: said.append(caption))
-    ch23_pictures.draw_walk(Dfa("true|null"), "t", Vocabulary([b"rue", b"hat", b"ru"]))
-    ch23_pictures.draw_choices(["a", "ba", "c"], [(2, 1), (4, 2), (1, 1)])
-    curves = {Fraction(1, 4): {Fraction(1, 2): Fraction(3, 10)}}
-    ch23_pictures.draw_difference(curves, (Fraction(1, 2), Fraction(3, 10)))
-    dists = {"x = ": ({"True\n": 0.25, "None\n": 0.75}, {"True\n": 0.5, "None\n": 0.5})}
-    ch23_pictures.draw_dists(dists)
-    ch23_pictures.draw_costs(
-        {"plain": {8: 1e-5, 16: 3e-5}}, {"tiny": (8, 1e-3)}, {8: 1e-7, 16: 2e-7}
-    )
-    for words, caption in zip(
-        (
-            "in state 3. A token may come if all its bytes lead to live states (blue): 2 of 3",
-            "Of 3 places of this text 1 allow a single token, and at 2 all",
-            "0.33 at 0.67 for 1/4",
-            "True has 25 % and 50 %",
-            "at 16 tokens plain: 30 µs",
-        ),
-        said,
-        strict=True,
-    ):
-        assert words in caption

@@ -59,17 +59,12 @@ def test_the_kernel_is_compared_with_torch() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("run", "part"),
-    [
-        (says("0.25\n"), "wrong values (off by 0.25)"),
-        (says("nan\n"), "wrong values (off by nan)"),
-        (says("1.1e-6\n"), "wrong values"),
-        (says(code=1, error="Traceback\nAttributeError: newer numpy"), "AttributeError"),
-        (says(code=-11), "the process ended with code -11"),
-        (says(""), "the interpreter fails"),
-    ],
-)
+@pytest.mark.parametrize(("run", "part"), [
+    (says("0.25\n"), "wrong values (off by 0.25)"), (says("nan\n"), "wrong values (off by nan)"),
+    (says("1.1e-6\n"), "wrong values"),
+    (says(code=1, error="Traceback\nAttributeError: newer numpy"), "AttributeError"),
+    (says(code=-11), "the process ended with code -11"), (says(""), "the interpreter fails"),
+])  # fmt: skip
 def test_a_triton_that_does_not_work(run: Any, part: str) -> None:
     pytest.importorskip("triton")
     found = triton_works(run)

@@ -22,14 +22,10 @@ GLOSSARY = ROOT / "notebooks" / "GLOSSARY.md"
 SELFTEST = ROOT / "notebooks" / "SELFTEST.md"
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "minillm").glob("*.md")),
-    ROOT / "notebooks" / "results" / "README.md",
-    GUIDE,
-    GLOSSARY,
-    SELFTEST,
-    ROOT / "exercises" / "AGENTS.md",
+    *sorted((ROOT / "minillm").glob("*.md")), ROOT / "notebooks" / "results" / "README.md", GUIDE,
+    GLOSSARY, SELFTEST, ROOT / "exercises" / "AGENTS.md",
     *sorted((ROOT / "exercises").glob("e[0-9]*/README.md")),
-]
+]  # fmt: skip
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 COMMAND = re.compile(r"python -m minillm_exercises ((?!\.\.\.)[a-z][^`\n]*)")
 
@@ -198,9 +194,3 @@ def test_container_lines_fit_the_dockerfile():
     for needed in ("--network none", "--read-only", f"--tmpfs {scratch}", "--memory ", "--pids"):
         assert needed in run
     assert 'ENTRYPOINT ["python", "-m", "minillm_exercises"]' in dockerfile
-
-
-def test_assistants_are_sent_to_the_same_page():
-    text = text_of(ROOT / "exercises" / "CLAUDE.md").strip()
-    assert text.startswith("@")
-    assert (ROOT / "exercises" / text[1:]).is_file()

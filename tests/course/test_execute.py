@@ -122,37 +122,22 @@ def test_normalising_drops_what_is_chance_and_reports_warnings():
     assert made["metadata"]["language_info"] == {"name": "python"}
 
 
-@pytest.mark.parametrize(
-    ("source", "known"),
-    [
-        ("N = 2**10 - 1", {"N": "1,023"}),
-        ("A, B = 3, 0.5", {"A": "3", "B": "0.5"}),
-        ("R = 1e9\nS = -4", {"R": "1,000,000,000", "S": "-4"}),
-        ("L = (16, 32)", {"L[0]": "16", "L[1]": "32", "L[-1]": "32"}),
-        ("N = 3\nN = 4", {}),
-        ("N = len('ab')\nM = N * 2\nT = True\nU = 'x'", {}),
-        ("N = 1 / 0\nM = 9**9**9", {}),
-    ],
-)
+@pytest.mark.parametrize(("source", "known"), [
+    ("N = 2**10 - 1", {"N": "1,023"}), ("A, B = 3, 0.5", {"A": "3", "B": "0.5"}),
+    ("R = 1e9\nS = -4", {"R": "1,000,000,000", "S": "-4"}),
+    ("L = (16, 32)", {"L[0]": "16", "L[1]": "32", "L[-1]": "32"}), ("N = 3\nN = 4", {}),
+    ("N = len('ab')\nM = N * 2\nT = True\nU = 'x'", {}), ("N = 1 / 0\nM = 9**9**9", {}),
+])  # fmt: skip
 def test_constants_are_read_from_code(source, known):
     assert prose.given(notebook(code(source))) == known
 
 
-@pytest.mark.parametrize(
-    ("line", "value"),
-    [
-        ("saved: 8,256 positions", "8,256"),
-        ("ratio: 129/2", "129/2"),
-        ("share: 64.5", "64.5"),
-        ("equal: True", "True"),
-        ("word: two words", "two words"),
-        ("at 3: 4: 17 x", "4: 17 x"),
-        ("caught: 2 of 2 bugs", "2"),
-        ("both: 118 and 69", "118 and 69"),
-        ("read: 130, 133 GB/s", "130, 133 GB/s"),
-        ("gain: 1.00 2.09", "1.00 2.09"),
-    ],
-)
+@pytest.mark.parametrize(("line", "value"), [
+    ("saved: 8,256 positions", "8,256"), ("ratio: 129/2", "129/2"), ("share: 64.5", "64.5"),
+    ("equal: True", "True"), ("word: two words", "two words"), ("at 3: 4: 17 x", "4: 17 x"),
+    ("caught: 2 of 2 bugs", "2"), ("both: 118 and 69", "118 and 69"),
+    ("read: 130, 133 GB/s", "130, 133 GB/s"), ("gain: 1.00 2.09", "1.00 2.09"),
+])  # fmt: skip
 def test_a_fact_without_its_unit(line, value):
     cell = code("", *FACT_TAGS, says=f"{line}\n")
     assert list(chapters.facts(notebook(cell)).values()) == [value]

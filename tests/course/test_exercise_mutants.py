@@ -10,16 +10,12 @@ SOURCE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("change", "old", "new"),
-    [
-        ("-    y += 1\n+    y += 2", "y += 1", "y += 2"),
-        ("-    y += 1", "    y += 1\n", ""),
-        (" def g(x):\n+    x += 1", "def g(x):\n", "def g(x):\n    x += 1\n"),
-        (" def g(x):\n-    y = x\n+    y = -x", "def g(x):\n    y = x", "def g(x):\n    y = -x"),
-        ("     y += 1\n\n-    return y\n+    return 0", "\n\n    return y", "\n\n    return 0"),
-    ],
-)
+@pytest.mark.parametrize(("change", "old", "new"), [
+    ("-    y += 1\n+    y += 2", "y += 1", "y += 2"), ("-    y += 1", "    y += 1\n", ""),
+    (" def g(x):\n+    x += 1", "def g(x):\n", "def g(x):\n    x += 1\n"),
+    (" def g(x):\n-    y = x\n+    y = -x", "def g(x):\n    y = x", "def g(x):\n    y = -x"),
+    ("     y += 1\n\n-    return y\n+    return 0", "\n\n    return y", "\n\n    return 0"),
+])  # fmt: skip
 def test_a_change_is_made_at_its_one_place(change, old, new):
     assert SOURCE.count(old) == 1
     assert changed(SOURCE, change) == SOURCE.replace(old, new)
@@ -30,15 +26,12 @@ def test_places_are_changed_one_after_the_other():
     assert changed(SOURCE, change) == SOURCE.replace("+= 1", "+= 3")
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ("-    y = x\n+    y = -x", "'y = x' stand in solution.py 2 times"),
-        ("-    z = x", "'z = x' stand in solution.py 0 times"),
-        ("     y += 1", "stand in solution.py 1 times, and a change takes some that"),
-        ("-    y += 1\n*    y += 2", "begins with -, [+] or a blank, not '[*]'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    ("-    y = x\n+    y = -x", "'y = x' stand in solution.py 2 times"),
+    ("-    z = x", "'z = x' stand in solution.py 0 times"),
+    ("     y += 1", "stand in solution.py 1 times, and a change takes some that"),
+    ("-    y += 1\n*    y += 2", "begins with -, [+] or a blank, not '[*]'"),
+])  # fmt: skip
 def test_a_change_that_fits_nowhere_is_refused(change, says):
     with pytest.raises(ValueError, match=says):
         changed(SOURCE, change)
@@ -49,19 +42,15 @@ def test_only_added_lines_have_no_place():
         changed(SOURCE, "+    y = 1")
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("[wrong", "mutants of e1 cannot be read"),
-        ("[a]\nteaches = 'A.'", "mutant a: write teaches"),
-        ("[a]\nteaches = ''\nchange = '-    y += 1'", "mutant a: write teaches"),
-        ("[a]\nteaches = 'A.'\nchange = '-    y += 1'\nwhy = 'b'", "mutant a: write teaches"),
-        ("a = 'A.'", "mutant a: write teaches"),
-        ("[a]\nteaches = 'A.'\nchange = 1", "mutant a: write teaches"),
-        ("[a]\nteaches = '\udcff'", "mutants of e1 cannot be read"),
-        ("[a]\nteaches = 'A.'\nchange = '-    y += 1\\n+    y +'", "mutant a: "),
-    ],
-)
+@pytest.mark.parametrize(("text", "says"), [
+    ("[wrong", "mutants of e1 cannot be read"), ("[a]\nteaches = 'A.'", "mutant a: write teaches"),
+    ("[a]\nteaches = ''\nchange = '-    y += 1'", "mutant a: write teaches"),
+    ("[a]\nteaches = 'A.'\nchange = '-    y += 1'\nwhy = 'b'", "mutant a: write teaches"),
+    ("a = 'A.'", "mutant a: write teaches"),
+    ("[a]\nteaches = 'A.'\nchange = 1", "mutant a: write teaches"),
+    ("[a]\nteaches = '\udcff'", "mutants of e1 cannot be read"),
+    ("[a]\nteaches = 'A.'\nchange = '-    y += 1\\n+    y +'", "mutant a: "),
+])  # fmt: skip
 def test_a_file_that_is_damaged_says_where(tmp_path, text, says):
     answers = tmp_path / "e1"
     answers.mkdir()

@@ -123,20 +123,14 @@ def test_passing_proposes_what_follows(at: Terminal) -> None:
     at.sees("run", points, "Next: python -m minillm_exercises start e90.2", "solution e90.1")
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (STARTER, "TODO e90.1: add them"),
-        ("def add(a, b:\n", "Line 2"),
-        ("import os\n\n\ndef add(a, b):\n    os._exit(0)\n", "import"),
-        ("def sub(a, b):\n    return a\n", "add"),
-        ("def add(a, b):\n    raise SystemExit(0)\n", "exit"),
-        ("def add(a, b):\n    return a.nothing\n", "nothing"),
-    ],
-)
-def test_bad_files_get_a_sentence_and_the_next_still_runs(
-    at: Terminal, text: str, says: str
-) -> None:
+@pytest.mark.parametrize(("text", "says"), [
+    (STARTER, "TODO e90.1: add them"), ("def add(a, b:\n", "Line 2"),
+    ("import os\n\n\ndef add(a, b):\n    os._exit(0)\n", "import"),
+    ("def sub(a, b):\n    return a\n", "add"),
+    ("def add(a, b):\n    raise SystemExit(0)\n", "exit"),
+    ("def add(a, b):\n    return a.nothing\n", "nothing"),
+])  # fmt: skip
+def test_bad_files_get_a_sentence_and_the_next_still_runs(at, text, says):
     at.write(text)
     counter = "class Counter:\n    count = 0\n\n    def add(self):\n        self.count += 1\n"
     at.write(counter, "e90.2")
@@ -240,24 +234,20 @@ def test_reset_asks_and_keeps(at: Terminal) -> None:
 
 
 MISTAKES = [
-    (("lst",), "Did you mean 'list'?"),
-    (("run", "e90.9"), "Did you mean 'e90.2'?"),
+    (("lst",), "Did you mean 'list'?"), (("run", "e90.9"), "Did you mean 'e90.2'?"),
     (("run", "--all", "e90.1"), "give no ID"),
     (("run", "e90.1"), "`start e90.1` gives you its file first"),
     (("run", "--file", "missing/e90_1.py"), "There is no file"),
     (("run", "--all"), "Nothing is begun yet"),
     (("hint", "e90.1", "-n", "4"), "hints 1 to 3, not 4"),
     (("start", "e91.1"), "cannot be done here: it needs no_such_package"),
-    (("solution", "e90.2"), "no solution of e90.2"),
-    (("reset", "e90.1"), "nothing to reset"),
+    (("solution", "e90.2"), "no solution of e90.2"), (("reset", "e90.1"), "nothing to reset"),
     (("quiz", "90"), "has no quiz"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "says"), MISTAKES)
-def test_mistakes_are_one_sentence(
-    at: Terminal, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
-) -> None:
+def test_mistakes_are_one_sentence(at, capsys, words, says):
     code, shown = at.type(*words)
     error = capsys.readouterr().err
     assert code == 2

@@ -17,7 +17,7 @@ from minillm_exercises.errors import ExerciseError
 from minillm_exercises.grader import VACUOUS, Grader, grade, list_checks
 from minillm_exercises.limits import Limits
 from minillm_exercises.manifest import Exercise
-from minillm_exercises.results import CheckResult, Status, Verdict, same_behaviour
+from minillm_exercises.results import CheckResult, Verdict, same_behaviour
 from minillm_exercises.server import load_checks, supervise
 from tests.course.conftest import TOY, ToyRoot
 from tests.course.submissions import Graded, solution, statuses, with_first
@@ -172,9 +172,7 @@ RAISED = [  # first statement of window_sums; what the first check says
 
 
 @pytest.mark.parametrize(("statement", "says"), RAISED)
-def test_what_a_function_does_wrong_is_explained(
-    toys: Toys, graded: Graded, statement: str, says: str
-) -> None:
+def test_what_a_function_does_wrong_is_explained(toys, graded, statement, says):
     verdict = graded(with_first(toys["e90.1"], statement))
     assert verdict.status == "fail"
     assert says in verdict.checks[0].message
@@ -207,9 +205,7 @@ LOADING = [
 
 
 @pytest.mark.parametrize(("statement", "says"), LOADING)
-def test_trouble_while_the_file_is_loaded(
-    toys: Toys, graded: Graded, statement: str, says: str
-) -> None:
+def test_trouble_while_the_file_is_loaded(toys, graded, statement, says):
     verdict = graded(solution(toys["e90.1"]) + "\n" + statement)
     assert verdict.status in ("crashed", "timeout")
     assert says in verdict.message
@@ -275,9 +271,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("statement", "says"), HOSTILE)
-def test_whatever_ends_the_process_is_reported(
-    toys: Toys, unguarded: Graded, statement: str, says: str
-) -> None:
+def test_whatever_ends_the_process_is_reported(toys, unguarded, statement, says):
     verdict = unguarded(with_first(toys["e90.1"], statement))
     assert verdict.status == "crashed"
     assert says in verdict.message
@@ -302,9 +296,7 @@ REPORT = json.dumps({"event": "result", "check": "test_windows", "status": "pass
 @pytest.mark.parametrize(
     "channel", ["print({report!r}, flush=True)", "import sys; sys.__stdout__.write({report!r} * 9)"]
 )
-def test_a_forged_report_on_the_output_is_only_text(
-    toys: Toys, unguarded: Graded, channel: str
-) -> None:
+def test_a_forged_report_on_the_output_is_only_text(toys, unguarded, channel):
     forged = channel.format(report="\n" + REPORT + "\n") + "; return [0]"
     verdict = unguarded(with_first(toys["e90.1"], forged))
     assert statuses(verdict) == ["fail", "fail", "pass"]
@@ -324,9 +316,7 @@ def test_a_forged_report_on_any_descriptor_does_not_pass(toys: Toys, unguarded: 
     assert verdict.checks[1].status != "pass"
 
 
-def test_the_process_has_no_input_no_secrets_and_a_folder_of_its_own(
-    toys: Toys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_has_no_input_no_secrets_and_a_folder_of_its_own(toys, monkeypatch):
     look = (
         "import os, sys\n    print(repr(sys.stdin.read()), os.listdir(), sep='\\n')\n"
         "    print(len(os.listdir('/proc/self/fd')), os.getcwd(), sep='\\n')\n"
@@ -441,9 +431,7 @@ def test_checks_that_have_changed_are_loaded_anew(toy_root: ToyRoot) -> None:
      (10**17 + 16, 10**17, "fail", False), (1.0, 1.0001, "fail", False), (1, True, "fail", False),
      ([3, 2], [2, 3], "pass", True), ([3, 2], [2, 3], "fail", False)]
 )  # fmt: skip
-def test_behaviour_is_the_same_within_rounding(
-    one: object, other: object, status: Status, same: bool
-) -> None:
+def test_behaviour_is_the_same_within_rounding(one, other, status, same):
     seen = [CheckResult("test_x", "x", 1, status, trace=(each,)) for each in (one, other)]
     assert same_behaviour(*seen) is same
 

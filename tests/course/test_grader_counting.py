@@ -13,22 +13,17 @@ Q = torch.ones(1, 2, 4, 8)
 
 
 @pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize(
-    ("step", "flops", "product"),
-    [
-        (lambda: torch.ones(3, 5) @ torch.ones(5, 7), 2 * 3 * 5 * 7, "mm"),
-        (lambda: Q @ Q.mT, 2 * 2 * 4 * 8 * 4, "bmm"),
-        (lambda: F.linear(torch.ones(3, 5), torch.ones(7, 5), torch.ones(7)), 210, "addmm"),
-        (lambda: torch.ones(3, 5) @ torch.ones(5), 2 * 3 * 5, "mv"),
-        (lambda: torch.ones(3) @ torch.ones(3, 5), 2 * 3 * 5, "mm"),
-        (lambda: torch.addmv(torch.ones(3), torch.ones(3, 5), torch.ones(5)), 30, "addmv"),
-        (lambda: torch.ones(7) @ torch.ones(7), 2 * 7, "dot"),
-        (lambda: torch.einsum("bhid,bhjd->bhij", Q, Q), 2 * 2 * 4 * 8 * 4, "bmm"),
-    ],
-)
-def test_products_are_counted(
-    grad: Callable, step: Callable[[], object], flops: int, product: str
-) -> None:
+@pytest.mark.parametrize(("step", "flops", "product"), [
+    (lambda: torch.ones(3, 5) @ torch.ones(5, 7), 2 * 3 * 5 * 7, "mm"),
+    (lambda: Q @ Q.mT, 2 * 2 * 4 * 8 * 4, "bmm"),
+    (lambda: F.linear(torch.ones(3, 5), torch.ones(7, 5), torch.ones(7)), 210, "addmm"),
+    (lambda: torch.ones(3, 5) @ torch.ones(5), 2 * 3 * 5, "mv"),
+    (lambda: torch.ones(3) @ torch.ones(3, 5), 2 * 3 * 5, "mm"),
+    (lambda: torch.addmv(torch.ones(3), torch.ones(3, 5), torch.ones(5)), 30, "addmv"),
+    (lambda: torch.ones(7) @ torch.ones(7), 2 * 7, "dot"),
+    (lambda: torch.einsum("bhid,bhjd->bhij", Q, Q), 2 * 2 * 4 * 8 * 4, "bmm"),
+])  # fmt: skip
+def test_products_are_counted(grad, step, flops, product):
     with grad(), counting() as counts:
         step()
     assert counts.flops == flops
@@ -46,20 +41,13 @@ def test_the_largest_tensor_and_the_order_of_operations() -> None:
     assert counts.max_numel == 100
 
 
-@pytest.mark.parametrize(
-    ("step", "new"),
-    [
-        (lambda x: x.T.view(5, 4, 2)[1:].permute(2, 0, 1), 0),
-        (lambda x: x.mul_(2).add_(1), 0),
-        (lambda x: x[:, :1].expand(8, 100), 0),
-        (lambda x: x[:, :1].expand(8, 100).contiguous(), 800),
-        (lambda x: x[:, None] @ x[:, :, None].expand(8, 5, 7), 8 * 7),
-        (lambda x: x[:2].repeat_interleave(3, dim=0), 30),
-        (lambda x: x[[0, 0, 1]], 15),
-        (lambda x: torch.cat([x, x]), 80),
-        (lambda x: x.split(4)[1].sum(1), 4),
-    ],
-)
+@pytest.mark.parametrize(("step", "new"), [
+    (lambda x: x.T.view(5, 4, 2)[1:].permute(2, 0, 1), 0), (lambda x: x.mul_(2).add_(1), 0),
+    (lambda x: x[:, :1].expand(8, 100), 0), (lambda x: x[:, :1].expand(8, 100).contiguous(), 800),
+    (lambda x: x[:, None] @ x[:, :, None].expand(8, 5, 7), 8 * 7),
+    (lambda x: x[:2].repeat_interleave(3, dim=0), 30), (lambda x: x[[0, 0, 1]], 15),
+    (lambda x: torch.cat([x, x]), 80), (lambda x: x.split(4)[1].sum(1), 4),
+])  # fmt: skip
 def test_a_view_is_no_new_tensor(step: Callable[[torch.Tensor], object], new: int) -> None:
     x = torch.ones(8, 5)
     with counting() as counts:
@@ -68,16 +56,14 @@ def test_a_view_is_no_new_tensor(step: Callable[[torch.Tensor], object], new: in
 
 
 REFUSED = {
-    "function": lambda: torch.softmax(Q, -1),
-    "method": lambda: Q.softmax(-1),
+    "function": lambda: torch.softmax(Q, -1), "method": lambda: Q.softmax(-1),
     "functional": lambda: F.softmax(Q, -1),
     "computed name": lambda: getattr(F, "soft" + "max")(Q, -1),
-    "special": lambda: torch.special.softmax(Q, -1),
-    "module": lambda: torch.nn.Softmax(-1)(Q),
+    "special": lambda: torch.special.softmax(Q, -1), "module": lambda: torch.nn.Softmax(-1)(Q),
     "operator": lambda: torch.ops.aten._softmax(Q, -1, False),
     "attention": lambda: F.scaled_dot_product_attention(Q, Q, Q),
     "attention inside": lambda: torch.nn.MultiheadAttention(8, 2)(Q[0], Q[0], Q[0]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)

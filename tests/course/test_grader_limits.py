@@ -58,9 +58,7 @@ def test_a_repr_that_never_ends_does_not_hold_the_verdict_up(toys: Toys, graded:
 
 
 @pytest.mark.parametrize("operation", ["any(iter(int, 1))", "sum(range(10**12))"])
-def test_one_operation_without_end_is_ended_and_named(
-    toys: Toys, graded: Graded, operation: str
-) -> None:
+def test_one_operation_without_end_is_ended_and_named(toys, graded, operation):
     """It never comes back from C, so no signal handler of Python's can run."""
     verdict = graded(with_first(toys["e90.1"], operation))
     assert verdict.status == "timeout"

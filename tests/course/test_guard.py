@@ -9,17 +9,10 @@ from minillm_exercises.guard import MAX_BYTES, inspect_source
 from minillm_exercises.manifest import Exercise
 
 EXERCISE = Exercise(
-    id="e92.1",
-    folder=Path("e92"),
-    title="",
-    chapter="92",
-    minutes=1,
-    difficulty=1,
-    names=("append", "Cache.read"),
-    hints=("a", "b", "c"),
-    imports=("math", "torch"),
+    id="e92.1", folder=Path("e92"), title="", chapter="92", minutes=1, difficulty=1,
+    names=("append", "Cache.read"), hints=("a", "b", "c"), imports=("math", "torch"),
     banned=("torch.nn.functional.softmax", "cumsum", "sorted"),
-)
+)  # fmt: skip
 COMPLETE = "def append(x): return x\nclass Cache:\n    def read(self): pass\n"
 
 REFUSED = [  # source, what the first line of the message says
@@ -104,15 +97,12 @@ def test_the_line_is_shown_with_a_caret_under_the_place() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("source", "missing", "near"),
-    [
-        (COMPLETE.replace("append", "appendd"), "'append'", "Did you mean 'appendd'?"),
-        (COMPLETE.replace("read", "raed"), "'Cache.read'", "Did you mean 'Cache.raed'?"),
-        ("", "'append'", "The starter has it: e92_1.py."),
-        ("def f():\n    def append(x): pass\n" + COMPLETE[24:], "'append'", ""),
-    ],
-)
+@pytest.mark.parametrize(("source", "missing", "near"), [
+    (COMPLETE.replace("append", "appendd"), "'append'", "Did you mean 'appendd'?"),
+    (COMPLETE.replace("read", "raed"), "'Cache.read'", "Did you mean 'Cache.raed'?"),
+    ("", "'append'", "The starter has it: e92_1.py."),
+    ("def f():\n    def append(x): pass\n" + COMPLETE[24:], "'append'", ""),
+])  # fmt: skip
 def test_a_missing_name_is_named_with_the_nearest(source: str, missing: str, near: str) -> None:
     finding = inspect_source(source, EXERCISE)
     assert finding is not None
@@ -129,15 +119,12 @@ def test_a_special_method_is_no_misspelt_one() -> None:
     assert "Did you mean" not in finding.message
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "append = lambda x: x\nclass Cache:\n    read = None",
-        "append, y = 1, 2\nclass Cache:\n    def read(self): pass",
-        "if True:\n    def append(x): pass\nclass Cache:\n    async def read(self): pass",
-        "from math import sqrt as append\nclass Cache:\n    def read(self): pass",
-    ],
-)
+@pytest.mark.parametrize("source", [
+    "append = lambda x: x\nclass Cache:\n    read = None",
+    "append, y = 1, 2\nclass Cache:\n    def read(self): pass",
+    "if True:\n    def append(x): pass\nclass Cache:\n    async def read(self): pass",
+    "from math import sqrt as append\nclass Cache:\n    def read(self): pass",
+])  # fmt: skip
 def test_a_name_may_be_defined_in_any_way(source: str) -> None:
     assert inspect_source(source, EXERCISE) is None
 

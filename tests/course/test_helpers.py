@@ -9,6 +9,8 @@ import pytest
 
 from minillm_exercises import bound, compare, explore, fact, figure, measure, predict, record, show
 from minillm_exercises.errors import ExerciseError
+from minillm_exercises.plots import series
+from minillm_exercises.predictions import Prediction
 from minillm_exercises.quiz import load_quiz, quiz_text
 from minillm_exercises.timing import Timing
 
@@ -40,16 +42,10 @@ def spending(clock: FakeClock, *seconds: float):
     return step
 
 
-@pytest.mark.parametrize(
-    ("value", "line"),
-    [
-        (True, "it: True"),
-        (8256, "it: 8,256"),
-        (Fraction(129, 2), "it: 129/2"),
-        ("64.5", "it: 64.5"),
-        (0, "it: 0"),
-    ],
-)
+@pytest.mark.parametrize(("value", "line"), [
+    (True, "it: True"), (8256, "it: 8,256"), (Fraction(129, 2), "it: 129/2"), ("64.5", "it: 64.5"),
+    (0, "it: 0"),
+])  # fmt: skip
 def test_a_fact_is_one_line(value, line, capsys) -> None:
     fact("it", value)
     assert capsys.readouterr().out == line + "\n"
@@ -61,21 +57,10 @@ def test_what_is_not_exact_is_no_fact(value) -> None:
         fact("it", value)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (49109, "49,100"),
-        (0.01234, "0.0123"),
-        (0.5, "0.500"),
-        (4.2, "4.20"),
-        (123.456, "123"),
-        (99.96, "100"),
-        (9.996, "10.0"),
-        (0.9996, "1.00"),
-        (0, "0"),
-        (-4.2, "-4.20"),
-    ],
-)
+@pytest.mark.parametrize(("value", "text"), [
+    (49109, "49,100"), (0.01234, "0.0123"), (0.5, "0.500"), (4.2, "4.20"), (123.456, "123"),
+    (99.96, "100"), (9.996, "10.0"), (0.9996, "1.00"), (0, "0"), (-4.2, "-4.20"),
+])  # fmt: skip
 def test_a_record_has_three_digits_and_no_exponent(value, text, capsys) -> None:
     record("it", value, "ms")
     assert capsys.readouterr().out == f"measured: it = {text} ms\n"
@@ -241,6 +226,23 @@ def test_the_caption_is_the_alternative_text(monkeypatch) -> None:
     for caption in ("", "Figure 1", "no full stop in this caption"):
         with pytest.raises(ExerciseError, match="no sentence"):
             show(fig, caption)
+
+
+def test_a_listing_is_folded_and_says_its_source(monkeypatch) -> None:
+    import IPython.display
+
+    from minillm_exercises import listing
+
+    shown = []
+    monkeypatch.setattr(IPython.display, "display", shown.append)
+    listing("How a plot is made", Prediction.text, series)
+    (page,) = shown
+    text = page.data
+    assert text.startswith("<details><summary>How a plot is made</summary>\n\n```python\ndef text(")
+    assert "\n\ndef series(" in text
+    assert text.endswith("```\n\n</details>")
+    with pytest.raises(ExerciseError, match="needs a function"):
+        listing("Nothing")
 
 
 def test_explore_draws_the_static_twin_and_checks_its_choices() -> None:

@@ -61,9 +61,7 @@ def test_a_pass(at: Terminal) -> None:
     assert report(at)[1]["gave_up"] == []  # there was no solution to show
 
 
-def test_files_are_written(
-    at: Terminal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_are_written(at, tmp_path, capsys):
     at.write(MUTANT)
     code, shown = at.type(
         "report", "--json", str(tmp_path / "new/r.json"), "--junit", str(tmp_path / "r.xml")
@@ -174,9 +172,7 @@ def test_the_seed_reaches_the_checks(at: Terminal, tmp_path: Path) -> None:
     assert len(messages) == 2
 
 
-def test_a_grader_that_dies_costs_nobody_else(
-    at: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grader_that_dies_costs_nobody_else(at, tmp_path, monkeypatch):
     real = gradebook.Grader.grade
 
     def grade(self: Any, file: Path, **options: Any) -> Any:
@@ -198,21 +194,14 @@ def test_names_that_a_spreadsheet_would_run(at: Terminal, tmp_path: Path) -> Non
     assert [*grades(at, folder)] == ["'=1+1"]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("grade", "nowhere"), "There is no folder"),
-        (("grade", "empty"), "holds no folders"),
-        (("grade", "class", "--hidden", "empty"), "holds no hidden checks"),
-        (("grade", "class", "--hidden", "odd"), "test_e99_1.py is of no exercise"),
-        (("grade", "class", "--only", "e9.9"), "There is no exercise"),
-        (("release", "--out", "class"), "is not empty"),
-    ],
-)
-def test_mistakes_of_an_instructor(
-    at: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str,
-) -> None:  # fmt: skip
+@pytest.mark.parametrize(("words", "says"), [
+    (("grade", "nowhere"), "There is no folder"), (("grade", "empty"), "holds no folders"),
+    (("grade", "class", "--hidden", "empty"), "holds no hidden checks"),
+    (("grade", "class", "--hidden", "odd"), "test_e99_1.py is of no exercise"),
+    (("grade", "class", "--only", "e9.9"), "There is no exercise"),
+    (("release", "--out", "class"), "is not empty"),
+])  # fmt: skip
+def test_mistakes_of_an_instructor(at, tmp_path, monkeypatch, capsys, words, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd").mkdir()

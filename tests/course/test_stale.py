@@ -55,14 +55,10 @@ def test_a_fingerprint_follows_the_code_and_not_its_comments(root, file, old, ne
     assert short == changes
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("engine/g.c", "no such file"),
-        ("engine.cache.Gone", "no 'Gone' in it"),
-        ("motor.cache", "no such module"),
-    ],
-)
+@pytest.mark.parametrize(("name", "says"), [
+    ("engine/g.c", "no such file"), ("engine.cache.Gone", "no 'Gone' in it"),
+    ("motor.cache", "no such module"),
+])  # fmt: skip
 def test_a_name_of_nothing_is_refused(root, name, says):
     with pytest.raises(chapters.ChapterError, match=says):
         stale.fingerprint(name, root)

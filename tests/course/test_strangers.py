@@ -97,20 +97,17 @@ def found(verdict: Verdict, expected: Expected) -> list[str]:
     failed = [check.name for check in verdict.checks if check.status != "pass"]
     messages = [text for text in (verdict.message, *(c.message for c in verdict.checks)) if text]
     holds = {
-        "swap": lambda _: True,
-        "seconds": lambda _: True,
+        "swap": lambda _: True, "seconds": lambda _: True,
         "says": lambda texts: all(text in "".join(messages[:1]) for text in listed(texts)),
         "tells": lambda texts: all(any(x in m for m in messages) for x in listed(texts)),
         "silent": lambda text: not any(text in message for message in messages),
         "where": lambda text: any(text in check.where for check in verdict.checks),
-        "mutant": lambda name: verdict.mutant == name,
-        "only": lambda names: failed == names,
+        "mutant": lambda name: verdict.mutant == name, "only": lambda names: failed == names,
         "failed": lambda names: set(names) <= set(failed),
         "passed": lambda names: not set(names) & set(failed),
-        "first": lambda name: failed[0] == name,
-        "earned": lambda points: verdict.earned == points,
+        "first": lambda name: failed[0] == name, "earned": lambda points: verdict.earned == points,
         "status": lambda status: verdict.status == status,
-    }
+    }  # fmt: skip
     expected = {"status": "fail"} | expected
     wrong = [f"{key}: {value}" for key, value in expected.items() if not holds[key](value)]
     return [*wrong, f"{verdict.status}, {verdict.mutant!r}: {failed}", *messages] if wrong else []

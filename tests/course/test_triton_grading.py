@@ -25,9 +25,6 @@ EXERCISE = load_manifest()["e11.1"]
 SOLUTION = (EXERCISE.answers / "solution.py").read_text(encoding="utf-8")
 
 
-# --- a GPU that is not there --------------------------------------------------------------------
-
-
 def test_what_cuda_says_ends_the_process_and_not_the_grader(toys: dict[str, Exercise]) -> None:
     text = (toys["e90.1"].answers / "solution.py").read_text(encoding="utf-8")
     anchor = "    starts = "
@@ -139,8 +136,6 @@ def test_without_triton_an_exercise_says_what_it_needs(monkeypatch: pytest.Monke
     assert unavailable(EXERCISE) == "needs triton"
 
 
-# --- from a notebook ----------------------------------------------------------------------------
-
 CELLS = (
     "import torch\nimport triton\nimport triton.language as tl",
     "LOWEST = tl.constexpr(float('-inf'))",
@@ -159,9 +154,7 @@ CELLS = (
 
 
 @pytest.mark.parametrize("interpreted", ["1", "0"])
-def test_a_notebook_saves_kernels_with_what_they_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreted: str
-) -> None:
+def test_a_notebook_saves_kernels_with_what_they_use(tmp_path, monkeypatch, interpreted):
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     names: dict[str, Any] = {"__name__": "__main__", "In": [""]}
     for number, text in enumerate(CELLS):

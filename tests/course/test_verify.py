@@ -129,9 +129,7 @@ ROT = [
 
 
 @pytest.mark.parametrize("case", ROT, ids=lambda case: case[0][:40])
-def test_a_fault_is_found_with_what_to_repair(
-    toy_root: ToyRoot, case: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_is_found_with_what_to_repair(toy_root, case, monkeypatch):
     says, *edits = case
     if "surviv" not in says and "mechanical" not in says:  # the others are faster without
         monkeypatch.setattr("minillm_exercises.verify.mechanical_mutants", lambda source: [])
@@ -194,25 +192,13 @@ def f(x: int = 0, *, deep=True):
     return -x
 """
 EXPECTED = [
-    "line 2: True -> False",
-    "line 2: 0 -> 1",
-    "line 4: without if x < 3 and (not deep):",
-    "line 4: x < 3 and (not deep) -> not x < 3 and (not deep)",
-    "line 4: and -> or",
-    "line 4: < -> <=",
-    "line 4: 3 -> 4",
-    "line 5: without x += 1",
-    "line 5: + -> -",
-    "line 5: 1 -> 2",
-    "line 7: without out[i] = i * 2",
-    "line 7: * -> +",
-    "line 7: 2 -> 3",
-    "line 8: without print(i)",
-    "line 9: without if x == 9:",
-    "line 9: x == 9 -> not x == 9",
-    "line 9: == -> !=",
-    "line 9: 9 -> 10",
-]
+    "line 2: True -> False", "line 2: 0 -> 1", "line 4: without if x < 3 and (not deep):",
+    "line 4: x < 3 and (not deep) -> not x < 3 and (not deep)", "line 4: and -> or",
+    "line 4: < -> <=", "line 4: 3 -> 4", "line 5: without x += 1", "line 5: + -> -",
+    "line 5: 1 -> 2", "line 7: without out[i] = i * 2", "line 7: * -> +", "line 7: 2 -> 3",
+    "line 8: without print(i)", "line 9: without if x == 9:", "line 9: x == 9 -> not x == 9",
+    "line 9: == -> !=", "line 9: 9 -> 10",
+]  # fmt: skip
 
 
 def test_mechanical_mutants_change_one_thing_each() -> None:

@@ -111,9 +111,7 @@ def test_processes_do_not_lose_each_others_entries(tmp_path: Path) -> None:
     assert found.of("e90.2").attempts == 40
 
 
-def test_a_lock_that_was_left_behind_is_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_was_left_behind_is_taken_over(tmp_path, monkeypatch):
     monkeypatch.setattr(progress_module, "PATIENCE", 0.05)
     (tmp_path / "progress.lock").touch()
     ProgressFile(tmp_path / "progress.json").set("e90.1", hints=1)

@@ -33,9 +33,6 @@ def test_every_policy_and_both_indices_are_measured(monkeypatch, capsys) -> None
         assert min(one["microseconds"]) > 0
 
 
-# ---- what is measured -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_workload_is_what_its_name_says(policy: str) -> None:
     load = Workload(8, policy)
@@ -69,9 +66,6 @@ def test_the_index_of_a_lookup_knows_the_text_and_its_siblings(kind: str) -> Non
     assert index.match(tokens, len(tokens), "").blocks == [0, 1, 2, 3]
     almost = index.match(tokens, len(tokens) - 1, "")
     assert almost.num_tokens == (63 if kind == "radix" else 48)
-
-
-# ---- engines that take turns ------------------------------------------------------------------
 
 
 def test_neighbours_are_compared() -> None:

@@ -38,8 +38,6 @@ def parallel(cli, *argv):
     return data, entries
 
 
-# ---- several GPUs --------------------------------------------------------------------------------
-
 L70 = "preset:llama-3.1-70b"
 
 
@@ -141,9 +139,6 @@ MISTAKES = [
 def test_a_mistake_is_one_sentence(cli, argv, message):
     shown = cli("plan", *argv)
     assert shown.refused(message), shown
-
-
-# ---- quantised weights ---------------------------------------------------------------------------
 
 
 def test_int4_of_a_preset(cli):

@@ -15,8 +15,7 @@ from minillm.lab.simulation import Simulation, every_step, linear, roofline
 from minillm.models.presets import preset
 from minillm.scheduling.plan import Row
 from minillm.scheduling.policies import Policy
-from minillm.scheduling.record import Blocked, StepRecord
-from minillm.scheduling.scheduler import Scheduler
+from minillm.scheduling.record import StepRecord
 from tests.trace import workload
 from tests.trace.drafts import Truth, speculating
 
@@ -94,15 +93,6 @@ def test_completions_part_and_stop_together():
     assert sim.blocks.num_copies == 2  # of the block with the prompt's last token
     sim.add(5, 1, n=3, max_tokens=9, name="first token")
     assert sim.run().requests()[1].num_tokens == (1, 1, 1)
-
-
-def test_two_made_up_answers_are_two_texts():
-    """Else a preempted sequence could find its blocks among those of another."""
-    sim = Simulation(16, 4, prefix_cache="hash")
-    for _ in range(2):
-        sim.add([1, 2, 3, 4], 9)
-        sim.run()
-    assert len(sim.blocks.index) == 1 + 2 + 2  # the prompt's, and two full ones of each answer
 
 
 def test_preemption_by_swap_takes_time_on_the_link():
@@ -303,20 +293,6 @@ def test_reports_say_where_each_prompt_came_from():
         sim.run()
     first, second = PrefixReport(partial_block=1, new=4), PrefixReport(cached=4, partial_block=1)
     assert sim.reports == {"a": first, "b": second}
-
-
-def test_a_scheduler_of_ones_own():
-    """Static batching: nobody is let in while anybody runs."""
-
-    class Static(Scheduler):
-        def _refusal(self, budget):
-            return Blocked.of(self.waiting[0], "batch slots", 1, 0) if self.running else None
-
-    for scheduler, last in ((Scheduler, 2.0), (Static, 3.0)):
-        sim = Simulation(8, 4, max_num_seqs=2, scheduler=scheduler)
-        for name, new in (("a", 2), ("b", 1), ("c", 1)):
-            sim.add(1, new, name=name)
-        assert ends(sim) == {"a": 2.0, "b": 1.0, "c": last}
 
 
 def test_simulations_and_drawings_need_no_torch():

@@ -166,16 +166,13 @@ class Cell:
     def fields(self) -> dict[str, Any]:
         """Arguments of the engine but for its drafts."""
         found: dict[str, Any] = {
-            "max_model_len": LONGEST,
-            "max_num_seqs": 12,
+            "max_model_len": LONGEST, "max_num_seqs": 12,
             "num_gpu_blocks_override": NUM_BLOCKS[self.pool],
             "swap_space": 2**-7 if self.pool == "swap" else 0,
-            "long_prefill_token_threshold": self.chunk,
-            "async_scheduling": self.overlaps,
-            "enforce_eager": self.path == "torch",
-            "enable_prefix_caching": self.cache != "off",
+            "long_prefill_token_threshold": self.chunk, "async_scheduling": self.overlaps,
+            "enforce_eager": self.path == "torch", "enable_prefix_caching": self.cache != "off",
             "kv_cache_dtype": self.kv,
-        }
+        }  # fmt: skip
         if self.cache != "off":
             found["prefix_cache"] = self.cache
         if self.exact:
@@ -409,15 +406,10 @@ class Reference:
         """The token that the sampler takes from these logits."""
         request = self.llm.engine.make_request("x", None, job.ids, job.params)
         row = SamplingRow(
-            params=request.params,
-            seed=request.seed,
-            sample_index=sample_index,
-            position=len(job.ids) + len(generated),
-            prompt_token_ids=job.ids,
-            output_token_ids=generated,
-            stop_ids=request.stop_ids,
-            token_ids=[*job.ids, *generated],
-        )
+            params=request.params, seed=request.seed, sample_index=sample_index,
+            position=len(job.ids) + len(generated), prompt_token_ids=job.ids,
+            output_token_ids=generated, stop_ids=request.stop_ids, token_ids=[*job.ids, *generated],
+        )  # fmt: skip
         return sample(logits, [row], grammars=self.llm.engine.grammars).token_ids[0]
 
 

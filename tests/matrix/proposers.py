@@ -92,12 +92,10 @@ def raises(rows: Sequence[DraftRow]) -> Any:
 
 
 FAILING: Mapping[str, Callable[[Sequence[DraftRow]], Any]] = {
-    "raises": raises,
-    "ids below 0": lambda rows: [[-1] for _ in rows],
+    "raises": raises, "ids below 0": lambda rows: [[-1] for _ in rows],
     "ids too large": lambda rows: [[10**6] for _ in rows],
-    "an answer less": lambda rows: [[] for _ in rows[1:]],
-    "no list": lambda rows: 7,
-}
+    "an answer less": lambda rows: [[] for _ in rows[1:]], "no list": lambda rows: 7,
+}  # fmt: skip
 
 
 def config_of(name: str, known: Known, vocab_size: int) -> dict[str, Any]:
@@ -105,11 +103,9 @@ def config_of(name: str, known: Known, vocab_size: int) -> dict[str, Any]:
     a draft model: a test passes its configuration instead."""
     if name == "ngram":
         return {
-            "method": "ngram",
-            "num_speculative_tokens": K,
-            "prompt_lookup_max": 3,
+            "method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3,
             "prompt_lookup_min": 1,
-        }
+        }  # fmt: skip
     if name == "suffix":  # all it finds is drafted
         return {
             "method": "suffix",

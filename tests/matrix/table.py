@@ -14,17 +14,11 @@ from tests.matrix.proposers import SOUND
 BITWISE = ("llama", "mistral", "qwen2", "eight heads", "deepseek_v2", "qwen3_moe")
 EXACT = {"exact float32": BITWISE, "exact bfloat16": (*BITWISE, *QUANTISED)}
 AXES: dict[str, Sequence] = {
-    "model": ("bytes", *MODELS, *QUANTISED),
-    "mode": ("float32", *EXACT),
-    "path": tuple(PATHS),
-    "chunk": (0, 7, 32),
-    "cache": ("off", "hash", "radix"),
-    "pool": ("ample", "recompute", "swap"),
-    "overlaps": (False, True),
-    "graphs": (False, True),
-    "drafts": ("none", "draft model", "medusa", *SOUND),
-    "ranks": tuple(RANKS),
-}
+    "model": ("bytes", *MODELS, *QUANTISED), "mode": ("float32", *EXACT), "path": tuple(PATHS),
+    "chunk": (0, 7, 32), "cache": ("off", "hash", "radix"), "pool": ("ample", "recompute", "swap"),
+    "overlaps": (False, True), "graphs": (False, True),
+    "drafts": ("none", "draft model", "medusa", *SOUND), "ranks": tuple(RANKS),
+}  # fmt: skip
 TRIES = 60  # random cells for each row of a table, of which the best is taken
 
 

@@ -28,16 +28,8 @@ INF = math.inf
 
 
 def row(prompt=(), output=(), seed=0, position=0, stop_ids=(), bad_words_ids=(), **params):
-    return SamplingRow(
-        params=SamplingParams(**params),
-        seed=seed,
-        sample_index=0,
-        position=position,
-        prompt_token_ids=list(prompt),
-        output_token_ids=list(output),
-        stop_ids=tuple(stop_ids),
-        bad_words_ids=tuple(bad_words_ids),
-    )
+    ids = list(prompt), list(output), tuple(stop_ids), tuple(bad_words_ids)
+    return SamplingRow(SamplingParams(**params), seed, 0, position, *ids)
 
 
 def random_logits(seed: int, rows: int, vocab: int, ties: bool = False) -> torch.Tensor:
@@ -198,34 +190,6 @@ def test_penalties_as_in_float64(presence, frequency, repetition, output):
 # ---- order ------------------------------------------------------------------------------------
 
 
-def support(probabilities, **params) -> list[int]:
-    logits = torch.tensor([probabilities]).log()
-    return (processed(logits, row(**params))[0] > -INF).nonzero().flatten().tolist()
-
-
-def test_min_p_comes_before_top_p():
-    # After min-p the best token holds 0.5 / 0.8 of the mass; before it, 0.5 is short of 0.6.
-    assert support([0.5, 0.3, 0.1, 0.1], min_p=0.5) == [0, 1]
-    assert support([0.5, 0.3, 0.1, 0.1], top_p=0.6) == [0, 1]
-    assert support([0.5, 0.3, 0.1, 0.1], min_p=0.5, top_p=0.6) == [0]
-
-
-def test_min_p_of_one_keeps_equals_of_the_best():
-    assert support([0.4, 0.2, 0.4], min_p=1.0) == [0, 2]
-
-
-def test_top_k_comes_before_top_p():
-    assert support([0.4, 0.3, 0.2, 0.1], top_p=0.5) == [0, 1]
-    assert support([0.4, 0.3, 0.2, 0.1], top_k=2, top_p=0.5) == [0]
-
-
-def test_temperature_comes_before_min_p_and_top_p():
-    assert support([0.6, 0.3, 0.1], min_p=0.4) == [0, 1]
-    assert support([0.6, 0.3, 0.1], min_p=0.4, temperature=0.5) == [0]
-    assert support([0.6, 0.3, 0.1], top_p=0.7) == [0, 1]
-    assert support([0.6, 0.3, 0.1], top_p=0.7, temperature=0.5) == [0]
-
-
 def test_bias_comes_before_penalties_and_penalties_before_temperature():
     logits = torch.tensor([[-1.0, 0.0]])
     request = row([0], [], logit_bias={0: 2.0}, repetition_penalty=2.0, temperature=0.5)
@@ -241,13 +205,10 @@ def test_a_mask_wins_over_a_bias():
 # ---- draws ------------------------------------------------------------------------------------
 
 SETTINGS = [
-    dict(),
-    dict(temperature=0.6),
-    dict(temperature=1.5, top_k=7),
-    dict(top_p=0.8),
+    dict(), dict(temperature=0.6), dict(temperature=1.5, top_k=7), dict(top_p=0.8),
     dict(temperature=1.3, min_p=0.1, top_k=20, top_p=0.9),
     dict(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=-0.5, top_p=0.95),
-]
+]  # fmt: skip
 
 
 def exact_distribution(logits: torch.Tensor, request: SamplingRow) -> np.ndarray:
@@ -455,16 +416,12 @@ def test_prompt_logprobs_of_broken_logits_say_so():
 # ---- a sampler that is kept from step to step -------------------------------------------------
 
 KINDS = [
-    dict(),
-    dict(temperature=0.0),
+    dict(), dict(temperature=0.0),
     dict(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.2),
-    dict(presence_penalty=0.5, top_p=0.9),
-    dict(logit_bias={3: 2.0, 7: -100.0}),
-    dict(allowed_token_ids=[1, 2, 3, 5, 8, 13]),
-    dict(min_tokens=6),
-    dict(bad_words=["x"]),
+    dict(presence_penalty=0.5, top_p=0.9), dict(logit_bias={3: 2.0, 7: -100.0}),
+    dict(allowed_token_ids=[1, 2, 3, 5, 8, 13]), dict(min_tokens=6), dict(bad_words=["x"]),
     dict(temperature=0.7, top_k=5, repetition_penalty=1.2, min_tokens=30),
-]
+]  # fmt: skip
 WORDS = ((3,), (1, 2), (5, 5, 5), (2, 3, 1, 4))
 
 

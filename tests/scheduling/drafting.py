@@ -20,11 +20,9 @@ from tests.scheduling.oracle import VOCABULARY, Expected, RunnerRow, num_drafts,
 
 # Simple values first, as in `machine.SETUPS`.
 DRAFTS: Mapping[str, tuple[Any, ...]] = {
-    "drafts": (4, 1, 2, 8),
-    "disable_by_batch": (None, None, 2, 4),
-    "draft_context": (None, None, None, 20),
-    "uneven": (False, True),
-}
+    "drafts": (4, 1, 2, 8), "disable_by_batch": (None, None, 2, 4),
+    "draft_context": (None, None, None, 20), "uneven": (False, True),
+}  # fmt: skip
 CHANCES = (1.0, 0.8, 0.5, 0.0)  # that a guess is right
 EVERY = 5  # steps of which one is planned a second time, without drafts
 

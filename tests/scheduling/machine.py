@@ -83,14 +83,10 @@ SETUPS: Mapping[str, tuple[Any, ...]] = {
     "watermark": (0.0, 0.01, 0.2),
 }
 SPECS: Mapping[str, tuple[Any, ...]] = {
-    "family": (0, 1, 2, 3),
-    "length": (1, 2, 3, 5, 7, 8, 9, 12, 16, 17, 24, 33, 40),
-    "max_tokens": (1, 4, 8, 12, 0, 2, 20),
-    "n": (1, 1, 2, 3),
-    "salt": ("", "", "", "a"),
-    "priority": (0, 1, 2),
-    "wants_logprobs": (False, False, False, False, True),
-}
+    "family": (0, 1, 2, 3), "length": (1, 2, 3, 5, 7, 8, 9, 12, 16, 17, 24, 33, 40),
+    "max_tokens": (1, 4, 8, 12, 0, 2, 20), "n": (1, 1, 2, 3), "salt": ("", "", "", "a"),
+    "priority": (0, 1, 2), "wants_logprobs": (False, False, False, False, True),
+}  # fmt: skip
 EVENTS = ("abort", "finish", "fail", "break")
 DRAFT_EVENTS = (*EVENTS, "cut")
 CROWD_EVENTS = (None, "break", "break", "abort")
@@ -339,14 +335,9 @@ class World:
     def _add(self, prompt: tuple[int, ...], spec: Spec) -> None:
         place = len(self.arrivals)
         request = Request(
-            f"r{place}-{self.num_refused}",
-            prompt,
-            params_of(spec.n, spec.wants_logprobs),
-            spec.max_tokens,
-            seed=place,
-            priority=spec.priority,
-            cache_salt=spec.salt,
-        )
+            f"r{place}-{self.num_refused}", prompt, params_of(spec.n, spec.wants_logprobs),
+            spec.max_tokens, seed=place, priority=spec.priority, cache_salt=spec.salt,
+        )  # fmt: skip
         if not fits(request, self.setup):
             self._refused(request, numbers=True)
             return
@@ -372,14 +363,10 @@ class World:
         scheduler, pool = self.scheduler, self.manager.pool
         return (
             [sequence.seq_id for sequence in scheduler.waiting],
-            [sequence.seq_id for sequence in scheduler.running],
-            list(scheduler.sequences),
-            scheduler.num_seqs,
-            asdict(scheduler.counters),
-            list(pool.ref_counts),
-            free_order(self.manager),
-            len(self.manager.index),
-        )
+            [sequence.seq_id for sequence in scheduler.running], list(scheduler.sequences),
+            scheduler.num_seqs, asdict(scheduler.counters), list(pool.ref_counts),
+            free_order(self.manager), len(self.manager.index),
+        )  # fmt: skip
 
     def _know(self, name: Name, request: Request) -> Completion:
         completion = Completion(Expected(request, name[1]))

@@ -9,8 +9,7 @@ from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.drafts import Drafts
-from minillm.scheduling.plan import StepPlan
-from minillm.scheduling.request import Request, Sequence
+from minillm.scheduling.request import Request
 from minillm.scheduling.scheduler import Scheduler
 from tests.scheduling.invariants import check_invariants
 
@@ -109,53 +108,6 @@ def test_a_plan_made_ahead_leaves_out_only_the_rows_that_must_wait() -> None:
     assert {row.seq_id for row in scheduler.schedule().rows} == set(scheduler.sequences)
 
 
-# ---- several logits per row ----------------------------------------------------------------------
-
-
-def drafted(scheduler: Scheduler, num_drafts: int) -> tuple[StepPlan, Sequence]:
-    """A plan that computes the last token of a sequence and some drafts behind it; no proposer
-    exists yet, so the row of a usual plan is widened by hand."""
-    sequence = scheduler.add(request("a", 3, 30))
-    scheduler.commit(scheduler.schedule(), {sequence.seq_id: [7]})
-    plan = scheduler.schedule()
-    (row,) = plan.rows
-    blocks = scheduler.blocks
-    blocks.grow(sequence.table, row.start, row.start + 1 + num_drafts)
-    sequence.num_sent = len(sequence.table.blocks)
-    plan.rows[0] = row._replace(
-        num_tokens=1 + num_drafts,
-        num_logits=1 + num_drafts,
-        blocks=tuple(sequence.table.blocks[row.num_kept :]),
-    )
-    return plan, sequence
-
-
-@pytest.mark.parametrize("num_accepted", range(1, 7))
-def test_accepted_tokens_are_appended_and_rejected_positions_are_not_certain(num_accepted) -> None:
-    scheduler = scheduler_of()
-    plan, sequence = drafted(scheduler, num_drafts=5)
-    accepted = list(range(20, 20 + num_accepted))
-    scheduler.commit(plan, {sequence.seq_id: accepted})
-    assert sequence.token_ids == [0, 1, 2, 7, *accepted]
-    # Position 3 holds the token 7; each accepted token but the last was a draft, and is computed.
-    assert sequence.num_committed == sequence.num_computed == 3 + num_accepted
-    assert len(scheduler.blocks.index) == (3 + num_accepted) // 4
-    check_invariants(scheduler)
-    found = scheduler.blocks.match([0, 1, 2, 7, *accepted, 99], 99, "")
-    assert found.num_tokens == (3 + num_accepted) // 4 * 4
-    (row,) = scheduler.schedule().rows
-    assert (row.start, row.num_tokens, row.num_logits) == (3 + num_accepted, 1, 1)
-
-
-def test_a_row_with_drafts_is_not_planned_ahead() -> None:
-    scheduler = scheduler_of()
-    plan, sequence = drafted(scheduler, num_drafts=2)
-    other = scheduler.add(request("b", 3, 9))
-    assert scheduler.schedule_ahead() is None  # only the drafted sequence runs
-    scheduler.commit(plan, {sequence.seq_id: [5, 6, 7]})
-    assert {row.seq_id for row in scheduler.schedule().rows} == {sequence.seq_id, other.seq_id}
-
-
 def test_no_more_tokens_than_there_is_room_for() -> None:
     scheduler = scheduler_of()
     sequence = scheduler.add(request("a", 3, 3))
@@ -165,9 +117,6 @@ def test_no_more_tokens_than_there_is_room_for() -> None:
     scheduler.commit(plan, {sequence.seq_id: [8, 9, 10, 11]})
     assert sequence.token_ids == [0, 1, 2, 7, 8, 9]
     assert not scheduler.has_work
-
-
-# ---- drafts ------------------------------------------------------------------------------------
 
 
 def drafting_scheduler(num_drafts: int = 4, num_blocks: int = 8, **fields: int) -> Scheduler:

@@ -47,68 +47,29 @@ SEEN = {  # in 2,000
     **{f"blocked: {what}": 100 for what in ("batch slots", "tokens", "blocks")},
     **{f"ended: {how}": 100 for how in ("length", "computed", "aborted", "finished", "failed")},
     **{f"re-ordered by {name}": 10 for name in SETUPS["policy"] if name != "fcfs"},
-    "preempted: recompute": 100,
-    "preempted: swap": 100,
-    "swapped in": 100,
-    "host memory is full": 20,
-    "resumed from a prefix": 100,
-    "copies": 1000,
-    "revived": 1000,
-    "evicted": 1000,
-    "partial reuse": 500,
-    "forks": 1000,
-    "mixed steps": 1000,
-    "chunks": 1000,
-    "stalled": 100,
-    "aborted in flight": 500,
-    "read in its step": 1000,
-    "broken rows": 1000,
-    "void rows": 50,
-    "finished in flight": 500,
-    "report: evicted": 100,
-    "report: salt": 100,
-    "report: last_token": 100,
-}
+    **{f"report: {what}": 100 for what in ("evicted", "salt", "last_token")},
+    "preempted: recompute": 100, "preempted: swap": 100, "swapped in": 100,
+    "host memory is full": 20, "resumed from a prefix": 100, "partial reuse": 500, "stalled": 100,
+    "aborted in flight": 500, "finished in flight": 500, "void rows": 50,
+    **dict.fromkeys(("copies", "revived", "evicted", "forks", "mixed steps", "chunks",
+                     "read in its step", "broken rows"), 1000),
+}  # fmt: skip
 SEEN_AHEAD = {  # in 500
-    "planned ahead": 5_000,
-    "rows in vain": 300,
-    "ended: length": 1_000,
-    "ended: aborted": 100,
-    "ended: finished": 100,
-    "ended: failed": 50,
-    "forks": 300,
-    "preempted: recompute": 50,
-    "preempted: swap": 50,
-    "copies": 100,
-    "partial reuse": 100,
-    "aborted in flight": 100,
-}
+    "planned ahead": 5_000, "rows in vain": 300, "ended: length": 1_000, "ended: aborted": 100,
+    "ended: finished": 100, "ended: failed": 50, "forks": 300, "preempted: recompute": 50,
+    "preempted: swap": 50, "copies": 100, "partial reuse": 100, "aborted in flight": 100,
+}  # fmt: skip
 SEEN_IN_STAGES = {  # in 120
-    "planned ahead": 1_000,
-    "as many as stages": 200,
-    "chunks in a row": 100,
-    "ended: length": 200,
-    "ended: aborted": 20,
-    "ended: failed": 10,
-    "forks": 50,
-    "preempted: recompute": 10,
-    "preempted: swap": 10,
-    "aborted in flight": 20,
-}
+    "planned ahead": 1_000, "as many as stages": 200, "chunks in a row": 100, "ended: length": 200,
+    "ended: aborted": 20, "ended: failed": 10, "forks": 50, "preempted: recompute": 10,
+    "preempted: swap": 10, "aborted in flight": 20,
+}  # fmt: skip
 SEEN_DRAFTED = {  # in 250
-    "rows with drafts": 3000,
-    "nothing drafted": 500,
-    "fewer drafts than planned": 200,
-    "drafts cut short": 1000,
-    "drafts beside a prefill": 500,
-    "all accepted": 1000,
-    "some accepted": 200,
-    "all rejected": 1000,
-    "preempted after drafts: recompute": 30,
-    "preempted after drafts: swap": 10,
-    "planned twice": 2000,
-    "cut": 10,
-}
+    "rows with drafts": 3000, "nothing drafted": 500, "fewer drafts than planned": 200,
+    "drafts cut short": 1000, "drafts beside a prefill": 500, "all accepted": 1000,
+    "some accepted": 200, "all rejected": 1000, "preempted after drafts: recompute": 30,
+    "preempted after drafts: swap": 10, "planned twice": 2000, "cut": 10,
+}  # fmt: skip
 SEEN_DRAFTED_AHEAD = {
     name: count // 2 for name, count in SEEN_DRAFTED.items() if name != "planned twice"
 } | {"planned ahead": 2500}
@@ -226,9 +187,7 @@ def test_a_preempted_fork_counts_no_prefix_hits() -> None:
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
-def test_names_of_one_byte_cost_misses_and_nothing_else(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_one_byte_cost_misses_and_nothing_else(count, monkeypatch):
     """The chain does not rest on its hash: with collisions everywhere no foreign block is read."""
     monkeypatch.setattr(
         HashChain,

@@ -61,9 +61,6 @@ def prompt(length: int, first: int = 10_000) -> tuple[int, ...]:
     return tuple(range(first, first + length))
 
 
-# ---- order ------------------------------------------------------------------------------------
-
-
 def test_priority_serves_the_lowest_number_first_and_equals_in_order() -> None:
     line = Line("priority")
     for value in (2, 0, 1, 0, -5):
@@ -115,17 +112,6 @@ def test_longest_prefix_match_looks_at_nobody_while_all_seats_are_taken() -> Non
     assert str(line.scheduler.record.blocked) == "no batch slots: needs 1, has 0"
 
 
-def test_longest_prefix_match_looks_at_nobody_while_a_prompt_takes_the_whole_budget() -> None:
-    config = SchedulerConfig(2, max_num_batched_tokens=8, policy="longest_prefix_match")
-    scheduler = Scheduler(config, BlockManager(32, 4, "hash"))
-    scheduler.add(Request("long", prompt(30), SamplingParams(), 1))
-    scheduler.commit(scheduler.schedule(), {})
-    scheduler.add(Request("next", prompt(8, 100), SamplingParams(), 1))
-    scheduler.admission.match = None  # to call it would fail
-    scheduler.schedule()
-    assert str(scheduler.record.blocked) == "no tokens: needs 1, has 0"
-
-
 def test_longest_prefix_match_does_not_look_again_while_no_blocks_come_free() -> None:
     """128 long prompts looked up in vain in every step would slow down those who run."""
     config = SchedulerConfig(max_num_seqs=4, policy="longest_prefix_match", watermark=0)
@@ -172,9 +158,6 @@ def test_who_lacks_blocks_is_looked_at_again_after_a_while(policy: str) -> None:
     assert [step for step, look in enumerate(seen) if look] == [0, *often]
 
 
-# ---- bounds -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", [name for name, each in POLICIES.items() if each.bound])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_bounds_hold_for_everybody_in_random_streams(policy: str, seed: int) -> None:
@@ -204,9 +187,6 @@ def test_priority_has_no_bound() -> None:
     assert line.drain()[-1] == patient.arrival  # once they stop, it is served
 
 
-# ---- one of your own --------------------------------------------------------------------------
-
-
 def test_a_policy_of_ones_own_is_a_function() -> None:
     def longest_first(request: Request, arrival: int, num_cached: int) -> tuple[float, ...]:
         return (-len(request.prompt_token_ids),)  # equals: the scheduler adds the order of arrival
@@ -215,34 +195,6 @@ def test_a_policy_of_ones_own_is_a_function() -> None:
     for length in (3, 30, 7, 30):
         line.add(prompt(length))
     assert line.drain() == [1, 3, 2, 0]
-
-
-def test_a_policy_of_ones_own_may_read_the_cache() -> None:
-    def fewest_cached_first(request: Request, arrival: int, num_cached: int) -> tuple[float, ...]:
-        return (num_cached, arrival)
-
-    line = Line(Policy(fewest_cached_first, reads_cache=True), "hash")
-    line.add(PREFIX)
-    line.drain()
-    for end in (32, 16, 0):
-        line.add((*PREFIX[:end], 5))
-    assert line.drain()[1:] == [3, 2, 1]
-
-
-def test_the_policy_decides_who_is_preempted_too() -> None:
-    """Both hold two of five blocks, one is left: the urgent one gets it, though it came later."""
-    config = SchedulerConfig(policy="priority", watermark=0.0)
-    scheduler = Scheduler(config, BlockManager(5, 4))
-    for name, priority in (("patient", 1), ("urgent", 0)):
-        scheduler.add(Request(name, prompt(7), SamplingParams(), 8, priority=priority))
-    while not scheduler.record.preempted:
-        plan = scheduler.schedule()
-        scheduler.commit(plan, {row.seq_id: [0] for row in plan.rows})
-    (preemption,) = scheduler.record.preempted
-    assert (preemption.seq_id, preemption.for_seq_id) == (0, 1)
-
-
-# ---- admission --------------------------------------------------------------------------------
 
 
 def sequence_of(length: int, max_tokens: int, n: int) -> Sequence:
@@ -260,8 +212,6 @@ def sequence_of(length: int, max_tokens: int, n: int) -> Sequence:
         (9, 8, 3, 5, 2 + 3 * 2),  # its last one is copied
     ],
 )
-def test_blocks_that_admission_asks_for(
-    length: int, max_tokens: int, n: int, now: int, ever: int
-) -> None:
+def test_blocks_that_admission_asks_for(length, max_tokens, n, now, ever):
     sequence = sequence_of(length, max_tokens, n)
     assert (watermark(sequence, 4), reserve_max(sequence, 4)) == (now, ever)

@@ -108,13 +108,17 @@ class Served:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return made
 
+    def post(self, path: str, fields: Mapping[str, Any], header: str = "") -> socket.socket:
+        """Send a request, and return its connection; `header` ends with a line end."""
+        wire, body = self.connect(), json.dumps(fields).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{header}Content-Length: {len(body)}\r\n\r\n"
+        wire.sendall(head.encode() + body)
+        return wire
+
     def send(
-        self,
-        path: str,
-        body: Any = None,
-        method: str = "",
+        self, path: str, body: Any = None, method: str = "",
         headers: Mapping[str, str] | None = None,
-    ) -> Reply:
+    ) -> Reply:  # fmt: skip
         """One request on a new connection; `body` is bytes, or becomes JSON."""
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         made = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)

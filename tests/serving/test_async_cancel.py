@@ -22,7 +22,7 @@ from minillm.serving.step_thread import Ticket
 from tests.engine.small import make, tokens
 from tests.pairs import some
 from tests.scheduling.invariants import check_invariants
-from tests.serving.async_small import Gate, idle, in_loop, make_async, run
+from tests.serving.async_small import Gate, idle, in_loop, run
 
 NUM_REQUESTS = 500
 STAGES = ("outside", "queued", "prefill", "decode", "preempted")
@@ -162,14 +162,13 @@ async def consume(engine: AsyncLLMEngine, job: Job) -> None:
 
 
 @pytest.mark.parametrize("setting", some(["recompute"], SETTINGS))
-def test_500_requests_with_random_cancellation(folder, jobs, expected, monkeypatch, setting):
+def test_500_requests_with_random_cancellation(engine_of, jobs, expected, monkeypatch, setting):
     drawn = jobs()
     policy = SETTINGS[setting].get("scheduling_policy")
     for job in drawn:
         job.priority *= policy == "priority"
-    engine = make_async(
-        folder, max_num_requests=48, max_num_seqs=12, max_num_batched_tokens=24, **SETTINGS[setting]
-    )
+    limits = {"max_num_requests": 48, "max_num_seqs": 12, "max_num_batched_tokens": 24}
+    engine = engine_of(**limits, **SETTINGS[setting])
     make_request = Engine.make_request
     long = {tuple(job.prompt) for job in drawn if job.number % 10 == 0}
     long |= {tuple(job.prompt) for job in drawn if job.fate[0] == "tokenising"}
@@ -203,10 +202,7 @@ def test_500_requests_with_random_cancellation(folder, jobs, expected, monkeypat
         await idle(engine)
 
     test_tasks: set[asyncio.Task] = set()
-    try:
-        run(main())
-    finally:
-        engine.shutdown()
+    run(main())
 
 
 def check(drawn: list[Job], results: list[Any], expected: list[list[int]]) -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from tests.serving.async_small import (
     LIMIT,
     LONG,
     Gate,
-    collect,
     idle,
     in_thread,
     last,
@@ -59,14 +58,6 @@ def expected(folder: Path) -> Callable[..., list[list[int]]]:
     return answer
 
 
-@pytest.fixture
-def engine(folder: Path) -> AsyncIterator[AsyncLLMEngine]:
-    engine = make_async(folder)
-    yield engine
-    engine.shutdown()
-    assert not engine._steps._thread.is_alive()
-
-
 # ---- streams -----------------------------------------------------------------------------------
 
 
@@ -79,36 +70,6 @@ def test_outputs_are_those_of_llm_generate(engine, expected):
             assert tokens(output) == expected(prompt)
             assert output.prompt == (prompt if isinstance(prompt, str) else None)
         await idle(engine)
-
-    run(main())
-
-
-def test_a_reader_who_keeps_up_sees_every_token(engine, monkeypatch):
-    """The event loop has the time it needs after each step."""
-    gate = Gate(engine, monkeypatch)
-
-    async def main() -> None:
-        gate.pace = asyncio.get_running_loop()
-        outputs = await collect(engine.generate(PROMPTS[0], GREEDY, "a"))
-        counts = [len(output.outputs[0].token_ids) for output in outputs]
-        assert counts == list(range(1, GREEDY.max_tokens + 1))
-        assert [output.finished for output in outputs] == [False] * 11 + [True]
-
-    run(main())
-
-
-def test_several_completions_text_and_stop_strings(engine, folder):
-    params = SamplingParams(n=3, seed=4, max_tokens=20, logprobs=2, prompt_logprobs=1)
-
-    async def main() -> None:
-        output = await last(engine.generate(TEXTS[1], params, "n"))
-        (right,) = make(folder).generate([TEXTS[1]], params, use_tqdm=False)
-        assert output.outputs == right.outputs
-        assert output.prompt_logprobs == right.prompt_logprobs
-        text = output.outputs[0].text
-        stop = SamplingParams(seed=4, max_tokens=20, stop=text[5:7])
-        stopped = (await last(engine.generate(TEXTS[1], stop, "s"))).outputs[0]
-        assert (stopped.text, stopped.stop_reason) == (text[: text.index(text[5:7])], text[5:7])
 
     run(main())
 
@@ -162,28 +123,9 @@ def test_a_stream_stays_in_its_event_loop(engine):
 # ---- leaving -----------------------------------------------------------------------------------
 
 
-async def take_two(stream: RequestStream) -> None:
-    async for _ in stream:
-        async for _ in stream:
-            return
-
-
 async def break_off(engine: AsyncLLMEngine, gate: Gate) -> None:
     async for _ in engine.generate(PROMPTS[0], LONG, "left"):
         break
-
-
-async def return_early(engine: AsyncLLMEngine, gate: Gate) -> None:
-    await take_two(engine.generate(PROMPTS[0], LONG, "left"))
-
-
-async def raise_in_the_consumer(engine: AsyncLLMEngine, gate: Gate) -> None:
-    async def consume() -> None:
-        async for _ in engine.generate(PROMPTS[0], LONG, "left"):
-            raise LookupError("the consumer's own")
-
-    with pytest.raises(LookupError, match="the consumer's own"):
-        await consume()
 
 
 async def close(engine: AsyncLLMEngine, gate: Gate) -> None:
@@ -193,12 +135,6 @@ async def close(engine: AsyncLLMEngine, gate: Gate) -> None:
     await stream.aclose()
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
-
-
-async def drop(engine: AsyncLLMEngine, gate: Gate) -> None:
-    stream = engine.generate(PROMPTS[0], LONG, "left")
-    await anext(stream)
-    del stream
 
 
 async def drop_a_cycle(engine: AsyncLLMEngine, gate: Gate) -> None:
@@ -250,20 +186,9 @@ async def close_under_a_reader(engine: AsyncLLMEngine, gate: Gate) -> None:
     gate.open()
 
 
-LEAVE = [
-    break_off,
-    return_early,
-    raise_in_the_consumer,
-    close,
-    drop,
-    drop_a_cycle,
-    cancel,
-    time_out,
-    close_under_a_reader,
-]
-
-
-@pytest.mark.parametrize("leave", LEAVE)
+@pytest.mark.parametrize(
+    "leave", [break_off, close, drop_a_cycle, cancel, time_out, close_under_a_reader]
+)
 def test_who_leaves_is_aborted_at_once_and_disturbs_nobody(engine, expected, leave, monkeypatch):
     aborted, abort, gate = [], engine._engine.abort, Gate(engine, monkeypatch)
     monkeypatch.setattr(engine._engine, "abort", lambda x: aborted.append(x) or abort(x))
@@ -314,8 +239,8 @@ def test_a_slow_reader_costs_one_output_and_delays_nobody(engine, expected, monk
 # ---- abort -------------------------------------------------------------------------------------
 
 
-def test_an_abort_gives_a_last_output_wherever_the_request_is(folder, monkeypatch):
-    engine = make_async(folder, max_num_requests=2, max_num_seqs=1)
+def test_an_abort_gives_a_last_output_wherever_the_request_is(engine_of, monkeypatch):
+    engine = engine_of(max_num_requests=2, max_num_seqs=1)
     gate, entered, go = Gate(engine, monkeypatch), threading.Event(), threading.Event()
     make_request = Engine.make_request
 
@@ -353,50 +278,7 @@ def test_an_abort_gives_a_last_output_wherever_the_request_is(folder, monkeypatc
         await engine.abort("running")
         await idle(engine)
 
-    with_shutdown(engine, main())
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_blocks_of_an_aborted_request_are_free_after_the_step_in_flight(folder, overlap):
-    engine = make_async(folder, async_scheduling=overlap, enable_prefix_caching=False)
-
-    def held() -> tuple[int, int]:
-        """Between two steps: the last one that was committed, and blocks that no request has."""
-        scheduler = engine._engine.scheduler
-        own = {block for one in scheduler.running for block in one.table.blocks}
-        pool = scheduler.blocks.pool
-        in_flight = len(engine._engine._steps)
-        return scheduler.record.step - in_flight, pool.num_blocks - pool.num_free - len(own)
-
-    async def main() -> None:
-        params = SamplingParams(n=1, temperature=0, max_tokens=50, ignore_eos=True)
-        streams = [engine.generate(PROMPTS[i], params, f"{i}") for i in range(3)]
-        rest = [asyncio.create_task(last(stream)) for stream in streams]
-        while (await in_thread(engine, held))[0] < 4:
-            pass
-        go = threading.Event()
-        engine._steps.call(go.wait)  # what is called until then is done in one pause
-        aborted, first = engine._steps.abort(["1"]), engine._steps.call(held)
-        go.set()
-        await asyncio.wrap_future(aborted)
-        step, left = await asyncio.wrap_future(first)
-        assert (left > 0) == overlap
-        while (now := await in_thread(engine, held))[0] == step:
-            pass
-        assert now[1] == 0
-        outputs = await asyncio.gather(*rest)
-        assert [reasons(output) for output in outputs] == [{"length"}, {"abort"}, {"length"}]
-        await idle(engine)
-
-    with_shutdown(engine, main())
-
-
-def with_shutdown(engine: AsyncLLMEngine, main: Any) -> None:
-    """Run, then shut the engine down."""
-    try:
-        run(main)
-    finally:
-        engine.shutdown()
+    run(main())
 
 
 # ---- one bad request harms no other -------------------------------------------------------------
@@ -463,8 +345,10 @@ def watch_adds(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> tuple
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_the_engine_holds_four_and_the_others_wait_in_order(folder, expected, monkeypatch, policy):
-    engine = make_async(folder, max_num_requests=4, scheduling_policy=policy)
+def test_the_engine_holds_four_and_the_others_wait_in_order(
+    engine_of, expected, monkeypatch, policy
+):
+    engine = engine_of(max_num_requests=4, scheduling_policy=policy)
     gate, (order, held) = Gate(engine, monkeypatch), watch_adds(engine, monkeypatch)
     urgency = [(7 * i) % 5 if policy == "priority" else 0 for i in range(len(PROMPTS))]
 
@@ -487,7 +371,7 @@ def test_the_engine_holds_four_and_the_others_wait_in_order(folder, expected, mo
                 assert tokens(result) == expected(prompt)
         await idle(engine)
 
-    with_shutdown(engine, main())
+    run(main())
 
 
 def test_a_long_text_keeps_its_place(engine, monkeypatch):
@@ -537,9 +421,9 @@ def test_a_tokeniser_that_cannot_start_holds_up_nobody(engine, expected, monkeyp
     run(main())
 
 
-def test_really_long_prompts_do_not_stop_the_event_loop(folder, monkeypatch):
+def test_really_long_prompts_do_not_stop_the_event_loop(engine_of, monkeypatch):
     """They are made in another thread."""
-    engine = make_async(folder, max_model_len=128)
+    engine = engine_of(max_model_len=128)
     threads, make_request = {}, Engine.make_request
 
     def noted(self: Engine, request_id: str, *rest: Any) -> Any:
@@ -559,14 +443,14 @@ def test_really_long_prompts_do_not_stop_the_event_loop(folder, monkeypatch):
         assert {threads["text"].name[:17], threads["ids"].name[:17]} == {"minillm-tokeniser"}
         await idle(engine)
 
-    with_shutdown(engine, main())
+    run(main())
 
 
 # ---- drain ---------------------------------------------------------------------------------------
 
 
-def test_a_drain_waits_for_all_and_refuses_new_ones(folder, expected):
-    engine = make_async(folder, max_num_requests=2)
+def test_a_drain_waits_for_all_and_refuses_new_ones(engine_of, expected):
+    engine = engine_of(max_num_requests=2)
 
     async def main() -> None:
         tasks = [
@@ -587,12 +471,12 @@ def test_a_drain_waits_for_all_and_refuses_new_ones(folder, expected):
         await engine.check_health()
         await idle(engine)
 
-    with_shutdown(engine, main())
+    run(main())
 
 
 @pytest.mark.parametrize("timeout", [0, 0.01])
-def test_a_drain_aborts_the_rest_at_its_timeout(folder, monkeypatch, timeout):
-    engine = make_async(folder, max_num_requests=2)
+def test_a_drain_aborts_the_rest_at_its_timeout(engine_of, monkeypatch, timeout):
+    engine = engine_of(max_num_requests=2)
     gate = Gate(engine, monkeypatch)
 
     async def main() -> None:
@@ -609,13 +493,10 @@ def test_a_drain_aborts_the_rest_at_its_timeout(folder, monkeypatch, timeout):
         assert all("abort" in reasons(each) for each in await asyncio.gather(*tasks))
         await idle(engine)
 
-    with_shutdown(engine, main())
+    run(main())
 
 
-def test_a_drain_of_nothing_is_done_at_once_and_one_that_is_cancelled_harms_nobody(
-    folder, expected, monkeypatch
-):
-    engine = make_async(folder)
+def test_a_drain_that_is_cancelled_harms_nobody(engine, expected, monkeypatch):
     gate = Gate(engine, monkeypatch)
 
     async def main() -> None:
@@ -631,7 +512,7 @@ def test_a_drain_of_nothing_is_done_at_once_and_one_that_is_cancelled_harms_nobo
         assert tokens(await task) == expected(PROMPTS[0])
         assert await engine.drain()
 
-    with_shutdown(engine, main())
+    run(main())
 
 
 # ---- several event loops ------------------------------------------------------------------------
@@ -668,8 +549,8 @@ def test_two_event_loops_in_two_threads(engine, expected):
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_the_requests_of_a_closed_event_loop_are_aborted(folder, expected, monkeypatch, reads):
-    engine = make_async(folder, max_num_requests=3, max_model_len=120)
+def test_the_requests_of_a_closed_event_loop_are_aborted(engine_of, expected, monkeypatch, reads):
+    engine = engine_of(max_num_requests=3, max_model_len=120)
     gate = Gate(engine, monkeypatch)
     endless = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     loop = asyncio.new_event_loop()
@@ -691,7 +572,7 @@ def test_the_requests_of_a_closed_event_loop_are_aborted(folder, expected, monke
         await idle(engine)
         assert aborted >= {"lost0", "lost1", "lost2"}
 
-    with_shutdown(engine, main())
+    run(main())
     for task in pending:
         task._log_destroy_pending = False  # asyncio would say what this test is about
 

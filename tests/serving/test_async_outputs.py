@@ -4,14 +4,13 @@ and what serving changes in the process."""
 import asyncio
 import gc
 import logging
-from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minillm import AsyncLLMEngine, RequestOutput, SamplingParams
+from minillm import RequestOutput, SamplingParams
 from minillm.api.outputs import joined
 from minillm.api.sampling_params import RequestOutputKind
 from minillm.engine.completion import Completion
@@ -23,13 +22,6 @@ from tests.serving.async_small import Gate, idle, make_async, run
 
 PROMPTS = [[5 + i, 60, 7, 99 - i, 12 + 2 * i] * (1 + i % 3) for i in range(6)]
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
-
-
-@pytest.fixture
-def engine(folder: Path) -> Iterator[AsyncLLMEngine]:
-    engine = make_async(folder)
-    yield engine
-    engine.shutdown()
 
 
 def params_of(**changed: Any) -> SamplingParams:
@@ -176,9 +168,6 @@ def test_a_text_that_fails_hurts_its_own_request_only(engine, folder, monkeypatc
     run(main())
 
 
-# ---- the process -------------------------------------------------------------------------------
-
-
 def test_the_collector_is_relieved_while_an_engine_serves(folder):
     gc.unfreeze()  # what tests/conftest.py excluded
     try:
@@ -194,18 +183,15 @@ def test_the_collector_is_relieved_while_an_engine_serves(folder):
 
 
 @pytest.mark.parametrize("disabled", [False, True])
-def test_stats_are_logged_unless_disabled(folder, monkeypatch, caplog, disabled):
+def test_stats_are_logged_unless_disabled(engine_of, monkeypatch, caplog, disabled):
     monkeypatch.setattr(stat_logger, "INTERVAL", 0.0)
     caplog.set_level(logging.INFO, "minillm.serving.stat_logger")
-    engine = make_async(folder, disable_log_stats=disabled)
+    engine = engine_of(disable_log_stats=disabled)
 
     async def main() -> None:
         async for _ in engine.generate(PROMPTS[0], params_of(n=1), "a"):
             pass
 
-    try:
-        run(main())
-    finally:
-        engine.shutdown()
+    run(main())
     assert bool(caplog.messages) is not disabled
     assert disabled or caplog.messages[0].startswith("1 sequences running, 0 waiting;")

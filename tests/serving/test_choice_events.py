@@ -23,9 +23,7 @@ def whole(header: Header, new: CompletionOutput, usage: Usage | None) -> bytes:
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("with_ids", [False, True])
 @pytest.mark.parametrize("usage", [None, Usage(prompt_tokens=7)])
-def test_events_equal_those_written_at_once(
-    chat: bool, with_ids: bool, usage: Usage | None
-) -> None:
+def test_events_equal_those_written_at_once(chat, with_ids, usage):
     header = replace(HEADER, chat=chat, with_ids=with_ids)
     events = ChoiceEvents(header, 3, usage)
     for number, text in enumerate(TEXTS):

@@ -80,9 +80,7 @@ async def sizes(
     ("per_second", "expected"),
     [(1e9, [1] * 12), (2 / 3, [1, 3, 3, 3, 2]), (2 / 5, [1, 5, 5, 1]), (1e-9, [1, 11])],
 )
-def test_both_streams_share_the_rate(
-    engine: AsyncLLMEngine, per_second: float, expected: list[int]
-) -> None:
+def test_both_streams_share_the_rate(engine, per_second, expected):
     engine.limit_outputs(per_second)
     both = threading.Event()
 

@@ -4,11 +4,10 @@
 encode, decode or load, below minillm's wrapper.
 """
 
-import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,10 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from minillm import LLM, InvalidRequestError, MinillmError, SamplingParams
 from minillm.errors import CheckpointError, ForeignCode
-from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.text import chat_prompt, tokenizer
 from minillm.text.tokenizer import Tokenizer
 from tests.engine.small import make, tokens
 from tests.pairs import some
-from tests.serving.async_small import collect, make_async
 from tests.serving.http_small import Reply, Served, frames_of, served, write_chat_model
 
 DEADLINE = 10  # seconds; a panic is answered in milliseconds
@@ -179,46 +176,6 @@ def test_each_decode_ends_one_request(plan: Plan, folder: Path) -> None:
             if not plan.fired:
                 break
     assert fired > 10
-
-
-# ---- the asynchronous engine -------------------------------------------------------------------
-
-
-@contextmanager
-def running(folder: Path) -> Iterator[AsyncLLMEngine]:
-    engine = make_async(folder)
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
-
-
-@pytest.mark.parametrize("prompt", [SHORT, LONG])
-def test_async_engine(plan: Plan, folder: Path, prompt: str) -> None:
-    plan.arm("load")
-    assert isinstance(quickly(lambda: make_async(folder)), CheckpointError)
-
-    def outcome(engine: AsyncLLMEngine, name: str, prompt: str) -> Any:
-        async def both() -> Any:
-            jobs = (collect(engine.generate(text, PARAMS, name + text[:1]))
-                    for text in (prompt, "other"))  # fmt: skip
-            return await asyncio.gather(*jobs, return_exceptions=True)
-
-        return quickly(lambda: asyncio.run(both()))
-
-    with running(folder) as engine:
-        right = outcome(engine, "right", SHORT)
-        plan.arm("encode")
-        bad, good = outcome(engine, "encode", prompt)
-        if prompt is LONG and isinstance(good, InvalidRequestError):
-            bad, good = good, bad  # the other was tokenised first
-        assert "The text cannot be tokenized: planted" in str(bad), bad
-        plan.arm("decode", 1)
-        got = outcome(engine, "decode", SHORT)
-        assert sorted(each[-1].outputs[0].finish_reason for each in got) == ["error", "length"]
-        assert engine.is_running
-        after = outcome(engine, "after", SHORT)
-        assert [ended(each[-1:]) for each in after] == [ended(each[-1:]) for each in right]
 
 
 # ---- the server --------------------------------------------------------------------------------

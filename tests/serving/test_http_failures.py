@@ -193,10 +193,7 @@ def test_a_second_signal_aborts_what_runs(folder: Path) -> None:
 
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tokenizer_that_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    stream: bool, long: bool,
-) -> None:  # fmt: skip
+def test_a_tokenizer_that_raises(tmp_path, monkeypatch, caplog, stream, long):
     """A 500 without the error's text, which is in the log; the engine goes on."""
     with served(write_chat_model(tmp_path), max_model_len=128) as server:
         right = server.complete("x", max_tokens=4)["choices"][0]["text"]

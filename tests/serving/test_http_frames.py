@@ -1,6 +1,5 @@
 """The shapes of replies and frames, on which clients stand."""
 
-import json
 import math
 import threading
 import time
@@ -88,9 +87,8 @@ def test_continuous_usage_grows(server: Served) -> None:
 def test_the_role_comes_with_the_first_token(server: Served) -> None:
     """Also for a request that waits: its client would take the role for the first token."""
     release = hold(server)
-    with server.connect() as wire:
-        body = json.dumps(body_of("chat.completion.chunk", stream=True)).encode()
-        wire.sendall(head("/v1/chat/completions", len(body)) + body)
+    body = body_of("chat.completion.chunk", stream=True)
+    with server.post("/v1/chat/completions", body) as wire:
         wire.settimeout(2.5)  # longer than the server waits before it sends headers
         time.sleep(1.2)
         got = wire.recv(4096)
@@ -103,14 +101,6 @@ def test_the_role_comes_with_the_first_token(server: Served) -> None:
     events = got.split(b"data: ")[1:]
     assert b'"role":"assistant"' in events[0]
     assert sum(b'"role"' in each for each in events) == 1
-
-
-def head(path: str, length: int) -> bytes:
-    """The head of a POST."""
-    return (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {length}\r\n\r\n"
-    ).encode()
 
 
 def hold(server: Served) -> Any:
@@ -126,14 +116,10 @@ def hold(server: Served) -> Any:
     return go.set
 
 
-def test_comments_keep_a_silent_stream_open(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_comments_keep_a_silent_stream_open(server, monkeypatch):
     monkeypatch.setattr(event_stream, "PING_SECONDS", 0.1)
     release = hold(server)
-    with server.connect() as wire:
-        body = json.dumps(body_of("text_completion", stream=True)).encode()
-        wire.sendall(head("/v1/completions", len(body)) + body)
+    with server.post("/v1/completions", body_of("text_completion", stream=True)) as wire:
         got = b""
         while got.count(b": keep-alive\n\n") < 3:
             got += wire.recv(4096)
@@ -141,20 +127,6 @@ def test_comments_keep_a_silent_stream_open(
         while b"[DONE]" not in got:
             got += wire.recv(4096)
     release()
-
-
-def test_text_that_is_no_utf8_is_held_back(server: Served) -> None:
-    """The first byte of a character has no text; its token counts in usage nevertheless."""
-    bias = {str(i): -100 for i in range(264) if i not in (226, 130, 172, 0xC3)}
-    options = {"stream_options": {"include_usage": True}}
-    body = {"prompt": "a", "max_tokens": 10, "logit_bias": bias, "ignore_eos": True} | options
-    frames = server.stream("/v1/completions", body)
-    whole = server.send("/v1/completions", body | {"stream_options": None, "temperature": 0}).data
-    assert joined(frames)[0] == whole["choices"][0]["text"]
-    assert frames[-1]["usage"]["completion_tokens"] == 10
-
-
-# ---- log-probabilities -------------------------------------------------------------------------
 
 
 def test_a_token_whose_text_is_held_back_has_a_frame(server: Served) -> None:

@@ -24,11 +24,9 @@ from minillm.serving.protocol import (
 from tests.serving.http_small import Served, served, write_chat_model
 
 BODIES: dict[str, type[BaseModel]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
+    "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
+}  # fmt: skip
 GETS = ("/v1/models", "/v1/models/small", "/v1/models/..%2f..%2fetc", "/health", "/ping",
         "/version", "/load", "/tokenizer_info", "/openapi.json", "/", "/nothing",
         "/debug/requests/x", "/debug/trace", "/metrics")  # fmt: skip

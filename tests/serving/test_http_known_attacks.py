@@ -175,9 +175,7 @@ def check_refusal(reply: Reply, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_is_refused_and_hurts_no_one(
-    server: Served, folder: Path, healthy: dict[str, Any], name: str
-) -> None:
+def test_an_attack_is_refused_and_hurts_no_one(server, folder, healthy, name):
     path, body = ATTACKS[name]
     found: list[Reply] = []
     beside = threading.Thread(target=lambda: found.append(server.send(C, HEALTHY)))

@@ -28,18 +28,13 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]} | fields
 
 
-# ---- the event loop ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("path", "body"), [
     (C, {"prompt": LONG} | TAIL),
     (CHAT, chat(LONG, **TAIL)),
     ("/tokenize", {"prompt": LONG}),
 ])  # fmt: skip
 @pytest.mark.parametrize("place", ["parse", "encode"])
-def test_others_are_served_while_a_large_body_is_read(
-    server: Served, monkeypatch: pytest.MonkeyPatch, place: str, path: str, body: Any
-) -> None:
+def test_others_are_served_while_a_large_body_is_read(server, monkeypatch, place, path, body):
     """Parsing, or tokenising, waits here until another request was answered."""
     entered, answered = threading.Event(), threading.Event()
 
@@ -64,9 +59,7 @@ def test_others_are_served_while_a_large_body_is_read(
     assert [each.status for each in replies] == [200]
 
 
-def test_a_small_body_is_parsed_in_the_event_loop(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_body_is_parsed_in_the_event_loop(server, monkeypatch):
     """A thread costs more than parsing it."""
     threads = []
 
@@ -79,8 +72,6 @@ def test_a_small_body_is_parsed_in_the_event_loop(
     server.complete("x", max_tokens=1, user="u" * 2**16)
     assert [each is server.thread for each in threads] == [True, False]
 
-
-# ---- the number of values ----------------------------------------------------------------
 
 values = st.recursive(
     st.none() | st.integers() | st.text(st.sampled_from(r'",:[{\a ')),
@@ -117,9 +108,6 @@ def test_a_text_of_commas_is_one_value(server: Served) -> None:
         400, "The body has more than 524,288 JSON values")  # fmt: skip
 
 
-# ---- truncate_prompt_tokens --------------------------------------------------------------
-
-
 def test_truncation_keeps_the_last_tokens(server: Served) -> None:
     text = LONG[: -len("words ")] + "the end"
     got = server.complete(text, **TAIL, echo=True)
@@ -133,9 +121,7 @@ def test_truncation_keeps_the_last_tokens(server: Served) -> None:
     (C, {"prompt": ["x" * 2**19] * 3}),
     (CHAT, chat("x" * 2**20)),
 ])  # fmt: skip
-def test_a_text_above_the_limit_is_not_tokenised(
-    server: Served, path: str, body: Any, fields: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_above_the_limit_is_not_tokenised(server, path, body, fields, monkeypatch):
     """All of a text would be tokenised, of which eight tokens are kept."""
     monkeypatch.setattr(server.parts.tokenizer, "encode", None)
     reply = server.send(path, body | fields | TAIL)
@@ -144,22 +130,7 @@ def test_a_text_above_the_limit_is_not_tokenised(
     assert reply.data["error"]["param"] == "truncate_prompt_tokens"
 
 
-def test_a_long_text_without_special_tokens_is_not_tokenised(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_text_without_special_tokens_is_not_tokenised(server, monkeypatch):
     monkeypatch.setattr(server.parts.tokenizer, "encode", None)
     reply = server.send(C, {"prompt": "x" * (MAX_BODY - 100), "add_special_tokens": False})
     assert reply.data["error"]["code"] == "context_length_exceeded"
-
-
-# ---- special tokens ----------------------------------------------------------------------
-
-
-def test_a_message_cannot_contain_special_tokens(server: Served) -> None:
-    eos = server.engine.tokenizer.eos_token_id
-    body = chat("Hi <eos>")
-    assert eos not in server.send("/tokenize", body).data["tokens"]
-    got = server.send(CHAT, body | {"max_tokens": 1, "return_token_ids": True}).data
-    ids = got["prompt_token_ids"]
-    assert ids == server.send("/tokenize", body).data["tokens"]
-    assert server.send("/detokenize", {"tokens": ids}).data["prompt"].startswith("<user>Hi <eos>\n")

@@ -369,9 +369,7 @@ def test_completions_take_no_tools(server: Served) -> None:
     assert reply.message.startswith("tools: it is for /v1/chat/completions")
 
 
-def test_without_the_library_calls_are_read_but_not_required(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_calls_are_read_but_not_required(server, monkeypatch):
     monkeypatch.setattr(tool_calls, "find_spec", lambda name: None)
     reply = server.send(CHAT, asked("none", tool_choice="required"))
     assert reply.status == 400

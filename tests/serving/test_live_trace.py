@@ -133,16 +133,13 @@ def test_a_page_that_cannot_be_written_leaves_the_previous_one(engine, tmp_path,
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["follow", "file.jsonl"], "follow needs the address of a server"),
-        (["view", "file.jsonl", "--api-key", "x"], "--api-key is for the trace of a server"),
-        (["http://localhost:1", "--interval", "0"], "--interval is 0.0"),
-        (["table", "http://localhost:1", "--interval", "2"], "--interval is for 'minillm trace"),
-        (["view", "http://user:secret@localhost:1"], "localhost:1 cannot be reached"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["follow", "file.jsonl"], "follow needs the address of a server"),
+    (["view", "file.jsonl", "--api-key", "x"], "--api-key is for the trace of a server"),
+    (["http://localhost:1", "--interval", "0"], "--interval is 0.0"),
+    (["table", "http://localhost:1", "--interval", "2"], "--interval is for 'minillm trace"),
+    (["view", "http://user:secret@localhost:1"], "localhost:1 cannot be reached"),
+])  # fmt: skip
 def test_wrong_options_are_one_sentence(arguments, words, capsys):
     assert main(["trace", *arguments]) == 2
     error = capsys.readouterr().err

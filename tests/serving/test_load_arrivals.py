@@ -25,9 +25,7 @@ def gaps(arrivals: Arrivals, seed: int, count: int = COUNT) -> np.ndarray:
     burstiness=st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]),
     seed=st.integers(0, 2**31),
 )
-def test_gamma_gaps_have_the_mean_and_variation_of_the_rate_and_burstiness(
-    rate: float, burstiness: float, seed: int
-) -> None:
+def test_gamma_gaps_have_the_mean_and_variation_of_the_rate_and_burstiness(rate, burstiness, seed):
     found = gaps(Arrivals(rate, burstiness), seed)
     variation = 1 / math.sqrt(burstiness)
     # Six standard errors of each estimate; a gamma distribution has excess kurtosis 6 / shape.

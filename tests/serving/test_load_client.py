@@ -72,17 +72,12 @@ def test_data_without_a_space_and_without_a_final_line_end() -> None:
     assert reply.text == "a"
 
 
-@pytest.mark.parametrize(
-    ("chunks", "error"),
-    [
-        ([data(piece("a")), data({"error": {"message": "out of memory"}}), DONE], "out of memory"),
-        ([data(piece("a"))], "ended without"),
-        ([DONE], "no tokens"),
-        ([data(piece("a", "stop")), b"data: {broken\n\n", DONE], "not valid"),
-        ([b"data: 3\n\n", DONE], "not valid"),
-        ([data({"choices": [3]}), DONE], "not valid"),
-    ],
-)
+@pytest.mark.parametrize(("chunks", "error"), [
+    ([data(piece("a")), data({"error": {"message": "out of memory"}}), DONE], "out of memory"),
+    ([data(piece("a"))], "ended without"), ([DONE], "no tokens"),
+    ([data(piece("a", "stop")), b"data: {broken\n\n", DONE], "not valid"),
+    ([b"data: 3\n\n", DONE], "not valid"), ([data({"choices": [3]}), DONE], "not valid"),
+])  # fmt: skip
 def test_broken_streams_have_failed(chunks: list[bytes], error: str) -> None:
     reply = Reply(0, 0, 0.0, status=200)
     record(reply, [(float(place), chunk) for place, chunk in enumerate(chunks)])
@@ -90,14 +85,11 @@ def test_broken_streams_have_failed(chunks: list[bytes], error: str) -> None:
     assert reply.outcome == "failed"
 
 
-@pytest.mark.parametrize(
-    ("server", "status", "outcome", "error"),
-    [
-        (FakeServer(refuse_above=0), 503, "rejected", "overloaded"),
-        (FakeServer(refuse_above=0, refusal=429), 429, "rejected", "overloaded"),
-        (FakeServer(break_if=lambda number: True), 500, "failed", "broken on purpose"),
-    ],
-)
+@pytest.mark.parametrize(("server", "status", "outcome", "error"), [
+    (FakeServer(refuse_above=0), 503, "rejected", "overloaded"),
+    (FakeServer(refuse_above=0, refusal=429), 429, "rejected", "overloaded"),
+    (FakeServer(break_if=lambda number: True), 500, "failed", "broken on purpose"),
+])  # fmt: skip
 def test_refusals_and_errors(server: FakeServer, status: int, outcome: str, error: str) -> None:
     reply = run_virtual(request(server))
     assert (reply.status, reply.outcome, reply.error) == (status, outcome, error)
@@ -125,21 +117,13 @@ def test_a_server_that_is_gone() -> None:
     assert reply.error == "Connection refused"
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b'{"error": {"message": "no"}}', "no"),
-        (b'{"error": "Unauthorized"}', "Unauthorized"),
-        (b'{"detail": "Not Found"}', "Not Found"),
-        (b"<html>\nbad gateway</html>", "<html> bad gateway</html>"),
-        (b"", ""),
-    ],
-)
+@pytest.mark.parametrize(("body", "message"), [
+    (b'{"error": {"message": "no"}}', "no"), (b'{"error": "Unauthorized"}', "Unauthorized"),
+    (b'{"detail": "Not Found"}', "Not Found"),
+    (b"<html>\nbad gateway</html>", "<html> bad gateway</html>"), (b"", ""),
+])  # fmt: skip
 def test_messages_of_errors(body: bytes, message: str) -> None:
     assert message_of(body) == message
-
-
-# ---- finding the server ------------------------------------------------------------------------
 
 
 def find(server: FakeServer, name: str | None = None, key: str | None = None) -> Any:

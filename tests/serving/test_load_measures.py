@@ -54,31 +54,19 @@ def test_statistics() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("ttft=500ms,tpot=50ms", {"ttft": 0.5, "tpot": 0.05}),
-        ("e2el=2s", {"e2el": 2.0}),
-        ("ttft=250", {"ttft": 0.25}),
-        (" tpot = 900us ", {"tpot": 9e-4}),
-    ],
-)
+@pytest.mark.parametrize(("text", "found"), [
+    ("ttft=500ms,tpot=50ms", {"ttft": 0.5, "tpot": 0.05}), ("e2el=2s", {"e2el": 2.0}),
+    ("ttft=250", {"ttft": 0.25}), (" tpot = 900us ", {"tpot": 9e-4}),
+])  # fmt: skip
 def test_objectives(text: str, found: dict[str, float]) -> None:
     assert parse_slo(text) == pytest.approx(found)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("ttf=5ms", "Did you mean 'ttft'"),
-        ("", "no measure ''"),
-        ("ttft", "positive time"),
-        ("ttft=-5", "positive time"),
-        ("ttft=inf", "positive time"),
-        ("ttft=1h", "positive time"),
-        ("ttft=1,ttft=2", "twice"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("ttf=5ms", "Did you mean 'ttft'"), ("", "no measure ''"), ("ttft", "positive time"),
+    ("ttft=-5", "positive time"), ("ttft=inf", "positive time"), ("ttft=1h", "positive time"),
+    ("ttft=1,ttft=2", "twice"),
+])  # fmt: skip
 def test_wrong_objectives_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_slo(text)

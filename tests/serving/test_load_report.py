@@ -70,9 +70,7 @@ def test_the_sweep_is_json_with_all_rows(swept: dict[str, Any]) -> None:
     ("name", "start"),
     [("a.png", b"\x89PNG"), pytest.param("a.svg", b"<?xml", marks=pytest.mark.slow)],
 )
-def test_the_figure_is_written(
-    swept: dict[str, Any], name: str, start: bytes, tmp_path: Path
-) -> None:
+def test_the_figure_is_written(swept, name, start, tmp_path):
     draw(swept, str(tmp_path / name))
     assert (tmp_path / name).read_bytes().startswith(start)
 
@@ -126,9 +124,7 @@ def command(*args: str) -> int:
     return main(["bench", "serve", *args])
 
 
-def test_the_command_measures_a_server(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_measures_a_server(url, tmp_path, capsys):
     path, plot = tmp_path / "a.json", tmp_path / "a.svg"
     code = command(url, "--api-key", "k", "--request-rate", "50,inf", "--requests", "10",
                    "--workload", "fixed:input=5,output=3", "--slo", "ttft=10s",
@@ -188,9 +184,7 @@ def test_mistakes_are_one_sentence(line: str, url: str, capsys: pytest.CaptureFi
     assert err.count("error:") == 1
 
 
-def test_problems_of_the_server_are_one_sentence(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_problems_of_the_server_are_one_sentence(url, capsys):
     for args, message in (
         (["http://127.0.0.1:1"], "No server answers at http://127.0.0.1:1"),
         ([url], "--api-key"),
@@ -202,9 +196,7 @@ def test_problems_of_the_server_are_one_sentence(
         assert len(err.strip().splitlines()) == 1
 
 
-def test_a_server_that_refuses_the_workload_is_reported_before_the_run(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_server_that_refuses_the_workload_is_reported_before_the_run(capsys):
     from minillm.errors import ConfigError
     from minillm.lab.benchmarks.serving.measurement import measure
 

@@ -133,18 +133,12 @@ def test_a_trace_gives_lengths_and_shared_blocks() -> None:
     assert one[512:600] != two[512:600]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("lognorml", "Did you mean 'lognormal'"),
-        ("fixed:inptu=3", "Did you mean 'input'"),
-        ("fixed:input=0", "from 1 to"),
-        ("fixed:input=many", "it must be a number"),
-        ("fixed:input=nan", "it must be a number"),
-        ("long-short:long_share=1.5", "from 0 to 1"),
-        ("lognormal:output_sigma=-1", "from 0 to 3"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("lognorml", "Did you mean 'lognormal'"), ("fixed:inptu=3", "Did you mean 'input'"),
+    ("fixed:input=0", "from 1 to"), ("fixed:input=many", "it must be a number"),
+    ("fixed:input=nan", "it must be a number"), ("long-short:long_share=1.5", "from 0 to 1"),
+    ("lognormal:output_sigma=-1", "from 0 to 3"),
+])  # fmt: skip
 def test_a_wrong_workload_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_workload(text)

@@ -3,8 +3,7 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from threading import Event
 from typing import Any
 
@@ -18,7 +17,7 @@ from minillm.serving.histogram import Histogram
 from minillm.serving.metrics import HISTOGRAMS
 from minillm.serving.settings import Settings
 from tests.serving.asgi_calls import Reply, call
-from tests.serving.async_small import make_async, run
+from tests.serving.async_small import run
 
 MARK = 7  # the token whose logits are made NaN
 NAMES = """
@@ -34,13 +33,6 @@ histogram request_decode_time_seconds request_prompt_tokens request_generation_t
 histogram request_params_n request_params_max_tokens iteration_tokens_total
 histogram request_num_preemptions request_prefill_kv_computed_tokens
 """
-
-
-@pytest.fixture
-def engine(folder: Path) -> Iterator[AsyncLLMEngine]:
-    engine = make_async(folder)
-    yield engine
-    engine.shutdown()
 
 
 async def scrape(app: Any, accept: str = "") -> dict[tuple[str, ...], float]:
@@ -85,8 +77,8 @@ def test_names_and_types_are_those_of_vllm(engine):
     assert not any("spec_decode" in name for name in families)
 
 
-def test_speculation_has_the_lines_that_vllm_bench_serve_reads(folder):
-    engine = make_async(folder, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+def test_speculation_has_the_lines_that_vllm_bench_serve_reads(engine_of):
+    engine = engine_of(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     app = build_app(engine, Settings(("m",)))
 
     async def main() -> None:
@@ -99,10 +91,7 @@ def test_speculation_has_the_lines_that_vllm_bench_serve_reads(folder):
         places = [line for line in lines if "per_pos_total{" in line]
         assert [f'position="{i}"' in line for i, line in enumerate(places)] == [True, True]
 
-    try:
-        run(main())
-    finally:
-        engine.shutdown()
+    run(main())
 
 
 def test_a_prometheus_that_prefers_openmetrics_gets_names_with_colons(engine):
@@ -119,21 +108,16 @@ def test_metrics_need_the_key(engine):
     assert 'http_requests_total{handler="none",method="GET",status="401"} 1.0' in reply.text
 
 
-def test_two_applications_in_a_process_count_apart(engine, folder):
-    other = make_async(folder)
-    try:
-        apps = [build_app(each, Settings(("m",))) for each in (engine, other)]
+def test_two_applications_in_a_process_count_apart(engine_of):
+    apps = [build_app(engine_of(), Settings(("m",))) for _ in range(2)]
 
-        async def main() -> None:
-            await complete(apps[0], "abc")
-            found = [await scrape(app) for app in apps]
-            key = ("request_success_total", "length")
-            assert [each[key] for each in found] == [1, 0]
-            assert [each[("iteration_tokens_total_count",)] for each in found] == [12, 0]
+    async def main() -> None:
+        await complete(apps[0], "abc")
+        found = [await scrape(app) for app in apps]
+        assert [each["request_success_total", "length"] for each in found] == [1, 0]
+        assert [each[("iteration_tokens_total_count",)] for each in found] == [12, 0]
 
-        run(main())
-    finally:
-        other.shutdown()
+    run(main())
 
 
 # ---- values ------------------------------------------------------------------------------------
@@ -203,9 +187,9 @@ async def mixed_load(app: Any, log: Log) -> None:
         log.add(reply)
 
 
-def test_every_counter_agrees_with_the_log_of_a_mixed_load(folder, monkeypatch):
-    engine = make_async(
-        folder, num_gpu_blocks_override=18, max_num_seqs=4,
+def test_every_counter_agrees_with_the_log_of_a_mixed_load(engine_of, monkeypatch):
+    engine = engine_of(
+        num_gpu_blocks_override=18, max_num_seqs=4,
         speculative_config={"method": "ngram", "num_speculative_tokens": 3},
     )  # fmt: skip
     spoil(engine, monkeypatch)
@@ -215,11 +199,8 @@ def test_every_counter_agrees_with_the_log_of_a_mixed_load(folder, monkeypatch):
         await mixed_load(app, log)
         return await scrape(app)
 
-    try:
-        found = run(main())
-        summaries, records = engine.trace.requests(), list(engine.trace)
-    finally:
-        engine.shutdown()
+    found = run(main())
+    summaries, records = engine.trace.requests(), list(engine.trace)
     check_ends(found, log)
     check_tokens(found, log, summaries, records)
     check_histograms(found, log, summaries, records)
@@ -296,8 +277,8 @@ def check_histograms(
         assert found[f"{name}_bucket", "+Inf"] == total[f"{name}_count"]
 
 
-def test_gauges_show_who_runs_and_who_waits_and_why(folder):
-    engine = make_async(folder, max_num_seqs=2)
+def test_gauges_show_who_runs_and_who_waits_and_why(engine_of):
+    engine = engine_of(max_num_seqs=2)
     app = build_app(engine, Settings(("m",)))
 
     async def main() -> None:
@@ -318,10 +299,7 @@ def test_gauges_show_who_runs_and_who_waits_and_why(folder):
         now = await scrape(app)
         assert now[("num_requests_running",)] == now[("num_requests_waiting",)] == 0
 
-    try:
-        run(main())
-    finally:
-        engine.shutdown()
+    run(main())
 
 
 def test_counters_never_decrease(engine, monkeypatch):

@@ -95,16 +95,12 @@ def request_of(api: Api, draw: random.Random) -> dict[str, Any]:
     cut = draw.randint(1, len(chili))
     body = {
         "prompt": draw.choice([draw.choice(PROMPTS), ids, chili[:cut]]),
-        "max_tokens": draw.randint(1, 12),
-        "logprobs": draw.randint(0, 3),
-        "seed": draw.randrange(1000),
-        "n": draw.choice([1, 2]),
-        "stop": draw.choice(STOPS),
+        "max_tokens": draw.randint(1, 12), "logprobs": draw.randint(0, 3),
+        "seed": draw.randrange(1000), "n": draw.choice([1, 2]), "stop": draw.choice(STOPS),
         "include_stop_str_in_output": draw.random() < 0.3,
-        "skip_special_tokens": draw.random() < 0.7,
-        "ignore_eos": draw.random() < 0.7,
+        "skip_special_tokens": draw.random() < 0.7, "ignore_eos": draw.random() < 0.7,
         "return_token_ids": True,
-    }
+    }  # fmt: skip
     if draw.random() < 0.7:
         body["allowed_token_ids"] = sorted({*parts, *draw.sample(range(260), 4)})
         body["logit_bias"] = {str(each): 9.0 for each in chili[cut:]}

@@ -60,9 +60,7 @@ PIECES = [WHOLE, "<think>", "</think>", "<tool_call>", "\n", " ", "</tool_call>"
     st.lists(st.integers(0, 200), max_size=5),
 )
 @example(WHOLE, "never", NAMES, True, [])
-def test_any_division_gives_the_same(
-    text: str, thoughts: Thoughts, names: list[str], tagged: bool, cuts: list[int]
-) -> None:
+def test_any_division_gives_the_same(text, thoughts, names, tagged, cuts):
     whole = read([text], thoughts, names, tagged)
     assert read([*text, ""], thoughts, names, tagged) == whole
     borders = sorted(cut % (len(text) + 1) for cut in cuts)
@@ -89,9 +87,7 @@ values = st.recursive(
     ),
 )
 @example("a", "b ", [("f", {"a": '"}{\\'}, None), ("f2", {}, 1)])
-def test_what_was_written_is_read(
-    thought: str | None, content: str, calls: list[tuple[str, dict, int | None]]
-) -> None:
+def test_what_was_written_is_read(thought, content, calls):
     written = [(name, json.dumps(given, indent=indent)) for name, given, indent in calls]
     text = "" if thought is None else f"<think>{thought}</think>"
     text += content
@@ -151,8 +147,6 @@ def test_cases(name: str) -> None:
     assert message["content"] == (content or (None if calls else ""))
 
 
-# ---- the grammar ---------------------------------------------------------------------------
-
 SCHEMAS: dict[str, dict[str, Any]] = {
     "f": {"properties": {"a": {"enum": ["x", "</tool_call>"]}, "b": {"type": "boolean"}},
           "required": ["a"]},
@@ -162,15 +156,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TAGS = [b"<tool_call>", b"</tool_call>", b"<think>", b"</think>"]
 TOKENS = [
-    *(bytes([each]) for each in range(256)),
-    *TAGS,
-    b'{"',
-    b'": ',
-    b"\n\n",
-    b"}}\n",
-    b"</",
-    b"",
-]
+    *(bytes([each]) for each in range(256)), *TAGS, b'{"', b'": ', b"\n\n", b"}}\n", b"</", b"",
+]  # fmt: skip
 CONTENT = {"json": {"const": [7]}}
 
 
@@ -235,9 +222,7 @@ def check_agreement(
 @pytest.mark.parametrize("tagged", [True, False], ids=["tagged", "plain"])
 @pytest.mark.parametrize("must", [True, False], ids=["required", "auto"])
 @pytest.mark.parametrize("thoughts", THOUGHTS)
-def test_the_parser_reads_what_the_grammar_allows(
-    guidance: Guidance, thoughts: Thoughts, must: bool, tagged: bool, content: Any
-) -> None:
+def test_the_parser_reads_what_the_grammar_allows(guidance, thoughts, must, tagged, content):
     assert check_agreement(guidance, thoughts, must, tagged, content) or not (must or tagged)
 
 

@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +14,16 @@ from minillm.serving.request_trace import names_of
 from minillm.serving.settings import Settings
 from minillm.trace.recorder import Trace
 from tests.serving.asgi_calls import Reply, call
-from tests.serving.async_small import Gate, make_async, run
+from tests.serving.async_small import Gate, run
 
 ON = Settings(("m",), request_trace=True)
 TOKENS = 20
 
 
 @pytest.fixture
-def engine(folder: Path) -> Iterator[AsyncLLMEngine]:
+def engine(engine_of: Callable[..., AsyncLLMEngine]) -> AsyncLLMEngine:
     """Room for two sequences of 30 tokens, but not until their end."""
-    engine = make_async(folder, num_gpu_blocks_override=16, max_num_seqs=3)
-    yield engine
-    engine.shutdown()
+    return engine_of(num_gpu_blocks_override=16, max_num_seqs=3)
 
 
 async def complete(app: Any, name: str, prompt: str = "", **more: Any) -> Reply:
@@ -115,8 +112,8 @@ def test_the_history_agrees_with_the_reply_and_the_steps(engine):
     run(main())
 
 
-def test_a_prefix_hit_is_reported_while_it_runs_and_afterwards(folder, monkeypatch):
-    engine = make_async(folder)
+def test_a_prefix_hit_is_reported_while_it_runs_and_afterwards(engine_of, monkeypatch):
+    engine = engine_of()
     app, gate = build_app(engine, ON), Gate(engine, monkeypatch)
 
     async def main() -> None:
@@ -136,10 +133,7 @@ def test_a_prefix_hit_is_reported_while_it_runs_and_afterwards(folder, monkeypat
         after = await told(app, "two")
         assert (after["state"], after["prefix"]) == ("finished", body["prefix"])
 
-    try:
-        run(main())
-    finally:
-        engine.shutdown()
+    run(main())
 
 
 def test_a_request_that_no_step_knows_is_waiting(engine, monkeypatch):
@@ -161,8 +155,8 @@ def test_a_request_that_no_step_knows_is_waiting(engine, monkeypatch):
     run(main())
 
 
-def test_a_waiting_request_outside_says_how_many_the_engine_has(folder, monkeypatch):
-    engine = make_async(folder, max_num_requests=2)
+def test_a_waiting_request_outside_says_how_many_the_engine_has(engine_of, monkeypatch):
+    engine = engine_of(max_num_requests=2)
     app, gate = build_app(engine, ON), Gate(engine, monkeypatch)
 
     async def main() -> None:
@@ -176,10 +170,7 @@ def test_a_waiting_request_outside_says_how_many_the_engine_has(folder, monkeypa
         gate.open()
         await asyncio.gather(*jobs)
 
-    try:
-        run(main())
-    finally:
-        engine.shutdown()
+    run(main())
 
 
 def test_a_request_older_than_the_records_is_told_from_there(engine):

@@ -160,9 +160,7 @@ def test_the_same_error_again_is_another_exception(grammars: Grammars) -> None:
     assert found[0] is not found[1]
 
 
-def test_without_llguidance_patterns_work_and_the_rest_says_what_to_install(
-    tokenizer, monkeypatch
-) -> None:
+def test_without_llguidance_patterns_work_and_the_rest_says_what_to_install(tokenizer, monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     made = Grammars(tokenizer, 4096)
     for given in ({"regex": "[ab]+"}, {"choice": ["a+", "b"]}):

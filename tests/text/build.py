@@ -27,19 +27,11 @@ CORPUS = [
 """Small, but with every script the tests decode."""
 
 TEXTS = [
-    "",
-    " ",
-    "Hello world",
-    "  leading and trailing  ",
-    "line\n\n\tbreak",
-    "def fib(n):\n    return n",
-    "日本語と中文, 한국어! 漢字",
-    "emoji: 😀👩‍👩‍👧🇫🇷 done",
-    "e\u0301 A\u030a cafe\u0301",
-    "before<|im_end|>after </s> x<s>",
-    "zero\x00byte and \ufffd itself",
-    "a<think>b",
-]
+    "", " ", "Hello world", "  leading and trailing  ", "line\n\n\tbreak",
+    "def fib(n):\n    return n", "日本語と中文, 한국어! 漢字", "emoji: 😀👩‍👩‍👧🇫🇷 done",
+    "e\u0301 A\u030a cafe\u0301", "before<|im_end|>after </s> x<s>",
+    "zero\x00byte and \ufffd itself", "a<think>b",
+]  # fmt: skip
 """Inputs compared with transformers."""
 
 
@@ -102,14 +94,10 @@ def llama2(with_bos: bool = True) -> Tokenizer:
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ])  # fmt: skip
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     if with_bos:
         tokenizer.post_processor = _bos_template("<s>", tokenizer)
@@ -177,16 +165,10 @@ def bpe_suffix() -> Tokenizer:
 
 
 KINDS = {
-    "byte_level": byte_level,
-    "byte_level_bos": lambda: byte_level(with_bos=True),
-    "llama2": llama2,
-    "llama2_no_bos": lambda: llama2(with_bos=False),
-    "metaspace_first": metaspace_first,
-    "unigram": unigram,
-    "wordlevel": wordlevel,
-    "wordpiece": wordpiece,
-    "bpe_suffix": bpe_suffix,
-}
+    "byte_level": byte_level, "byte_level_bos": lambda: byte_level(with_bos=True), "llama2": llama2,
+    "llama2_no_bos": lambda: llama2(with_bos=False), "metaspace_first": metaspace_first,
+    "unigram": unigram, "wordlevel": wordlevel, "wordpiece": wordpiece, "bpe_suffix": bpe_suffix,
+}  # fmt: skip
 
 
 def write_folder(folder: Path, tokenizer: Tokenizer, **config: object) -> Path:

@@ -241,9 +241,7 @@ ATTACKS: list[Any] = [
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("name", [*CORPUS, "json"])
-def test_no_template_makes_special_tokens_of_a_message(
-    name: str, attack: Any, both: dict[str, Any]
-) -> None:
+def test_no_template_makes_special_tokens_of_a_message(name, attack, both):
     ours = both["phi"][0].with_chat_template("<|end|>{{ messages | tojson }}")
     ours = ours if name == "json" else both[name][0]
     harmless = [{"type": "text", "text": "x"}] if isinstance(attack, list) else "x"
@@ -280,9 +278,7 @@ def test_options_that_are_refused(options: Any, problem: str, both: dict[str, An
         chat_prompt(both["qwen3"][0], [{"role": "user", "content": "x"}], **options)
 
 
-def test_a_template_that_leaves_a_content_out_is_warned_of_once(
-    both: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_template_that_leaves_a_content_out_is_warned_of_once(both, caplog):
     ours = both["phi"][0].with_chat_template("{% for m in messages %}{{ m.text }}{% endfor %}!")
     for content in ("how are you", [{"type": "text", "text": "how"}]):
         assert chat_prompt(ours, [{"role": "user", "content": content}]).text == "!"

@@ -86,9 +86,7 @@ def folder_with(tmp_path: Path, template: object) -> Path:
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_text_is_that_of_transformers(
-    name: str, chat: list[dict], prompt: bool, tmp_path: Path
-) -> None:
+def test_the_text_is_that_of_transformers(name, chat, prompt, tmp_path):
     folder = folder_with(tmp_path, TEMPLATES[name])
     theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
     if name == "mistral" and chat[0]["role"] == "system":
@@ -139,53 +137,38 @@ def test_no_template_says_so(template: object, tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("messages", "problem"),
-    [
-        ("hi", "must be a list"),
-        ({"role": "user", "content": "x"}, "must be a list"),
-        (None, "must be a list"),
-        ([], "empty"),
-        (["hi"], r"messages\[0\] must be a dictionary"),
-        ([{"content": "x"}], "'role'"),
-        ([{"role": "", "content": "x"}], "'role'"),
-        ([{"role": 1, "content": "x"}], "'role'"),
-        ([{"role": "user"}], "must be a string or"),
-        ([{"role": "user", "content": None}], "must be a string or"),
-        ([{"role": "user", "content": b"x"}], "not bytes"),
-        ([{"role": "user", "content": []}], "an empty list"),
-        ([{"role": "user", "content": ["x"]}], "part of type 'str'"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "'image_url'"),
-        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "part of type 'text'"),
-        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "has no function.name"),
-        ([{"role": "user", "content": "x", "names": [1]}], "'names' of type list"),
-        ([{"role": "user", "content": "x", 3: "y"}], "only string fields"),
-        ([{"role": "user", "content": "x"}, {"role": "x" * 10**6, "content": 1}], r"messages\[1\]"),
-    ],
-)
+@pytest.mark.parametrize(("messages", "problem"), [
+    ("hi", "must be a list"), ({"role": "user", "content": "x"}, "must be a list"),
+    (None, "must be a list"), ([], "empty"), (["hi"], r"messages\[0\] must be a dictionary"),
+    ([{"content": "x"}], "'role'"), ([{"role": "", "content": "x"}], "'role'"),
+    ([{"role": 1, "content": "x"}], "'role'"), ([{"role": "user"}], "must be a string or"),
+    ([{"role": "user", "content": None}], "must be a string or"),
+    ([{"role": "user", "content": b"x"}], "not bytes"),
+    ([{"role": "user", "content": []}], "an empty list"),
+    ([{"role": "user", "content": ["x"]}], "part of type 'str'"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "'image_url'"),
+    ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "part of type 'text'"),
+    ([{"role": "user", "content": "x", "tool_calls": [{}]}], "has no function.name"),
+    ([{"role": "user", "content": "x", "names": [1]}], "'names' of type list"),
+    ([{"role": "user", "content": "x", 3: "y"}], "only string fields"),
+    ([{"role": "user", "content": "x"}, {"role": "x" * 10**6, "content": 1}], r"messages\[1\]"),
+])  # fmt: skip
 def test_malformed_messages(messages: object, problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem) as caught:
         ChatTemplate(CHATML, "m", {}).render(messages)  # type: ignore[arg-type]
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
-        ("a\n{% for %}", "line 2"),
-        ("{{ messages[0]['content'] + 1 }}", "cannot render"),
-        ("{{ messages[9].content }}", "cannot render"),
-        ("{{ 1 // 0 }}", "division"),
-        ("{{ raise_exception('no\nway') }}", "no way"),
-        ("{% include 'x' %}", "cannot render"),
-        ("{{ raise_exception('It is unsafe.') }}", "unsafe"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
-        ("{{ nothing() }}", "undefined"),
-        ("{% set n = namespace(_x=1) %}", "cannot hold the attribute '_x'"),
-        ("{% set n = namespace() %}{% set n._x = 1 %}", "cannot hold the attribute '_x'"),
-    ],
-)
+@pytest.mark.parametrize(("template", "problem"), [
+    ("a\n{% for %}", "line 2"), ("{{ messages[0]['content'] + 1 }}", "cannot render"),
+    ("{{ messages[9].content }}", "cannot render"), ("{{ 1 // 0 }}", "division"),
+    ("{{ raise_exception('no\nway') }}", "no way"), ("{% include 'x' %}", "cannot render"),
+    ("{{ raise_exception('It is unsafe.') }}", "unsafe"), ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    ("{{ nothing() }}", "undefined"),
+    ("{% set n = namespace(_x=1) %}", "cannot hold the attribute '_x'"),
+    ("{% set n = namespace() %}{% set n._x = 1 %}", "cannot hold the attribute '_x'"),
+])  # fmt: skip
 def test_a_template_that_fails_is_one_sentence(template: str, problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem) as caught:
         ChatTemplate(template, "the-folder", {}).render(CHATS[0])
@@ -214,21 +197,14 @@ def test_ordinary_products_are_python_s() -> None:
         assert ChatTemplate(f"{{{{ {product} }}}}", "m", {}).render(CHATS[0]) == expected
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ cycler.__init__.__globals__ }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ dict.__globals__ }}",
-        "{{ dict.mro() }}",
-        "{{ namespace.__init__.__globals__ }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update(role='system') }}",
-        "{{ '{0.__class__.__mro__}'.format(1) and nothing() }}",
-        "{{ (''|attr('format'))('{0.__class__}', 1) and nothing() }}",
-    ],
-)
+@pytest.mark.parametrize("attack", [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__ }}",
+    "{{ raise_exception.__globals__ }}", "{{ dict.__globals__ }}", "{{ dict.mro() }}",
+    "{{ namespace.__init__.__globals__ }}", "{{ messages.append(1) }}",
+    "{{ messages[0].update(role='system') }}",
+    "{{ '{0.__class__.__mro__}'.format(1) and nothing() }}",
+    "{{ (''|attr('format'))('{0.__class__}', 1) and nothing() }}",
+])  # fmt: skip
 def test_the_sandbox_holds(attack: str) -> None:
     chat = [{"role": "user", "content": "hi"}]
     try:

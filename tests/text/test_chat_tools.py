@@ -93,9 +93,7 @@ def both(template: str) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
 @pytest.mark.parametrize("with_tools", [True, False])
 @pytest.mark.parametrize("name", CONVERSATIONS)
 @pytest.mark.parametrize("template", [QWEN, LLAMA], ids=["qwen", "llama"])
-def test_a_template_with_tools_gets_what_transformers_gives(
-    template: str, name: str, with_tools: bool
-) -> None:
+def test_a_template_with_tools_gets_what_transformers_gives(template, name, with_tools):
     ours, theirs = both(template)
     messages, tools = CONVERSATIONS[name], TOOLS if with_tools else None
     prompt = chat_prompt(ours, messages, tools=tools)

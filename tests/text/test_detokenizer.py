@@ -126,9 +126,7 @@ def test_bytes_are_used_where_the_decoder_has_nothing_else(kind: str) -> None:
 @pytest.mark.parametrize("kind", BYTE_FALLBACK)
 @given(data=st.data(), skip=st.booleans())
 @settings(max_examples=120, deadline=None)
-def test_byte_tokens_become_characters_as_soon_as_they_can(
-    kind: str, data: st.DataObject, skip: bool
-) -> None:
+def test_byte_tokens_become_characters_as_soon_as_they_can(kind, data, skip):
     tokenizer = tokenizer_of(kind)
     prompt, ids = draw_ids(data, tokenizer, 20), draw_ids(data, tokenizer, 40)
     expected = after(reference(tokenizer, prompt, skip), reference(tokenizer, prompt + ids, skip))
@@ -138,9 +136,7 @@ def test_byte_tokens_become_characters_as_soon_as_they_can(
 @pytest.mark.parametrize("kind", [*BYTE_FALLBACK, *OTHERS])
 @given(data=st.data(), text=st.sampled_from(TEXTS) | st.text(max_size=30))
 @settings(max_examples=60, deadline=None)
-def test_text_is_shown_at_once_and_is_never_half_a_character(
-    kind: str, data: st.DataObject, text: str
-) -> None:
+def test_text_is_shown_at_once_and_is_never_half_a_character(kind, data, text):
     """After each id of a text everything is out but an unfinished character."""
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode(text)

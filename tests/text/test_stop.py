@@ -32,9 +32,7 @@ stop_lists = st.lists(st.text(alphabet="ab中", min_size=1, max_size=4), max_siz
 @example("xabcd", ["abcd", "bc"], False)  # the inner one ends first
 @example("xab", ["b", "ab"], False)  # both end here: the longest
 @example("ab", ["a", "ab"], False)  # same start: the shorter one ends first
-def test_every_split_gives_the_result_of_the_whole_text(
-    text: str, stops: list[str], include: bool
-) -> None:
+def test_every_split_gives_the_result_of_the_whole_text(text, stops, include):
     text = text[:9]
     expected = whole_text(text, stops, include)
     for cuts in range(1 << max(len(text) - 1, 0)):
@@ -47,9 +45,7 @@ def test_every_split_gives_the_result_of_the_whole_text(
 
 
 @given(letters, stop_lists, st.booleans())
-def test_nothing_shown_is_ever_taken_back_and_nothing_is_held_without_need(
-    text: str, stops: list[str], include: bool
-) -> None:
+def test_nothing_shown_is_ever_taken_back_and_nothing_is_held_without_need(text, stops, include):
     matcher = StopStrings(stops, include)
     shown = ""
     for i, char in enumerate(text):

@@ -44,9 +44,7 @@ def test_every_kind_of_tokenizer(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", [True, False, None])
 @pytest.mark.parametrize("kind", ["llama2", "llama2_no_bos", "byte_level", "byte_level_bos"])
-def test_the_first_token_is_decided_by_the_post_processor(
-    kind: str, flag: bool | None, tmp_path: Path
-) -> None:
+def test_the_first_token_is_decided_by_the_post_processor(kind, flag, tmp_path):
     """add_bos_token and add_eos_token do nothing beside a tokenizer.json."""
     bos, eos = ("<s>", "</s>") if "llama" in kind else ("<|endoftext|>", "<|im_end|>")
     extra = {} if flag is None else {"add_bos_token": flag, "add_eos_token": flag}
@@ -162,12 +160,10 @@ def metaspace_no_bos() -> Backend:
 
 GPT2 = gpt2()
 TOKENIZERS = {
-    "gpt2": Tokenizer(GPT2),
-    "byte_level": Tokenizer(byte_level()),
-    "llama2_no_bos": Tokenizer(llama2(with_bos=False)),
-    "metaspace": Tokenizer(metaspace_no_bos()),
+    "gpt2": Tokenizer(GPT2), "byte_level": Tokenizer(byte_level()),
+    "llama2_no_bos": Tokenizer(llama2(with_bos=False)), "metaspace": Tokenizer(metaspace_no_bos()),
     "gpt2_with_space": Tokenizer(gpt2(prefix_space=True)),
-}
+}  # fmt: skip
 
 
 @given(text=st.text(min_size=1))
@@ -194,21 +190,12 @@ def test_the_first_token_covers_something_and_not_more_than_the_text(kind: str, 
         assert not text.startswith(" ")
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "size"),
-    [
-        ("byte_level", "", 0),
-        ("byte_level", "the dog", 1),
-        ("byte_level", " the dog", 4),
-        ("byte_level", "<|im_end|>x", 10),
-        ("byte_level_bos", "é", 0),
-        ("llama2", "é", 0),
-        ("llama2_no_bos", "the dog", 3),
-        ("llama2_no_bos", "</s> x", 4),
-        ("unigram", "the dog", 3),
-        ("llama2_no_bos", "é", 0),
-    ],
-)
+@pytest.mark.parametrize(("kind", "text", "size"), [
+    ("byte_level", "", 0), ("byte_level", "the dog", 1), ("byte_level", " the dog", 4),
+    ("byte_level", "<|im_end|>x", 10), ("byte_level_bos", "é", 0), ("llama2", "é", 0),
+    ("llama2_no_bos", "the dog", 3), ("llama2_no_bos", "</s> x", 4), ("unigram", "the dog", 3),
+    ("llama2_no_bos", "é", 0),
+])  # fmt: skip
 def test_the_bytes_of_a_known_first_token(kind: str, text: str, size: int) -> None:
     assert Tokenizer(KINDS[kind]()).first_token_bytes(text) == size
 
@@ -254,27 +241,18 @@ def test_missing_files(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("tokenizer.json", b'{"model": '),
-        ("tokenizer.json", b""),
-        ("tokenizer.json", b"\xff\xfe"),
-        ("tokenizer.json", b'{"version": "1.0"}'),
-        ("tokenizer_config.json", b"{,}"),
-        ("tokenizer_config.json", b"[1]"),
-        ("tokenizer_config.json", b'{"eos_token": "\xff"}'),
-        ("tokenizer_config.json", b"[" * 100_000),
-        ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {}}}'),
-        ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": {"contents": "a"}}}'),
-        ("tokenizer_config.json", b'{"added_tokens_decoder": [1]}'),
-        ("tokenizer_config.json", b'{"extra_special_tokens": 7}'),
-        ("special_tokens_map.json", b"nope"),
-        ("added_tokens.json", b'{"a": {}}'),
-        ("chat_template.jinja", b"\xff"),
-        ("chat_template.json", b"{"),
-    ],
-)
+@pytest.mark.parametrize(("file", "content"), [
+    ("tokenizer.json", b'{"model": '), ("tokenizer.json", b""), ("tokenizer.json", b"\xff\xfe"),
+    ("tokenizer.json", b'{"version": "1.0"}'), ("tokenizer_config.json", b"{,}"),
+    ("tokenizer_config.json", b"[1]"), ("tokenizer_config.json", b'{"eos_token": "\xff"}'),
+    ("tokenizer_config.json", b"[" * 100_000),
+    ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {}}}'),
+    ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": {"contents": "a"}}}'),
+    ("tokenizer_config.json", b'{"added_tokens_decoder": [1]}'),
+    ("tokenizer_config.json", b'{"extra_special_tokens": 7}'), ("special_tokens_map.json", b"nope"),
+    ("added_tokens.json", b'{"a": {}}'), ("chat_template.jinja", b"\xff"),
+    ("chat_template.json", b"{"),
+])  # fmt: skip
 def test_a_damaged_file_is_named(file: str, content: bytes, tmp_path: Path) -> None:
     folder = write_folder(tmp_path, byte_level())
     (folder / file).write_bytes(content)
@@ -286,9 +264,7 @@ def test_a_damaged_file_is_named(file: str, content: bytes, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
-def test_a_file_that_may_not_be_read(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_may_not_be_read(name, tmp_path, monkeypatch):
     folder, read = write_folder(tmp_path, byte_level()), Path.read_text
 
     def deny(path: Path, encoding: str) -> str:

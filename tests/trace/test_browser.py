@@ -576,9 +576,7 @@ def test_both_panels_are_seen_in_a_notebook(driver: Any, pages: Any) -> None:
 
 
 @pytest.mark.parametrize(("width", "ratio"), [(600, 1), (700, 2), (1400, 1.5), (2560, 1)])
-def test_every_width_and_resolution_is_filled(
-    width: int, ratio: float, driver: Any, pages: Any
-) -> None:
+def test_every_width_and_resolution_is_filled(width, ratio, driver, pages):
     resize(driver, width, 800, ratio)
     viewer = Viewer(driver, *pages["ranks"])
     viewer.settle()

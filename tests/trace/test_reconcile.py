@@ -28,15 +28,13 @@ from tests.trace.drafts import NGRAM, Truth, speculating
 from tests.trace.workload import BLOCKS, HOST_GIB, engine, run
 
 KINDS = [
-    {"prefix_cache": "hash"},
-    {"prefix_cache": "radix", "swap_space": HOST_GIB},
+    {"prefix_cache": "hash"}, {"prefix_cache": "radix", "swap_space": HOST_GIB},
     {"enable_prefix_caching": False, "scheduling_policy": "shortest_prefill_first"},
     {"prefix_cache": "hash", "scheduling_policy": "longest_prefix_match", "swap_space": HOST_GIB},
     {"prefix_cache": "hash", "speculative_config": NGRAM},
     {"prefix_cache": "radix", "swap_space": HOST_GIB, "wrong": 0.0},
-    {"prefix_cache": "hash", "wrong": 0.3},
-    {"async_scheduling": True, "wrong": 0.0},
-]
+    {"prefix_cache": "hash", "wrong": 0.3}, {"async_scheduling": True, "wrong": 0.0},
+]  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -114,9 +112,7 @@ def test_every_block_table_can_be_rebuilt_after_every_step(folder: Path, kind: i
         assert len(applied) == len(trace)
 
 
-def test_a_void_row_is_replayed_with_the_blocks_that_it_gave_up(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_void_row_is_replayed_with_the_blocks_that_it_gave_up(folder, monkeypatch):
     """Two prompts read what the first writes in their step, and the first fails."""
     with make(folder) as llm:
         core, batch = llm.engine, llm.engine.runner.batch
@@ -274,9 +270,7 @@ def test_a_bounded_trace_forgets_steps_but_not_who_runs(folder: Path) -> None:
         assert not ends[1].sequences
 
 
-def test_a_failed_step_and_ctrl_c_are_in_the_trace(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_and_ctrl_c_are_in_the_trace(folder, monkeypatch):
     with make(folder) as llm:
         core = llm.engine
 
@@ -367,9 +361,7 @@ def test_a_request_that_ends_before_its_first_step_is_not_lost(folder: Path) -> 
         }
 
 
-def test_a_trace_is_read_while_another_thread_records(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_is_read_while_another_thread_records(folder, monkeypatch):
     """Whatever falls off meanwhile: who ended is whole, and so is what is drawn. The event loop
     has a turn in each step, so that it reads between steps, too, on any machine."""
 

@@ -53,9 +53,7 @@ def test_view_writes_where_it_is_told(saved: Path, cli: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_open_shows_the_page(
-    works: bool, saved: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_shows_the_page(works, saved, cli, monkeypatch):
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda address: bool(opened.append(address)) or works)
     shown = cli("trace", "view", saved, "--open")
@@ -81,35 +79,29 @@ def test_chrome_writes_events(saved: Path, cli: Any, tmp_path: Path) -> None:
     assert cli("trace", "chrome", saved, "-o", tmp_path / "e.json").out == f"{tmp_path}/e.json\n"
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["show", "{saved}"], "There is no action 'show'; choose view, table or chrome."),
-        (["tabel", "{saved}"], "Did you mean 'table'?"),
-        (["view", "{tmp}/nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file"),
-        (["table", "{tmp}"], "cannot be read: Is a directory"),
-        (["chrome", "{tmp}/notes.txt"], "is not a trace of minillm"),
-        (["view", "{tmp}/cut.jsonl"], "is not a step of a trace"),
-        (["view", "{tmp}/empty.jsonl"], "is empty"),
-        (["view", "{saved}", "-o", "{tmp}/notes.txt"], "exists and is not a trace page"),
-        (["view", "{saved}", "-o", "{saved}"], "exists and is not a trace page"),
-        (["view", "{saved}", "-o", "{tmp}/no/x.html"], "cannot be written: No such file"),
-        (["chrome", "{saved}", "-o", "{tmp}/notes.txt"], "exists and is no file that 'minillm"),
-        (["chrome", "{saved}", "-o", "{saved}"], "exists and is no file that 'minillm trace"),
-        (["chrome", "{saved}", "-o", "{tmp}/no/x"], "cannot be written: there is no such folder"),
-        (["chrome", "{saved}", "-o", "{tmp}"], "is a folder; give the name of a file"),
-        (["table", "{saved}", "--last", "0"], "--last is 0; it must be at least 1."),
-        (["table", "{saved}", "--open"], "--open is for 'minillm trace view'"),
-        (["table", "{saved}", "-o", "x"], "--output is for 'minillm trace view or chrome'"),
-        (["view", "{saved}", "--last", "3"], "--last is for 'minillm trace table'"),
-        (["{saved}"], "The file comes after the action: 'minillm trace view"),
-        (["table"], "There is no FILE; add one: 'minillm trace table FILE'."),
-    ],
-    ids=str,
-)
-def test_a_mistake_is_one_sentence(
-    argv: list[str], message: str, saved: Path, tmp_path: Path, cli: Any
-) -> None:
+@pytest.mark.parametrize(("argv", "message"), [
+    (["show", "{saved}"], "There is no action 'show'; choose view, table or chrome."),
+    (["tabel", "{saved}"], "Did you mean 'table'?"),
+    (["view", "{tmp}/nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file"),
+    (["table", "{tmp}"], "cannot be read: Is a directory"),
+    (["chrome", "{tmp}/notes.txt"], "is not a trace of minillm"),
+    (["view", "{tmp}/cut.jsonl"], "is not a step of a trace"),
+    (["view", "{tmp}/empty.jsonl"], "is empty"),
+    (["view", "{saved}", "-o", "{tmp}/notes.txt"], "exists and is not a trace page"),
+    (["view", "{saved}", "-o", "{saved}"], "exists and is not a trace page"),
+    (["view", "{saved}", "-o", "{tmp}/no/x.html"], "cannot be written: No such file"),
+    (["chrome", "{saved}", "-o", "{tmp}/notes.txt"], "exists and is no file that 'minillm"),
+    (["chrome", "{saved}", "-o", "{saved}"], "exists and is no file that 'minillm trace"),
+    (["chrome", "{saved}", "-o", "{tmp}/no/x"], "cannot be written: there is no such folder"),
+    (["chrome", "{saved}", "-o", "{tmp}"], "is a folder; give the name of a file"),
+    (["table", "{saved}", "--last", "0"], "--last is 0; it must be at least 1."),
+    (["table", "{saved}", "--open"], "--open is for 'minillm trace view'"),
+    (["table", "{saved}", "-o", "x"], "--output is for 'minillm trace view or chrome'"),
+    (["view", "{saved}", "--last", "3"], "--last is for 'minillm trace table'"),
+    (["{saved}"], "The file comes after the action: 'minillm trace view"),
+    (["table"], "There is no FILE; add one: 'minillm trace table FILE'."),
+], ids=str)  # fmt: skip
+def test_a_mistake_is_one_sentence(argv, message, saved, tmp_path, cli):
     files = {"notes.txt": "milk, eggs", "cut.jsonl": saved.read_text()[:-40], "empty.jsonl": ""}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -118,9 +110,6 @@ def test_a_mistake_is_one_sentence(
     assert shown.refused(message), shown.err
     assert saved.read_bytes() == before
     assert (tmp_path / "notes.txt").read_text() == "milk, eggs"
-
-
-# ---- generate --trace ----------------------------------------------------------------------------
 
 
 def test_generate_saves_what_the_engine_did(cli: Any, tmp_path: Path) -> None:
@@ -136,9 +125,7 @@ def test_generate_saves_what_the_engine_did(cli: Any, tmp_path: Path) -> None:
     assert len(Trace.load(path)) == 2  # a trace may be replaced
 
 
-def test_an_interrupted_run_saves_its_trace(
-    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_saves_its_trace(cli, tmp_path, monkeypatch):
     def interrupted(self: LLM, *args: Any) -> Iterator[Any]:
         for number, output in enumerate(real(self, *args)):
             if number == 3:
@@ -153,14 +140,11 @@ def test_an_interrupted_run_saves_its_trace(
     assert len(Trace.load(path)) >= 3
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("notes.txt", "exists and is no trace; give another name, or delete it."),
-        ("no/run.jsonl", "cannot be written: there is no such folder."),
-        (".", "is a folder; give the name of a file."),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("notes.txt", "exists and is no trace; give another name, or delete it."),
+    ("no/run.jsonl", "cannot be written: there is no such folder."),
+    (".", "is a folder; give the name of a file."),
+])  # fmt: skip
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
     name: str, message: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,9 +155,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
     assert (tmp_path / "notes.txt").read_text() == "milk, eggs"
 
 
-def test_a_trace_that_cannot_be_saved_in_the_end_is_one_sentence(
-    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_that_cannot_be_saved_in_the_end_is_one_sentence(cli, tmp_path, monkeypatch):
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

@@ -16,11 +16,9 @@ HOST_GIB = 14 * 4 * 128 / 2**30 * 2  # a good dozen blocks
 def engine(folder: Path, **arguments: Any) -> LLM:
     """An engine that is too small for what it gets."""
     defaults = {
-        "num_gpu_blocks_override": BLOCKS,
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 12,
+        "num_gpu_blocks_override": BLOCKS, "max_num_seqs": 6, "max_num_batched_tokens": 12,
         "max_model_len": 48,
-    }
+    }  # fmt: skip
     return make(folder, **(defaults | arguments))
 
 
@@ -29,16 +27,12 @@ def params(rng: random.Random) -> SamplingParams:
     kind = rng.random()
     fails = kind < 0.06  # no token is left to choose from
     return SamplingParams(
-        n=rng.choice([1, 1, 1, 2, 3]),
-        temperature=0.9,
-        seed=rng.randrange(1000),
-        max_tokens=rng.randrange(1, 16),
-        min_tokens=1 if fails else 0,
-        allowed_token_ids=[EOS] if fails else None,
-        ignore_eos=not fails,
+        n=rng.choice([1, 1, 1, 2, 3]), temperature=0.9, seed=rng.randrange(1000),
+        max_tokens=rng.randrange(1, 16), min_tokens=1 if fails else 0,
+        allowed_token_ids=[EOS] if fails else None, ignore_eos=not fails,
         stop_token_ids=list(range(40)) if kind > 0.8 else [],
         prompt_logprobs=1 if kind > 0.93 else None,
-    )
+    )  # fmt: skip
 
 
 def run(

@@ -16,20 +16,10 @@ from minillm_exercises.chapters.common import rounds
 from minillm_exercises.plots import bars, bound, figure, series, show
 
 __all__ = [
-    "Run",
-    "bound_seconds",
-    "build_c_functions",
-    "cache_bytes",
-    "count_calls",
-    "draw_lanes",
-    "draw_read_rates",
-    "draw_roofline",
-    "draw_runs",
-    "draw_token_bounds",
-    "product_pass",
-    "rounds",
+    "Run", "bound_seconds", "build_c_functions", "cache_bytes", "count_calls", "draw_lanes",
+    "draw_read_rates", "draw_roofline", "draw_runs", "draw_token_bounds", "product_pass", "rounds",
     "verdict",
-]
+]  # fmt: skip
 
 MACHINES = ("laptop-ddr5", "apple-m1", "apple-m1-max", "rtx-5070-ti", "h100-sxm", "h200")
 INTENSITIES = tuple(2.0**i for i in range(-2, 12))  # operations per byte

@@ -173,12 +173,10 @@ def draw_currencies(model: str, saved: Gains, clocks: Mapping[str, float]) -> No
     """Draw how many times as much `model` needs without a cache, counted and on the clock; the
     clock of other models beside it."""
     found = {
-        "positions": saved.positions[-1],
-        "operations": saved.operations[-1],
+        "positions": saved.positions[-1], "operations": saved.operations[-1],
         f"the bound, {model}": saved.seconds[-1],
-        **{f"the clock, {name}": ratio for name, ratio in clocks.items()},
-        "bytes": saved.bytes[-1],
-    }
+        **{f"the clock, {name}": ratio for name, ratio in clocks.items()}, "bytes": saved.bytes[-1],
+    }  # fmt: skip
     fig, ax = figure(
         "without a cache / with a cache (times, logarithmic)", "what is counted", size=(7, 3)
     )

@@ -41,19 +41,13 @@ def hollow(llm: LLM, **options: Any) -> LLM:
     """
     config = llm.engine.source.config
     narrow = {
-        "model_type": config.family,
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": WIDTH,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": True,
-        "rope_theta": config.rope.theta,
+        "model_type": config.family, "vocab_size": VOCABULARY, "hidden_size": WIDTH,
+        "intermediate_size": WIDTH, "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim, "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": True, "rope_theta": config.rope.theta,
         "rms_norm_eps": config.rms_norm_eps,
-    }
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(narrow), encoding="utf-8")
         return LLM(folder, tokenizer="tiny", load_format="dummy", **options)

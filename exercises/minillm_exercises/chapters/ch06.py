@@ -30,14 +30,11 @@ MEAN = 275  # tokens of an answer, under each distribution
 Dist = Callable[[Random], int]
 
 # How long answers are: four distributions with one mean (log-normal: 277; a draw's varies).
-DISTS: Mapping[str, Dist] = MappingProxyType(
-    {
-        "equal": lambda chance: MEAN,
-        "uniform": lambda chance: chance.randint(50, 500),
-        "exponential": lambda chance: max(1, round(chance.expovariate(1 / MEAN))),
-        "log-normal": lambda chance: max(1, round(chance.lognormvariate(4.5, 1.5))),
-    }
-)
+DISTS: Mapping[str, Dist] = MappingProxyType({
+    "equal": lambda chance: MEAN, "uniform": lambda chance: chance.randint(50, 500),
+    "exponential": lambda chance: max(1, round(chance.expovariate(1 / MEAN))),
+    "log-normal": lambda chance: max(1, round(chance.lognormvariate(4.5, 1.5))),
+})  # fmt: skip
 
 
 def draw(dist: str, count: int, seed: int = 6, scale: int = 1) -> list[int]:

@@ -46,13 +46,10 @@ PROMPTS = (
 )
 
 # How much of its max_tokens a request writes.
-LENGTHS: Mapping[str, Length] = MappingProxyType(
-    {
-        "a tenth": lambda rng, most: min(most, 1 + int(rng.expovariate(10 / most))),
-        "a half": lambda rng, most: rng.randint(1, most),
-        "all": lambda rng, most: most,
-    }
-)
+LENGTHS: Mapping[str, Length] = MappingProxyType({
+    "a tenth": lambda rng, most: min(most, 1 + int(rng.expovariate(10 / most))),
+    "a half": lambda rng, most: rng.randint(1, most), "all": lambda rng, most: most,
+})  # fmt: skip
 
 
 @dataclass(frozen=True)

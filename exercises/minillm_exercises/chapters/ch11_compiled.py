@@ -21,14 +21,9 @@ REGISTERS, WARPS = 65_536, 64  # of one of them: registers of 32 bits, and warps
 SHARED_KIB: Mapping[int, int] = MappingProxyType({80: 164, 90: 228})
 FAMILY, LAUNCH = "paged_attention", "decode, Llama-3.1-8B, pages of 64"  # in kernels/README.md
 HEAD = (
-    "kernel",
-    "for",
-    "registers per thread",
-    "shared memory (KiB)",
-    "spilled (bytes)",
-    "programs per processor",
-    "matrix and copy instructions",
-)
+    "kernel", "for", "registers per thread", "shared memory (KiB)", "spilled (bytes)",
+    "programs per processor", "matrix and copy instructions",
+)  # fmt: skip
 
 
 def show_compiled(

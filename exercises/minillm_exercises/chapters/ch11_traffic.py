@@ -50,12 +50,9 @@ class Traffic:
         places = [[name, who, sorted(seen)] for (name, who), seen in self.places.items()]
         result = None if self.result is None else self.result.double().tolist()
         return {
-            **plain,
-            "outside": self.outside,
-            "complaint": self.complaint,
-            "result": result,
+            **plain, "outside": self.outside, "complaint": self.complaint, "result": result,
             "places": places,
-        }
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Traffic":

@@ -83,16 +83,10 @@ def show_step(each: Verified, known: str, tokenizer: "Tokenizer") -> None:
             verdict = "equal: accepted" if right else "differs: the sample is kept"
             verdict = verdict if draft else "one more, for nothing"
         rows.append([place + 1, reads, f"`{draft}`" if draft else "", sample, verdict])
-    show_table(
-        [
-            "place",
-            "the model has read up to",
-            "the draft for the next place",
-            "the model's sample for it",
-            "",
-        ],
-        rows,
-    )
+    show_table([
+        "place", "the model has read up to", "the draft for the next place",
+        "the model's sample for it", "",
+    ], rows)  # fmt: skip
 
 
 def show_race(p: Sequence[float], q: Sequence[float], noise: Sequence[float]) -> None:

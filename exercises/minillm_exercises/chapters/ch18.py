@@ -26,22 +26,12 @@ NUM_EXPERTS, PER_TOKEN = 128, 8
 
 # The config.json of Qwen/Qwen3-30B-A3B.
 QWEN3_30B_FIELDS = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": NUM_EXPERTS,
-    "num_experts_per_tok": PER_TOKEN,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": NUM_EXPERTS, "num_experts_per_tok": PER_TOKEN,
+    "norm_topk_prob": True, "max_position_embeddings": 40960, "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 # Models --------------------------------------------------------------------------------------

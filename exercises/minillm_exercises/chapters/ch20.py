@@ -249,20 +249,11 @@ def sent_per_token(llm: LLM, prompt: Sequence[int], count: int) -> list[tuple[in
 def mixture(ranks: int = 1, whole_experts: bool = False) -> LLM:
     """A small mixture of 8 experts, 2 per token, with the same random weights every time."""
     shapes = {
-        "model_type": "mixtral",
-        "vocab_size": 4096,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    }
+        "model_type": "mixtral", "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 256, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    }  # fmt: skip
     more: dict[str, Any] = {"max_model_len": 128, "num_gpu_blocks_override": 32, "device": "cpu"}
     if ranks > 1:
         more |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "threads"}

@@ -10,28 +10,23 @@ from typing import Any, NoReturn
 from minillm.errors import did_you_mean
 
 PROG = "python -m minillm_exercises"
-LEARN: Mapping[str, str] = MappingProxyType(
-    {
-        "list": "the board: what there is, what is done, what comes next",
-        "start": "get an exercise's file to work on",
-        "run": "grade your file",
-        "watch": "grade your file each time it is saved",
-        "hint": "the next hint: the idea, then where to look, then the steps",
-        "solution": "the reference solution, once you have passed",
-        "reset": "begin again from the starter; your file is kept in work/.history",
-        "quiz": "the three questions of a chapter",
-        "engine": "run the engine made of the exercises you have passed, in work/engine",
-        "report": "grade everything begun and write JSON or JUnit XML",
-        "doctor": "check this machine: packages, torch, Triton, Jupyter, folders",
-    }
-)
-TEACH: Mapping[str, str] = MappingProxyType(
-    {
-        "verify": "prove that the graders tell right from wrong",
-        "grade": "grade a folder of submissions with your own seed and hidden checks",
-        "release": "write a copy of the exercises without their solutions",
-    }
-)
+LEARN: Mapping[str, str] = MappingProxyType({
+    "list": "the board: what there is, what is done, what comes next",
+    "start": "get an exercise's file to work on", "run": "grade your file",
+    "watch": "grade your file each time it is saved",
+    "hint": "the next hint: the idea, then where to look, then the steps",
+    "solution": "the reference solution, once you have passed",
+    "reset": "begin again from the starter; your file is kept in work/.history",
+    "quiz": "the three questions of a chapter",
+    "engine": "run the engine made of the exercises you have passed, in work/engine",
+    "report": "grade everything begun and write JSON or JUnit XML",
+    "doctor": "check this machine: packages, torch, Triton, Jupyter, folders",
+})  # fmt: skip
+TEACH: Mapping[str, str] = MappingProxyType({
+    "verify": "prove that the graders tell right from wrong",
+    "grade": "grade a folder of submissions with your own seed and hidden checks",
+    "release": "write a copy of the exercises without their solutions",
+})  # fmt: skip
 COMMANDS: Mapping[str, str] = MappingProxyType({**LEARN, **TEACH})
 EXAMPLES: Mapping[str, str] = MappingProxyType(
     {

@@ -136,9 +136,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for Python is a shell script")
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["decode", "prefill", "offline"])
-def test_a_comparison_from_end_to_end(
-    what: str, peers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_from_end_to_end(what, peers, tmp_path, capsys):
     file = tmp_path / "result.json"
     arguments = [what, "tiny", "--quick", "--threads", "1", "--vs", "vllm,openvino"]
     arguments += ["--beside", "1"] if what == "decode" else []
@@ -183,9 +181,7 @@ def check_results(what: str, found: dict[str, Any]) -> None:
     assert peer["tokens_per_second"]["median"] == pytest.approx(expected)
 
 
-def test_an_engine_of_ours_that_fails_is_an_exit_code(
-    peers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_of_ours_that_fails_is_an_exit_code(peers, monkeypatch, capsys):
     def start(*ignored: object) -> None:
         raise EngineFailedError("minillm has ended.")
 
@@ -195,9 +191,7 @@ def test_an_engine_of_ours_that_fails_is_an_exit_code(
     assert "minillm has ended." in out
 
 
-def test_without_peers_all_of_them_are_skipped_with_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: Path
-) -> None:
+def test_without_peers_all_of_them_are_skipped_with_a_note(tmp_path, monkeypatch, peers):
     monkeypatch.setenv("MINILLM_PEERS", str(tmp_path))
     config = preset("smollm2-135m")
     work = Work("decode", "m", "m", config, (Case(1, 8, 2),), 1, ("vllm", "openvino"), 1, "float32")
@@ -207,9 +201,7 @@ def test_without_peers_all_of_them_are_skipped_with_a_note(
     assert len(found["left_out"]) == 2
 
 
-def test_startup_of_the_embedded_model(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_startup_of_the_embedded_model(monkeypatch, tmp_path, capsys):
     commands = []
 
     def first(name: str, command: list[str], threads: int, log: Path) -> tuple[float, float]:
@@ -227,9 +219,7 @@ def test_startup_of_the_embedded_model(
     assert "1.5 s" in out
 
 
-def test_the_scheduler_has_a_benchmark_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_scheduler_has_a_benchmark_of_its_own(monkeypatch, capsys):
     from minillm.lab.benchmarks import scheduler
 
     seen = []
@@ -297,9 +287,7 @@ def test_every_engine_is_told_the_same_and_has_room_for_everything(work: Work) -
     assert told["kv_cache_bytes"] >= 16 * (2048 + 32) * 30 * 2 * 3 * 64 * 2
 
 
-def test_offline_work_has_room_for_all_requests_and_not_for_the_longest_possible(
-    work: Work,
-) -> None:
+def test_offline_work_has_room_for_all_requests_and_not_for_the_longest_possible(work):
     offline = replace(work, what="offline", cases=(Case(64, 1024, 512),), requests=64)
     told = options(offline)
     prompts, lengths = compare.offline_requests(offline, offline.cases[0])
@@ -328,9 +316,7 @@ def test_the_ceiling_is_the_best_of_both_readings() -> None:
     assert CEILING.way == ONEDNN
 
 
-def test_the_rate_of_operations_is_that_of_the_faster_product(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_rate_of_operations_is_that_of_the_faster_product(monkeypatch):
     machine = Hardware("m", 1e9, 10e9, 1e12, 1e-6, "measured", 1e11)
     monkeypatch.setattr(ceiling.ceilings, "measure", lambda **ignored: machine)
     monkeypatch.setattr(ceiling, "ways_to_read", dict)
@@ -366,9 +352,7 @@ def test_first_layers_are_those_of_the_preset() -> None:
                 checkpoint.first_layers(name, config, wrong)
 
 
-def test_a_written_checkpoint_loads_here_and_in_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_written_checkpoint_loads_here_and_in_transformers(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     from minillm import LLM, SamplingParams
 

@@ -20,10 +20,10 @@ from minillm.lab.benchmarks.beside import busy_processes, fair_share
 from minillm.lab.benchmarks.ceiling import SUMS, Ceiling
 from minillm.lab.benchmarks.compare import Work
 from minillm.lab.benchmarks.compare_table import show
-from minillm.lab.benchmarks.contest import Case, Contest, Run, calmest, decode_run, prompts_of
+from minillm.lab.benchmarks.contest import Case, Contest, Run, decode_run, prompts_of
 from minillm.lab.benchmarks.engine_process import EngineFailedError
 from minillm.lab.benchmarks.lengths import LENGTHS
-from minillm.lab.benchmarks.others import DISTURBED, Watch, busy_ticks, group_ticks
+from minillm.lab.benchmarks.others import Watch, busy_ticks, group_ticks
 from minillm.lab.benchmarks.peers.protocol import Timeline
 from minillm.models.presets import preset
 
@@ -57,9 +57,7 @@ posix = pytest.mark.skipif(os.name != "posix", reason="needs signals and process
         (4, [0, 1], ["11"], "returned 2 tokens instead of 2 x 4"),
     ],
 )
-def test_decoding_is_what_all_sequences_do(
-    length: int, times: list[float], steps: list[str], run: Run | str
-) -> None:
+def test_decoding_is_what_all_sequences_do(length, times, steps, run):
     """A step is a character per sequence: its new tokens, or a dot."""
     clock = iter(times)
     line = Timeline([length] * 2, lambda: float(next(clock)))
@@ -162,9 +160,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
     return shares
 
 
-def test_engines_take_turns_and_every_repeat_begins_with_another(
-    three: list[FakeEngine], log: list[tuple[str, str]]
-) -> None:
+def test_engines_take_turns_and_every_repeat_begins_with_another(three, log):
     three[2].step = 2.0
     held = Contest(three, 100)
     held.open({})
@@ -176,9 +172,7 @@ def test_engines_take_turns_and_every_repeat_begins_with_another(
     assert rates == [4.0, 4.0, 1.0]
 
 
-def test_an_engine_that_fails_is_out_and_the_others_go_on(
-    three: list[FakeEngine], log: list[tuple[str, str]]
-) -> None:
+def test_an_engine_that_fails_is_out_and_the_others_go_on(three, log):
     three[0].fails_at, three[1].fails_at = 0, 2  # one cannot load, one fails after its warm-up
     held = Contest(three, 100)
     held.open({})
@@ -194,9 +188,7 @@ def test_an_engine_that_fails_is_out_and_the_others_go_on(
     "answer", [None, 7, [], [[1.0]], [["a", "b", "c", "d"]], [(1.0, 8, 0, 0)], [(1.0, 1, 1, 0)],
                {"seconds": 1.0, "tokens": 3}]
 )  # fmt: skip
-def test_an_answer_without_sense_is_a_failure_of_that_engine(
-    three: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, answer: Any
-) -> None:
+def test_an_answer_without_sense_is_a_failure_of_that_engine(three, monkeypatch, answer):
     held = Contest(three, 100)
     monkeypatch.setattr(three[0], "ask", lambda request: answer)
     assert [score.engine for score in held.play(Case(2, 8, 4), 1)] == ["b", "c"]
@@ -213,12 +205,6 @@ def test_disturbed_runs_are_made_again(three: list[FakeEngine], quiet: list[floa
     assert [run.others for run in scores["b"].runs] == [0.0, 0.0, 0.0]
     assert all(len(score.runs) == 3 for score in scores.values())
     assert quiet == []
-
-
-def test_the_calmest_runs_are_chosen_by_what_others_did() -> None:
-    runs = [Run(0, at, 1, 1, others) for at, others in enumerate((DISTURBED, 0.9, 0.0, 0.3))]
-    assert calmest(runs, 1) == runs[:1]
-    assert calmest(runs, 3) == [runs[0], *runs[2:]]
 
 
 # ---- beside busy processes --------------------------------------------------------------------
@@ -240,9 +226,7 @@ def test_every_repeat_runs_alone_and_beside(load: list[int]) -> None:
 
 
 @pytest.mark.parametrize("what", ["decode", "prefill", "offline"])
-def test_the_table_and_the_json_have_the_speed_over_the_idle_speed(
-    what: str, load: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_and_the_json_have_the_speed_over_the_idle_speed(what, load, monkeypatch, capsys):
     monkeypatch.setattr(beside.machine, "cpu_count", lambda: 2)
     ceiling = Ceiling({SUMS: 1e10}, 1e12, 1e11)
     monkeypatch.setattr(compare, "measure_ceiling", lambda *asked: ceiling)
@@ -333,9 +317,7 @@ def write_proc(folder: Path, used: Mapping[int, int]) -> None:
         (folder / str(pid) / "stat").write_text(text)
 
 
-def test_ticks_are_those_of_the_groups_and_the_rest_is_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ticks_are_those_of_the_groups_and_the_rest_is_others(tmp_path, monkeypatch):
     """Two seconds of two processors: 100 ticks of an engine, 200 of busy processes, 40 of another
     program. What is shorter than a few ticks is not counted."""
     now = [0.0]

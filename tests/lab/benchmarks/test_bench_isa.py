@@ -34,15 +34,12 @@ def test_the_class_of_a_processor_is_that_of_its_flags(flags: str, name: str) ->
     assert processor_class(flags) == name
 
 
-@pytest.mark.parametrize(
-    ("name", "own", "sentence"),
-    [
-        ("avx3", "amx", "--isa is 'avx3'; it must be one of avx2, avx512, avx512_bf16, amx."),
-        ("avx512bf16", "amx", "Did you mean 'avx512_bf16'?"),
-        ("amx", "avx512", "--isa is 'amx'; this processor has avx2, avx512."),
-        ("avx2", "neon", "--isa is for x86 processors; this one (neon) needs no --isa."),
-    ],
-)
+@pytest.mark.parametrize(("name", "own", "sentence"), [
+    ("avx3", "amx", "--isa is 'avx3'; it must be one of avx2, avx512, avx512_bf16, amx."),
+    ("avx512bf16", "amx", "Did you mean 'avx512_bf16'?"),
+    ("amx", "avx512", "--isa is 'amx'; this processor has avx2, avx512."),
+    ("avx2", "neon", "--isa is for x86 processors; this one (neon) needs no --isa."),
+])  # fmt: skip
 def test_a_set_that_is_not_there_is_one_sentence(name: str, own: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_isa(name, own)
@@ -60,9 +57,7 @@ def test_the_variables_are_set_in_the_block_only(monkeypatch: pytest.MonkeyPatch
     assert os.environ["ATEN_CPU_CAPABILITY"] == "default"
 
 
-def test_the_variable_of_the_c_functions_limits_the_others_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_variable_of_the_c_functions_limits_the_others_too(monkeypatch):
     monkeypatch.setenv(ISA, "avx2")
     assert isa_of(None, "cpu") == "avx2"
     monkeypatch.setenv(ISA, "")

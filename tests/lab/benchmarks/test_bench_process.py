@@ -44,18 +44,14 @@ def engine(tmp_path: Path) -> Iterator[Open]:
         one.close(patient=False)
 
 
-@pytest.mark.parametrize(
-    ("script", "sentence"),
-    [
-        ("print('hello there')", "answered 'hello there', which is not valid"),
-        ("print('[1, 2]')", "answered '[1, 2]', which is not valid"),
-        ("print('{}')", "answered '{}', which is not valid"),
-        ("print('\\xff')", "which is not valid"),
-        ("import sys; sys.exit('no such file')", "has ended; last line of its log: no such file"),
-        ('print(\'{"error": "KeyError: 7"}\')', "failed: KeyError: 7 (log:"),
-        ("import time; time.sleep(600)", "gave no answer within 0.5 s"),
-    ],
-)
+@pytest.mark.parametrize(("script", "sentence"), [
+    ("print('hello there')", "answered 'hello there', which is not valid"),
+    ("print('[1, 2]')", "answered '[1, 2]', which is not valid"),
+    ("print('{}')", "answered '{}', which is not valid"), ("print('\\xff')", "which is not valid"),
+    ("import sys; sys.exit('no such file')", "has ended; last line of its log: no such file"),
+    ('print(\'{"error": "KeyError: 7"}\')', "failed: KeyError: 7 (log:"),
+    ("import time; time.sleep(600)", "gave no answer within 0.5 s"),
+])  # fmt: skip
 def test_what_is_no_answer_is_a_sentence(engine: Open, script: str, sentence: str) -> None:
     one = engine(script, timeout=0.5 if "sleep" in script else 300.0)
     with pytest.raises(EngineFailedError) as failed:
@@ -85,9 +81,7 @@ def test_what_an_engine_started_ends_with_it(engine: Open) -> None:
     raise AssertionError("it has not ended within ten seconds")
 
 
-def test_a_peer_without_an_environment_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_without_an_environment_is_missing(tmp_path, monkeypatch):
     monkeypatch.delenv("MINILLM_PEERS", raising=False)
     with pytest.raises(MissingPeerError, match=r"vllm is skipped.*run 'make peers'"):
         python_of("vllm", tmp_path)
@@ -107,9 +101,6 @@ def test_every_engine_gets_the_same_threads_and_no_network(monkeypatch: pytest.M
     assert (Path(own["PYTHONPATH"]) / "minillm" / "__init__.py").exists()
 
 
-# ---- process start to first token -------------------------------------------------------------
-
-
 def test_the_first_byte_of_output_stops_the_clock(tmp_path: Path) -> None:
     """The process goes on for ever, and is ended."""
     script = "import time; print('token', flush=True); time.sleep(600)"
@@ -126,9 +117,7 @@ def test_a_process_that_ends_without_a_token_is_a_failure(tmp_path: Path) -> Non
         startup.first_output("vllm", command, 1, tmp_path / "log")
 
 
-def test_starts_are_in_turn_and_the_first_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starts_are_in_turn_and_the_first_does_not_count(tmp_path, monkeypatch):
     monkeypatch.setenv("MINILLM_PEERS", str(tmp_path))
     seconds = iter([100.0, 50.0, 1.0, 4.0, 3.0, 6.0, 2.0, 9.0])
     order = []

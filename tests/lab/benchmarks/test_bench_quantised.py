@@ -61,9 +61,6 @@ def test_a_cache_of_8_bits_is_told_and_counted() -> None:
     assert costs[1].weight_bytes == costs[0].weight_bytes
 
 
-# ---- llama.cpp ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_gguf_file_has_the_tensors_of_the_folder(family: str, tmp_path: Path) -> None:
     """Read by our own reader, which undoes llama.cpp's order of the rows of q and k."""
@@ -139,12 +136,7 @@ def test_steps_of_a_batch_are_timed() -> None:
     assert [row[1:] for row in timeline.rows] == [(2, 2, 0), (2, 2, 0), (2, 2, 0), (2, 2, 2)]
 
 
-# ---- OpenVINO ----------------------------------------------------------------------------------
-
-
-def test_openvino_exports_compressed_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_openvino_exports_compressed_weights(tmp_path, monkeypatch):
     """The export is a folder of its own for each weight format."""
     commands: list[list[str]] = []
 

@@ -11,12 +11,10 @@ from minillm.cli import main
 from minillm.lab.benchmarks.speculation import (
     PLAIN,
     SpeculationWork,
-    copy_prompt,
     measure,
     prompts_of,
     timed,
 )
-from minillm.lab.benchmarks.speculation_table import drafted_per_accepted
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
@@ -24,15 +22,9 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 @pytest.fixture(scope="module")
 def found():
     work = SpeculationWork(
-        model="tiny",
-        variants={PLAIN: None, "ngram 4": NGRAM},
-        workloads=("copy",),
-        batches=(1, 2),
-        new_tokens=24,
-        repeats=2,
-        threads=1,
-        dtype="float32",
-    )
+        model="tiny", variants={PLAIN: None, "ngram 4": NGRAM}, workloads=("copy",), batches=(1, 2),
+        new_tokens=24, repeats=2, threads=1, dtype="float32",
+    )  # fmt: skip
     return measure(work, lambda what: None)
 
 
@@ -61,16 +53,6 @@ def test_a_run_counts_what_the_engine_did():
     assert run.counts["num_drafts"] >= run.accepted_at[0]
     assert sum(run.accepted_at) == llm.engine.scheduler.counters.num_accepted_tokens
     assert not llm.engine.has_work
-
-
-def test_drafted_for_each_accepted_token():
-    one = {"num_drafts": 4, "acceptance": [0.75, 0.5], "num_draft_tokens": 8}
-    assert drafted_per_accepted(one) == "1.60"
-    assert drafted_per_accepted({"num_drafts": 0, "acceptance": [], "num_draft_tokens": 0}) == "-"
-
-
-def test_what_follows_a_copy_is_in_the_prompt():
-    assert copy_prompt([1, 2, 3, 4, 5, 6, 7, 8]) == [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
 
 
 def test_the_command_writes_json(tmp_path: Path, capsys):

@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,9 +73,7 @@ def steps() -> Iterator[DecodeSteps]:
     found.close()
 
 
-def test_every_step_is_a_real_decode_step_behind_its_context(
-    steps: DecodeSteps, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_step_is_a_real_decode_step_behind_its_context(steps, monkeypatch):
     batches: list[Batch] = []
     model = steps.engine.runner.model
     forward = model.forward
@@ -253,12 +250,7 @@ def test_a_picture_needs_a_known_format_and_matplotlib(monkeypatch: pytest.Monke
 # ---- from end to end --------------------------------------------------------------------------
 
 
-def test_from_end_to_end(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_from_end_to_end(tmp_path, monkeypatch, capsys, caplog):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(scale, "measure_ceiling", lambda *ignored: CEILING)
     monkeypatch.setattr(calm, "TRIES", 1)

@@ -20,13 +20,10 @@ from tests.planted import broken
 TINY = str(ASSETS / "tiny")
 
 CHECKS = (
-    (metrics, checks.scores_equal_numpy),
-    (metrics, checks.divergence_is_directed),
-    (metrics, checks.errors_are_those_of_a_ratio),
-    (metrics, checks.changes_are_paired),
-    (windows, checks.windows_are_the_text),
-    (sizes, checks.sizes_are_counted),
-)
+    (metrics, checks.scores_equal_numpy), (metrics, checks.divergence_is_directed),
+    (metrics, checks.errors_are_those_of_a_ratio), (metrics, checks.changes_are_paired),
+    (windows, checks.windows_are_the_text), (sizes, checks.sizes_are_counted),
+)  # fmt: skip
 BUGS = (
     (metrics, "(wanted.exp() * (wanted - found))", "(found.exp() * (found - wanted))",
      checks.divergence_is_directed),
@@ -88,17 +85,14 @@ def test_names_of_methods() -> None:
     assert not parse(TINY).is_method
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gptc:4", "neither a file nor a folder nor a method.*Did you mean 'gptq'"),
-        ("nf4:4", "'nf4:4' has '4'; after nf4 there may be no-double, head8"),
-        ("rtn:9:128", "9 bits are not possible"),
-        ("./nowhere", "There is no file or folder './nowhere'"),
-        ("nowhere.gguf", "There is no file or folder 'nowhere.gguf'"),
-        ("preset:qwen3-8b", "has no weights; give it as MODEL"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("gptc:4", "neither a file nor a folder nor a method.*Did you mean 'gptq'"),
+    ("nf4:4", "'nf4:4' has '4'; after nf4 there may be no-double, head8"),
+    ("rtn:9:128", "9 bits are not possible"),
+    ("./nowhere", "There is no file or folder './nowhere'"),
+    ("nowhere.gguf", "There is no file or folder 'nowhere.gguf'"),
+    ("preset:qwen3-8b", "has no weights; give it as MODEL"),
+])  # fmt: skip
 def test_a_wrong_name_is_one_sentence(name, message) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(name)
@@ -239,23 +233,20 @@ def test_speed_of_a_shape(capsys, tmp_path, monkeypatch) -> None:
     assert read[0] > read[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["tiny", "int8", "--text", "nowhere.txt"], "The text nowhere.txt cannot be read"),
-        (["tiny", "int8", "--windows", "9999"], "The text has .* but 9999 windows of 512 need"),
-        (["tiny", "int8", "--length", "1"], "--length is 1; it must be from 2"),
-        (["tiny", "int8", "--windows", "0"], "--windows is 0; it must be at least 1"),
-        (["tiny", "int8", "int8"], "int8 is given twice"),
-        (["tiny", "int8", "--plot", "x.txt"], "its name must end in"),
-        (["tiny", "int8", "--json", "nowhere/x.json"], "whose folder does not exist"),
-        (["tiny", "int8", "--dtype", "float64"], "--dtype is 'float64'"),
-        (["preset:smollm2-135m", "int8", "--no-speed"], "has random weights, so only speed"),
-        (["tiny", "int4", "--kv-cache-dtype", "fp8"], "int8 takes the same memory"),
-        (["preset:smollm2-135m", "gptq"], "gptq needs a calibration text"),
-        (["tiny", "tiny-draft", "--windows", "2", "--no-speed"], "has another shape than tiny"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["tiny", "int8", "--text", "nowhere.txt"], "The text nowhere.txt cannot be read"),
+    (["tiny", "int8", "--windows", "9999"], "The text has .* but 9999 windows of 512 need"),
+    (["tiny", "int8", "--length", "1"], "--length is 1; it must be from 2"),
+    (["tiny", "int8", "--windows", "0"], "--windows is 0; it must be at least 1"),
+    (["tiny", "int8", "int8"], "int8 is given twice"),
+    (["tiny", "int8", "--plot", "x.txt"], "its name must end in"),
+    (["tiny", "int8", "--json", "nowhere/x.json"], "whose folder does not exist"),
+    (["tiny", "int8", "--dtype", "float64"], "--dtype is 'float64'"),
+    (["preset:smollm2-135m", "int8", "--no-speed"], "has random weights, so only speed"),
+    (["tiny", "int4", "--kv-cache-dtype", "fp8"], "int8 takes the same memory"),
+    (["preset:smollm2-135m", "gptq"], "gptq needs a calibration text"),
+    (["tiny", "tiny-draft", "--windows", "2", "--no-speed"], "has another shape than tiny"),
+])  # fmt: skip
 def test_a_mistake_is_one_sentence(arguments, message, capsys, monkeypatch) -> None:
     monkeypatch.setattr(run, "Speed", lambda *_: None)
     assert main(["compare", *arguments]) == 2

@@ -129,9 +129,6 @@ def test_curves_are_the_columns(drawing: dict[str, Any]) -> None:
     assert ax_of(figure(far), "budget").get_ylim()[1] < 100  # it would be a flat line
 
 
-# ---- blocks --------------------------------------------------------------------------------------
-
-
 def holders(drawing: dict[str, Any], block: int, column: int) -> list[int] | None:
     """Who holds a block when a step is over; None: nobody ever has."""
     before = [names for at, names in drawing["blocks"][block] if at <= column]
@@ -168,9 +165,6 @@ def test_shared_stretches_are_hatched(drawing: dict[str, Any]) -> None:
     assert collection.get_hatch()
 
 
-# ---- what people choose --------------------------------------------------------------------------
-
-
 def test_an_empty_trace_is_an_empty_figure() -> None:
     figure(data(0, 8)).canvas.draw()
 
@@ -187,9 +181,7 @@ def test_a_wrong_panel_is_one_sentence(panels: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("module", "call"), [("matplotlib.pyplot", figure), ("ipywidgets", widget)]
 )
-def test_a_missing_library_says_what_to_install(
-    module: str, call: Any, monkeypatch: pytest.MonkeyPatch, drawing: dict[str, Any]
-) -> None:
+def test_a_missing_library_says_what_to_install(module, call, monkeypatch, drawing):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UnsupportedFeatureError, match=r'pip install "minillm-course\[course\]"'):
         call(drawing)

@@ -23,16 +23,10 @@ from minillm.lab.simulation import Simulation
 from tests.trace.simulation import data
 
 HOSTILE = (
-    "</script><script>alert(1)</script>",
-    "<!--<script>",
-    "]]>--><img src=x onerror=alert(1)>",
-    "'\"&amp;\\u003c\\",
-    "{{script}} {{data}}",
-    "שלום \u202e evil",
-    "line\u2028separator\u2029and\nbreak\x00",
-    "half a pair \ud800",
-    "😀" * 200,
-)
+    "</script><script>alert(1)</script>", "<!--<script>", "]]>--><img src=x onerror=alert(1)>",
+    "'\"&amp;\\u003c\\", "{{script}} {{data}}", "שלום \u202e evil",
+    "line\u2028separator\u2029and\nbreak\x00", "half a pair \ud800", "😀" * 200,
+)  # fmt: skip
 
 
 class Elements(HTMLParser):
@@ -78,9 +72,7 @@ def test_the_data_comes_back_unchanged(drawing: dict[str, Any], written: Element
     assert json.loads(written.inline["script"][0]) == drawing
 
 
-def test_no_text_ends_its_element(
-    drawing: dict[str, Any], written: Elements, tmp_path: Path
-) -> None:
+def test_no_text_ends_its_element(drawing, written, tmp_path):
     assert [tag for tag, _ in written.tags].count("script") == 2
     assert len(written.inline["script"]) == 2
     assert "img" not in [tag for tag, _ in written.tags]
@@ -205,12 +197,7 @@ def test_every_script_is_in_the_page_which_is_small_without_its_data() -> None:
     assert len(page({}, "x").encode()) < 150_000
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
-def test_a_page_may_be_replaced_and_another_file_not(
-    drawing: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_page_may_be_replaced_and_another_file_not(drawing, tmp_path):
     page, thesis = tmp_path / "page.html", tmp_path / "thesis.html"
     for title in ("one", "two"):
         write_page(drawing, page, title)

@@ -31,9 +31,6 @@ def labels(fig: Figure) -> list[str]:
     return [str(ax.get_label()) for ax in fig.axes]
 
 
-# ---- the data ------------------------------------------------------------------------------------
-
-
 def test_lanes_have_the_seconds_of_the_records(trace: Trace) -> None:
     lanes = timeline(trace)["ranks"]
     assert [lane["rank"] for lane in lanes] == list(range(len(trace[0].ranks)))
@@ -42,9 +39,6 @@ def test_lanes_have_the_seconds_of_the_records(trace: Trace) -> None:
             assert lane["communicating"][column] == time.communicating
             both = lane["computing"][column] + lane["communicating"][column]
             assert both == pytest.approx(time.seconds)
-
-
-# ---- the figure ----------------------------------------------------------------------------------
 
 
 def drawn(fig: Figure) -> dict[str, StepPatch]:
@@ -89,8 +83,6 @@ def test_a_step_without_times_is_an_empty_place() -> None:
     found = drawn(fig)["communicating 0"].get_data()
     assert found.values[3] == found.baseline[3] == LANE / 2
 
-
-# ---- the page ------------------------------------------------------------------------------------
 
 ASK = """
 const { data, columns } = JSON.parse(require("fs").readFileSync(0, "utf-8"));

@@ -46,9 +46,6 @@ def test_the_parent_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# ---- which stages ----------------------------------------------------------------------------
-
-
 def test_a_lease_of_nine_minutes_has_every_stage():
     assert [stage.name for stage in within(STAGES, 540)] == list(NAMES)
     assert set(NAMES) == {*plan.GIVING, "facts"}
@@ -60,18 +57,6 @@ def test_the_caps_fit_into_the_time_and_nothing_is_hopeless(seconds):
     assert sum(stage.cap for stage in kept if not stage.beside) <= seconds
     assert all(stage.cap >= stage.least for stage in kept)
     assert "facts" in {stage.name for stage in kept}
-
-
-def test_short_leases_keep_what_matters_most():
-    """Right tokens before speed, the speed of the engine before that of single kernels."""
-    names = {stage.name: stage.cap for stage in within(STAGES, 420)}
-    assert names["smoke"] == 95
-    assert names["engine"] == 80
-    assert names["decode"] == 95
-    assert "rest" not in names
-    assert [stage.name for stage in within(STAGES, 150) if not stage.beside][:3] == [
-        "facts", "smoke", "engine"
-    ]  # fmt: skip
 
 
 def test_only_names_stages_and_facts_come_along():
@@ -90,9 +75,6 @@ def test_again_runs_what_did_not_pass_and_what_changed():
     assert set(tasks) == {"facts", "smoke", "engine", "decode", "nano", "kernels"}
     with pytest.raises(ConfigError, match=r"no family 'samplin'.* Did you mean 'sampling'"):
         plan.again(STAGES, before, ["samplin"])
-
-
-# ---- tables ----------------------------------------------------------------------------------
 
 
 def test_shares_are_of_what_was_measured():
@@ -128,20 +110,14 @@ def test_the_table_on_the_screen_has_at_most_80_lines():
     json.loads(summary.as_json(summary.summary(many)))
 
 
-# ---- the command -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--only", "nano,smok"], "--only has no stage 'smok'"),
-        (["--seconds", "3"], "--seconds is 3; it must be from 30 to 86400"),
-        (["--seconds", "nan"], "--seconds is nan; it must be"),
-        (["--changed", "mla"], "--changed needs --again FILE"),
-        (["--again", "not-there.jsonl"], "No such file or directory: 'not-there.jsonl'"),
-        (["--pack", str(ROOT / "minillm")], "there is something already; name a new folder"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["--only", "nano,smok"], "--only has no stage 'smok'"),
+    (["--seconds", "3"], "--seconds is 3; it must be from 30 to 86400"),
+    (["--seconds", "nan"], "--seconds is nan; it must be"),
+    (["--changed", "mla"], "--changed needs --again FILE"),
+    (["--again", "not-there.jsonl"], "No such file or directory: 'not-there.jsonl'"),
+    (["--pack", str(ROOT / "minillm")], "there is something already; name a new folder"),
+])  # fmt: skip
 def test_what_cannot_run_is_one_sentence_and_exit_code_2(arguments, sentence, capsys, tmp_path):
     assert command.main([*arguments, "--out", str(tmp_path / "out")]) == 2
     assert sentence in capsys.readouterr().err

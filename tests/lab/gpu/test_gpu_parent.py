@@ -62,19 +62,12 @@ def run(tmp_path, task, monkeypatch=None, **changes):
     return [each for each in results.records if "status" in each], said
 
 
-@pytest.mark.parametrize(
-    ("task", "status", "words"),
-    [
-        ("good", "passed", ""),
-        ("no number", "failed", "1 is not 2"),
-        ("crash", "crashed", "the worker ended with code -6: segmentation fault"),
-        ("hang", "hung", "no word for 0.5 s, so the worker was ended"),
-        ("children", "hung", "no word"),
-        ("print", "hung", "no word"),
-        ("print errors", "hung", "no word"),
-        ("line", "hung", "no word"),
-    ],
-)
+@pytest.mark.parametrize(("task", "status", "words"), [
+    ("good", "passed", ""), ("no number", "failed", "1 is not 2"),
+    ("crash", "crashed", "the worker ended with code -6: segmentation fault"),
+    ("hang", "hung", "no word for 0.5 s, so the worker was ended"), ("children", "hung", "no word"),
+    ("print", "hung", "no word"), ("print errors", "hung", "no word"), ("line", "hung", "no word"),
+])  # fmt: skip
 def test_a_case_that_goes_wrong_costs_no_other(task, status, words, tmp_path):
     """A new worker goes on behind it."""
     found, said = run(tmp_path, task)
@@ -111,8 +104,6 @@ def test_a_command_that_is_not_there_is_an_error(tmp_path):
     assert [each["status"] for each in found] == ["error"]
     assert "cannot be started" in found[0]["error"]
 
-
-# ---- the command, in a process of its own --------------------------------------------------
 
 DRIVER = """
 import sys

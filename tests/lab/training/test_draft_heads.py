@@ -96,18 +96,14 @@ def test_the_command(folder, tmp_path, cli, monkeypatch):
     assert cli(*argv, "--steps", 5).refused("holds a run with other settings, another model")
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (("--heads", 16), "--heads is 16; it must be from 1 to 15."),
-        (("--model", "preset:qwen3-8b"), "has no weights; heads are trained for a model with"),
-        (("--text", "missing.txt"), "missing.txt cannot be read"),
-        (("--text", "tiny.txt"), "prompts need at least 2,560"),
-        (("--out", "tiny.txt/heads"), "cannot be written"),
-        (("--out", "."), "is not empty; give a new folder"),
-    ],
-    ids=["heads", "preset", "no text", "short text", "file", "full"],
-)
+@pytest.mark.parametrize(("option", "message"), [
+    (("--heads", 16), "--heads is 16; it must be from 1 to 15."),
+    (("--model", "preset:qwen3-8b"), "has no weights; heads are trained for a model with"),
+    (("--text", "missing.txt"), "missing.txt cannot be read"),
+    (("--text", "tiny.txt"), "prompts need at least 2,560"),
+    (("--out", "tiny.txt/heads"), "cannot be written"),
+    (("--out", "."), "is not empty; give a new folder"),
+], ids=["heads", "preset", "no text", "short text", "file", "full"])  # fmt: skip
 def test_what_the_command_refuses(cli, option, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.txt").write_text("short")

@@ -32,9 +32,7 @@ def models() -> dict[str, Decoder]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_models_and_tokenizer_equal_transformers(
-    name: str, tokenizer: Tokenizer, models: dict[str, Decoder]
-) -> None:
+def test_models_and_tokenizer_equal_transformers(name, tokenizer, models):
     ids = tokenizer.encode(SOURCE * 3)
     reference = AutoModelForCausalLM.from_pretrained(ASSETS / name, dtype=torch.float32)
     with torch.no_grad():
@@ -61,9 +59,7 @@ def test_they_predict_held_out_python(tokenizer: Tokenizer, models: dict[str, De
 
 
 @pytest.mark.parametrize("context", [4, 7, 10, 64])
-def test_windows_predict_every_token_once_with_enough_context(
-    context: int, models: dict[str, Decoder]
-) -> None:
+def test_windows_predict_every_token_once_with_enough_context(context, models):
     ids = [(i * i + i // 3) % 61 for i in range(25)]
     total, stride = 0.0, context // 2
     for position in range(1, len(ids)):

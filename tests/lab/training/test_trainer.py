@@ -28,29 +28,15 @@ from minillm.lab.training.trainer import (
 )
 
 CONFIG = ModelConfig(
-    family="qwen3",
-    vocab_size=64,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    intermediate_size=48,
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
+    family="qwen3", vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
+    head_dim=16, intermediate_size=48, max_position_embeddings=64, tie_word_embeddings=True,
     qk_norm=True,
-)
+)  # fmt: skip
 TOY = Recipe(
-    "toy",
-    CONFIG,
-    phases=(Phase(12, 8, windows=(32,)), Phase(28, 4, windows=(16, 16, 32))),
-    decay_steps=20,
-    batch_tokens=512,
-    micro_tokens=256,
-    matrix_lr=0.02,
-    embedding_lr=0.03,
-    warmup_steps=4,
-)
+    "toy", CONFIG,
+    phases=(Phase(12, 8, windows=(32,)), Phase(28, 4, windows=(16, 16, 32))), decay_steps=20,
+    batch_tokens=512, micro_tokens=256, matrix_lr=0.02, embedding_lr=0.03, warmup_steps=4,
+)  # fmt: skip
 
 
 @pytest.fixture
