@@ -22,7 +22,7 @@ AXES: dict[str, Sequence] = {
     "pool": ("ample", "recompute", "swap"),
     "overlaps": (False, True),
     "graphs": (False, True),
-    "drafts": ("none", "draft model", "medusa", *SOUND),
+    "drafts": ("none", "draft model", "medusa", "eagle", *SOUND),
     "ranks": tuple(RANKS),
 }
 TRIES = 60  # random cells for each row of a table, of which the best is taken

@@ -1,6 +1,7 @@
 """Train draft heads on text that the model writes; a stopped run continues."""
 
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from minillm.api.speculative_config import HEAD_METHODS, MAX_DRAFTS
@@ -48,11 +49,13 @@ def run(args: Namespace, terminal: Terminal) -> int:
             if name in OF_HEADS and args.method != "medusa":
                 raise ConfigError(f"--{name} belongs to medusa; leave it out with {args.method}.")
             sizes[field] = value
-    from minillm.lab.training.eagle import EagleTask
+    from minillm.lab.training.eagle import RECIPE, EagleTask
     from minillm.lab.training.heads import HeadRecipe, Task, train_heads
 
-    kind = {"medusa": Task, "eagle": EagleTask}[args.method]
-    recipe = HeadRecipe(args.method, **sizes)
+    recipe, kind = {
+        "medusa": (HeadRecipe("medusa"), Task), "eagle": (RECIPE, EagleTask)
+    }[args.method]  # fmt: skip
+    recipe = replace(recipe, **sizes)
     card = train_heads(args.model, recipe, args.out, args.text, terminal.line, kind)
     terminal.heading(f"{args.out}  ({args.method} for {args.model})")
     terminal.line("\n  right tokens of held-out text, by temperature")

@@ -9,21 +9,21 @@ layer computes for its draft i + 1, for all positions at once. Its loss is the c
 the target's distribution.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.lab.training.attention import causal_rows
-from minillm.lab.training.heads import LATER, Task, autocast
+from minillm.lab.training.heads import LATER, HeadRecipe, Task, autocast
 from minillm.lab.training.own_text import PROMPT, TEMPERATURES
 from minillm.lab.training.trainer import rows_batch
 from minillm.ops.batch import Batch
 from minillm.speculative.eagle import EagleLayer, run_layers
 from minillm.speculative.heads import tensors_of
 
+RECIPE = HeadRecipe("eagle", num_heads=0, lr=2e-3)
 SELF_FED = 2  # passes on features of its own, of the loss
 MEASURED = 4  # passes whose accuracy is measured
 ALONE = 0.4  # part of the training with pass 0 only
@@ -95,6 +95,10 @@ class EagleTask(Task):
         """The passes on its own features come later: they need features that mean something."""
         return 1 if done < ALONE else 1 + SELF_FED
 
+    def optimizer(self, matrices: Sequence[Tensor]) -> torch.optim.Optimizer:
+        """AdamW: what begins as layers of the target needs no orthogonal steps."""
+        return torch.optim.AdamW(matrices, betas=(0.9, 0.95), weight_decay=0.0)
+
     def build(self) -> EagleLayer:
         """The layer, with uninitialised weights."""
         config, device = self.target.config, self.target.device
@@ -102,33 +106,38 @@ class EagleTask(Task):
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        """A feature begins as the target's last hidden state, the layer as nothing added to it."""
-        generator = torch.Generator().manual_seed(self.recipe.seed)
-        tensors = {name: each.target for name, each in tensors_of(self.heads).items()}
-        for name, tensor in tensors.items():
-            if tensor.ndim == 1:
-                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-            elif "o_proj" in name or "down_proj" in name:
-                tensor.zero_()
+        """Features begin as the target's last hidden state, and the layer as the target's last one
+        where its matrices fit; what q, k and v do with embeddings begins as in its first one."""
+        target, generator = self.target, torch.Generator().manual_seed(self.recipe.seed)
+        known = {name: each.target for name, each in target.checkpoint_tensors().items()}
+        first, last = "model.layers.0.", f"model.layers.{target.config.num_layers - 1}."
+        norms = {"norm": "model.norm", "midlayer.input_layernorm": f"{first}input_layernorm",
+                 "midlayer.hidden_norm": f"{last}input_layernorm"}  # fmt: skip
+        for name, each in tensors_of(self.heads).items():
+            own, (stem, kind), part = each.target, name.rsplit(".", 1), name.split(".", 1)[1]
+            if own.ndim == 1:
+                own.fill_(float(kind == "weight"))
             else:
-                tensor.normal_(0, tensor.shape[1] ** -0.5, generator=generator)
-        size = self.target.config.hidden_size
-        tensors["fc.weight"].zero_()[:, -size:] = torch.eye(size)
-        tensors["norm.weight"].copy_(self.target.norm.weight)
+                own.normal_(0, own.shape[1] ** -0.5, generator=generator)
+            halves = [first, last] if stem.endswith(("q_proj", "k_proj", "v_proj")) else [last]
+            names = [f"{norms[stem]}.weight"] if stem in norms else [half + part for half in halves]
+            found = [known[each] for each in names if each in known]
+            if found and (joined := torch.cat(found, dim=-1)).shape == own.shape:
+                own.copy_(joined)
+            elif stem == "fc":
+                own.zero_()[:, -len(own) :] = torch.eye(len(own))
 
     @torch.no_grad()
     def hidden(self, rows: Tensor) -> Tensor:
         """The target's hidden states of rows [R, T], as bf16 [R, T, depths * d]."""
         target, window = self.target, rows.shape[1]
-        batch, taps = rows_batch(rows.flatten(), window), dict[int, Any].fromkeys(self.depths)
+        batch = rows_batch(rows.flatten(), window)
+        taps: dict[int, Tensor | None] = dict.fromkeys(self.depths)
         with autocast(rows.device):
             x, rope = target.embedding(batch.input_ids), target.rope(batch.positions)
             run_layers(target.layers, x, rope, batch, causal_rows(target.config, window), taps)
-        return (
-            torch.cat([taps[each] for each in self.depths], -1)
-            .bfloat16()
-            .unflatten(0, (-1, window))
-        )
+        states = torch.cat([each for each in taps.values() if each is not None], dim=-1)
+        return states.bfloat16().unflatten(0, (-1, window))
 
     def drafts(self, rows: Tensor, hidden: Tensor, passes: int) -> Iterator[Tensor]:
         """Logits [R, T, V] of each pass for the tokens that follow."""

@@ -1,7 +1,7 @@
 """Training of draft heads on the target's own text; resumable.
 
 Only the heads are trained. Their inputs, hidden states of the target, are computed once. Their
-matrices are trained by Muon like those of the embedded models, norms are left as they begin.
+matrices are trained, norms are left as they begin.
 """
 
 import json
@@ -87,6 +87,10 @@ class Task:
         width = self.recipe.width or self.target.config.hidden_size
         return {"num_heads": self.recipe.num_heads, "width": width}
 
+    def optimizer(self, matrices: Sequence[Tensor]) -> torch.optim.Optimizer:
+        """What updates the matrices."""
+        return torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+
     def passes_at(self, done: float) -> int:
         """Number of passes of the loss, when this part of the training is done."""
         return 1
@@ -144,10 +148,15 @@ class Task:
         return found
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Whether products in bf16 are fast: without instructions for them a CPU takes 100 times as
+    long."""
+    return device.type != "cpu" or cpu_has_bf16()
+
+
 def autocast(device: torch.device) -> torch.autocast:
-    """bf16, if this processor has it: without its instructions, torch's is a hundredth as fast."""
-    fast = device.type != "cpu" or cpu_has_bf16()
-    return torch.autocast(device.type, torch.bfloat16, enabled=fast)
+    """bf16 where it is fast."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=has_bf16(device))
 
 
 class HeadTrainer:
@@ -156,14 +165,13 @@ class HeadTrainer:
     def __init__(self, task: Task, folder: Path):
         self.task, self.recipe, self.folder = task, task.recipe, folder
         self.step, self.seconds, self.cpu_seconds = 0, 0.0, 0.0
-        # Compiled, a step takes half as long; compilation as long as 100 steps.
-        compiles = self.recipe.steps > COMPILED_FROM
+        # Compiled, a step in bf16 takes half as long; compilation as long as 100 steps. In float32
+        # products take nearly all of the time.
+        compiles = self.recipe.steps > COMPILED_FROM and has_bf16(task.target.device)
         self.loss = torch.compile(task.loss, dynamic=False) if compiles else task.loss
         self.tensors = {name: each.target for name, each in tensors_of(task.heads).items()}
         self.matrices = [each for each in task.heads.parameters() if each.requires_grad]
-        self.optimizer = torch.optim.Muon(
-            self.matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
-        )
+        self.optimizer = task.optimizer(self.matrices)
 
     @property
     def done(self) -> float:
@@ -202,7 +210,9 @@ class HeadTrainer:
         """Replace the checkpoint."""
         tensors = {f"heads/{name}": each.contiguous() for name, each in self.tensors.items()}
         states = self.optimizer.state_dict()["state"].items()
-        tensors |= {f"momentum/{i}": state["momentum_buffer"] for i, state in states}
+        tensors |= {
+            f"optimizer/{i}/{key}": value for i, state in states for key, value in state.items()
+        }
         path = self.folder / "unfinished.safetensors"
         notes = {name: str(getattr(self, name)) for name in ("step", "seconds", "cpu_seconds")}
         save_file(tensors, path, notes)
@@ -222,8 +232,10 @@ class HeadTrainer:
             for name, tensor in self.tensors.items():
                 tensor.copy_(tensors[f"heads/{name}"])
         state = self.optimizer.state_dict()
-        momenta = (tensors[f"momentum/{i}"] for i in range(len(self.matrices)))
-        state["state"] = {i: {"momentum_buffer": each} for i, each in enumerate(momenta)}
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer/"):
+                _, number, key = name.split("/")
+                state["state"].setdefault(int(number), {})[key] = tensor
         self.optimizer.load_state_dict(state)
         return True
 
