@@ -34,7 +34,8 @@ def write_eagle(model: Path, folder: Path, **fields: Any) -> Path:
     tensors = {}
     for name, tensor in tensors_of(made.build(torch.float32)).items():
         noise = torch.randn(tensor.slice.shape, generator=dice)
-        tensors[name] = 1 + noise * 0.2 if "norm" in name else noise * SPREAD / len(noise.T) ** 0.5
+        spread = SPREAD * noise.shape[-1] ** -0.5
+        tensors[name] = 1 + noise * 0.2 if "norm" in name else noise * spread
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     card = {"method": "eagle", "depths": depths, "base_model": str(model),
@@ -75,8 +76,8 @@ class Formula:
         both = self.target.get_input_embeddings(), self.target.get_output_embeddings()
         self.embedding, self.output = (each.weight.detach().double().numpy() for each in both)
 
-    def features(self, ids: list[int]) -> np.ndarray:
-        """Features [n, d] of all positions."""
+    def states(self, ids: list[int]) -> np.ndarray:
+        """The target's hidden states [n, depths * d] of all positions."""
         states = {}
 
         def keep(depth: int) -> Any:
@@ -91,7 +92,7 @@ class Formula:
             self.target(torch.tensor([ids]), use_cache=False)
         for handle in handles:
             handle.remove()
-        return np.concatenate([states[n].numpy() for n in self.depths], 1) @ self.of("fc").T
+        return np.concatenate([states[n].numpy() for n in self.depths], 1)
 
     def of(self, name: str) -> np.ndarray:
         """A weight."""
@@ -143,8 +144,10 @@ class Formula:
 
     def logits(self, ids: list[int], drafts: list[int]) -> list[np.ndarray]:
         """Logits [V] for each draft after `ids`, given the drafts before it."""
-        known = self.features(ids[:-1]) if len(ids) > 1 else np.zeros((0, self.config.hidden_size))
-        features, found = np.concatenate((np.zeros((1, self.config.hidden_size)), known)), []
+        features, found = np.zeros((1, self.config.hidden_size)), []
+        if len(ids) > 1:
+            known = self.states(ids[:-1]) @ self.of("fc").T
+            features = np.concatenate((features, known))
         for count in range(len(drafts)):
             last = self.layer(ids + drafts[:count], features)[-1:]
             found.append((self.rms(last, "norm") @ self.output.T)[0])

@@ -15,7 +15,7 @@ from tests.speculative import eagled, test_eagle
 from tests.speculative.eagled import write_eagle
 
 FORMULA, IN_C, HISTORY, OTHER = "formula", "in C", "history", "other model"
-SPANS, CACHE = "spans", "cache"
+ACCEPTED, SPANS, CACHE = "accepted", "spans", "cache"
 BUGS = {
     "no bug": (eagle, "max(start - 1, 0), end", "max(start - 1, 0), end", ""),
     "features a position too late": (
@@ -47,7 +47,9 @@ BUGS = {
     "drafts without their own keys": (
         draft_model, "+ depth - 1 for row in active]", "- 1 for row in active]", FORMULA),
     "accepted drafts keep their keys": (
-        eagle, "keeps_drafts = False", "keeps_drafts = True", SPANS),
+        eagle, "keeps_drafts = False", "keeps_drafts = True", ACCEPTED),
+    "and are computed again from the first": (
+        draft_model, "start = self._num_computed(row)", "start = 0", SPANS),
     "keys are never old": (
         draft_model, "min(self.shadow.num_computed(row.new.seq_id), len(row.token_ids) - 1)",
         "len(row.token_ids) - 1", FORMULA),
@@ -74,8 +76,9 @@ def test_a_planted_bug_is_found(bug, folder, tmp_path, monkeypatch) -> None:
                 monkeypatch.setattr(user, name, getattr(module, name))
     if module is draft_model:  # Eagle's class above stays: it gets the methods
         for name, value in vars(draft_model.DraftModel).items():
-            if callable(value) and name in ("_draft", "_num_computed"):
+            if callable(value) and name in ("_chunks", "_draft", "_num_computed"):
                 monkeypatch.setattr(before["DraftModel"], name, value)
+    (apart := tmp_path / "apart").mkdir()
     layer = write_eagle(folder, tmp_path / "layer")
     how = {"temperature": 0.0}
 
@@ -84,14 +87,16 @@ def test_a_planted_bug_is_found(bug, folder, tmp_path, monkeypatch) -> None:
     spans = test_eagle.test_positions_are_computed_once_and_accepted_drafts_again
     finders = {
         FORMULA: lambda: formula(how),
-        IN_C: lambda: test_eagle.test_of_other_layers(tmp_path, monkeypatch, "llama"),
-        HISTORY: lambda: [history(seed) for seed in range(8)],
-        OTHER: lambda: test_eagle.test_a_layer_of_another_model(folder, tmp_path),
+        IN_C: lambda: test_eagle.test_of_other_layers(apart, monkeypatch, "llama"),
+        HISTORY: lambda: [history(seed) for seed in range(4)],
+        OTHER: lambda: test_eagle.test_a_layer_of_another_model(folder, apart),
+        ACCEPTED: lambda: test_eagle.test_after_drafts_were_accepted(folder, layer, monkeypatch),
         SPANS: lambda: spans(folder, layer, monkeypatch),
         CACHE: lambda: test_eagle.test_a_pass_over_another_cache_stores_nothing(folder, layer),
     }
     if not finder:
-        formula(how)
+        for find in finders.values():
+            find()
         return
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         finders[finder]()
