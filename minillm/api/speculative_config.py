@@ -8,7 +8,7 @@ from minillm.api.checks import CheckedArguments, checked, choice, is_whole, whol
 from minillm.api.sampling_params import shown
 from minillm.errors import ConfigError
 
-HEAD_METHODS = ("medusa",)  # trained for one target model
+HEAD_METHODS = ("medusa", "eagle")  # trained for one target model
 METHODS = ("ngram", "suffix", "draft_model", *HEAD_METHODS)
 REJECTION_METHODS = ("strict", "standard", "synthetic")
 MAX_DRAFTS = 15  # decode attention takes up to 16 query positions per row
@@ -33,11 +33,11 @@ class SpeculativeConfig(CheckedArguments):
             number in each step, 0 if plain decoding is faster.
         method: "ngram" looks up the latest tokens earlier in the sequence, "suffix" also in earlier
             outputs, and drafts only what is probable (`speculative/suffix.py`); "draft_model" runs
-            a small model (`model`), "medusa" heads that were trained for the target
-            (`speculative/medusa.py`), and an object with a method ``propose``
+            a small model (`model`), "medusa" heads and "eagle" a layer that were trained for the
+            target (`speculative/medusa.py`, `eagle.py`), and an object with a method ``propose``
             (`speculative/proposer.py`) is a custom proposer. Optional if `model` is given.
         model: name, hub id or folder of the draft model, which must have the target's vocabulary;
-            with "medusa", name or folder of the heads.
+            with "medusa" and "eagle", name or folder of the heads or the layer.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that "ngram" looks up; the
             longest is tried first.
         suffix_decoding_max_tree_depth: maximum tokens of a match of "suffix".
@@ -110,6 +110,11 @@ class SpeculativeConfig(CheckedArguments):
     def adapts(self) -> bool:
         """Whether the number of drafts is chosen in each step ("auto")."""
         return self.num_speculative_tokens == AUTO
+
+    @property
+    def coupled(self) -> bool:
+        """Whether drafts are sampled with the noise of the target."""
+        return self.rejection_sample_method != "standard"
 
     def _check_method(self) -> None:
         if self.method is None and self.model is None:

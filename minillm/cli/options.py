@@ -60,8 +60,8 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     ("speculative_config", "JSON", json_object,
      'speculative decoding, such as {"method": "ngram", "num_speculative_tokens": 4} or {"model": '
      '"tiny-draft", "num_speculative_tokens": "auto"}; methods: ngram, suffix, draft_model, '
-     "medusa; the output stays the same, except with rejection_sample_method standard (vLLM's "
-     "default)"),
+     "medusa, eagle; the output stays the same, except with rejection_sample_method standard "
+     "(vLLM's default)"),
 )  # fmt: skip
 SHORT = MappingProxyType(
     {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp",

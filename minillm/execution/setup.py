@@ -26,6 +26,7 @@ from minillm.plan.cost import MemoryPlan
 from minillm.quantization.kernels import pack_for_kernels
 from minillm.scheduling.config import scheduler_config
 from minillm.speculative.draft_model import DraftModel
+from minillm.speculative.features import Features
 from minillm.speculative.heads import HeadsSource
 from minillm.speculative.setup import (
     DraftSource,
@@ -94,12 +95,16 @@ def build_executor(
     """The runner over the blocks of a plan, with its proposer of drafts and its CUDA graphs."""
     runs, kv, host = with_cache(args, model, plan)
     num_rows = scheduler_config(args).max_num_seqs
-    kind = FeatureRunner if isinstance(draft, HeadsSource) else kind
+    if isinstance(draft, HeadsSource) and draft.method == "medusa":
+        kind = FeatureRunner
     runner = kind(runs, kv, host, num_rows, ceil(max_model_len / plan.settings.block_size))
     if (speculation := speculation_of(args)) is not None:
-        if isinstance(draft, HeadsSource) and isinstance(runner, FeatureRunner):
-            parts = model, runner.features, packs(args, model.device)
-            proposer = build_heads(speculation, draft, *parts)
+        if isinstance(draft, HeadsSource):
+            features = getattr(runner, "features", None) or Features(
+                kv, host, runner.rows.tables, model.config.hidden_size
+            )
+            parts = features, packs(args, model.device), kv, plan.settings.max_num_batched_tokens
+            proposer = build_heads(speculation, draft, model, *parts)
         elif isinstance(draft, DraftSource):
             proposer = build_draft_model(args, speculation, draft, plan, runner)
         else:
@@ -156,6 +161,5 @@ def build_draft_model(
             f"speculative_config's model {speculation.model!r} cannot be loaded: {error}"
         ) from error
     runs, kv, host = with_cache(args, model, plan)
-    coupled = speculation.rejection_sample_method != "standard"
     budget = plan.settings.max_num_batched_tokens
-    return DraftModel(runs, Shadow(kv, host), runner.rows.tables, budget, coupled)
+    return DraftModel(runs, Shadow(kv, host), runner.rows.tables, budget, speculation.coupled)

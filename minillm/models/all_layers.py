@@ -63,9 +63,15 @@ class AllLayers:
         return cls(model)
 
     def __call__(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: Batch,
+        kv: AttentionBackend,
+        taps: dict[int, Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """[N, d] -> two of [N, d], as `DecoderLayer.forward` of the last layer returns them."""
+        """[N, d] -> two of [N, d], as `DecoderLayer.forward` of the last layer returns them. Entry
+        n of `taps` becomes the hidden states [N, d] after n layers."""
         if not isinstance(kv, KVCache) or not self._may(x, kv):
             return None
         if self._layers is None or self._layers.keys is not kv.key:
@@ -79,6 +85,7 @@ class AllLayers:
             batch.block_tables,
             batch.max_query_len,
             self._sum,
+            taps,
         )
 
     def _may(self, x: Tensor, kv: KVCache) -> bool:

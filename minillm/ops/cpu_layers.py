@@ -5,10 +5,10 @@ Addresses of weights and KV cache are stored once. Each step adds the addresses 
 uses one allocation for all intermediate results.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from ctypes import Structure, byref, c_float, c_int64, c_void_p, memmove
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -172,8 +172,10 @@ class Layers:
         block_tables: Tensor,
         max_query_len: int,
         all_reduce: Callable[[Tensor], object] | None = None,
+        taps: dict[int, Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, d] -> the last MLP's output and the residual stream, both [N, d].
+        """Hidden states [N, d] -> the last MLP's output and the residual stream, both [N, d]. Their
+        sum after n layers becomes entry n of `taps`.
 
         With tensor parallelism, the output [N, d] of attention and of the MLP is a partial sum;
         `all_reduce` is called on it after each half layer and adds the ranks' sums in place. Only
@@ -206,19 +208,22 @@ class Layers:
             *self._buffers(memory, count),
         )
         run = cpu.ready(self.dtype).run_layers
-        for first, last, halves in self._calls(by_halves=all_reduce is not None):
+        for first, last, halves in self._calls(all_reduce is not None, taps or ()):
             status = run(self._layers, first, last, halves, byref(self._shape), byref(step))
             cpu.raise_for(status, self.keys[0], count)
             if all_reduce is not None:
                 all_reduce(x)
+            if taps and last in taps and halves & MLP:
+                taps[last] = x + residual
         self._spare = [memory]
         return x, residual
 
-    def _calls(self, by_halves: bool) -> list[tuple[int, int, int]]:
+    def _calls(self, by_halves: bool, taps: Collection[int]) -> list[tuple[int, int, int]]:
         """(first layer, end layer, halves) of each C call."""
         count = len(self.weights)
         if not by_halves:
-            return [(0, count, ATTENTION | MLP)]
+            ends = sorted({0, *taps, count})
+            return [(start, end, ATTENTION | MLP) for start, end in pairwise(ends)]
         return [(i, i + 1, half) for i in range(count) for half in (ATTENTION, MLP)]
 
     def _take(self, count: int) -> Tensor:

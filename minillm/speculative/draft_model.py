@@ -16,15 +16,14 @@ with independent noise (Daliri, Musco, Suresh, 2024), and always where the model
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.models.batches import BlockTables, decode_batch, make_batch
-from minillm.models.decoder import Decoder
-from minillm.models.deterministic import TiledDecoder
+from minillm.ops.batch import Batch
 from minillm.ops.transfers import upload
 from minillm.scheduling.plan import StepPlan
 from minillm.speculative.draws import Draws
@@ -44,7 +43,7 @@ class DraftModel:
     """A proposer that runs a draft model.
 
     Args:
-        model: the draft model.
+        model: the draft model, a `Decoder` or `TiledDecoder`.
         shadow: its KV cache.
         tables: block tables shared with the target; `DraftRow.place` is the row.
         max_num_tokens: maximum tokens of one pass over missing positions. A sequence that still has
@@ -53,9 +52,11 @@ class DraftModel:
             and returns the distribution of each draft, for ``rejection_sample_method="standard"``.
     """
 
+    keeps_drafts = True  # whether keys and values of accepted drafts are those of known tokens
+
     def __init__(
         self,
-        model: Decoder | TiledDecoder,
+        model: Any,
         shadow: Shadow,
         tables: BlockTables,
         max_num_tokens: int,
@@ -122,7 +123,10 @@ class DraftModel:
 
     def _catch_up(self, chunks: Sequence[Chunk]) -> Tensor:
         """Hidden states [N, d] of all tokens of the chunks."""
-        batch = make_batch(
+        return self.model(self._batch(chunks), self.shadow.kv)
+
+    def _batch(self, chunks: Sequence[Chunk]) -> Batch:
+        return make_batch(
             self.tables,
             self.shadow.kv.block_size,
             [row.place for row, _, _ in chunks],
@@ -130,7 +134,6 @@ class DraftModel:
             [end - start for _, start, end in chunks],
             [token for row, start, end in chunks for token in row.token_ids[start:end]],
         )
-        return self.model(batch, self.shadow.kv)
 
     def _draft(self, rows: Sequence[DraftRow], hidden: Tensor) -> dict[int, Draft]:
         """Drafts by seq_id.
@@ -144,15 +147,26 @@ class DraftModel:
             active = [row for row in rows if row.num_drafts > depth]
             if depth:
                 starts = [len(row.token_ids) + depth - 1 for row in active]
-                places, size = [row.place for row in active], self.shadow.kv.block_size
                 tokens = draws.tokens[-1][: len(active)]
-                found = self.replay and self.replay(places, starts, tokens)
-                if found is None:
-                    batch = decode_batch(self.tables, size, places, starts, [0] * len(active))
-                    found = self.model(replace(batch, input_ids=tokens), self.shadow.kv)
-                hidden = found
-            draws.draw(self.model.logits(hidden[: len(active)]))
-        for row in rows:
+                hidden = self._next(active, starts, tokens, hidden[: len(active)])
+            draws.draw(self._logits(hidden[: len(active)]))
+        for row in rows if self.keeps_drafts else ():
             known = len(row.token_ids)
             self.shadow.mark(row.new.seq_id, known, known + row.num_drafts - 1)
         return {row.new.seq_id: draft for row, draft in zip(rows, draws.drafts(), strict=True)}
+
+    def _next(
+        self, rows: Sequence[DraftRow], starts: list[int], tokens: Tensor, hidden: Tensor
+    ) -> Tensor:
+        """Hidden states [R, d] of one more token of each row, at position `starts`; `hidden` has
+        those of the tokens before."""
+        places, size = [row.place for row in rows], self.shadow.kv.block_size
+        found = self.replay and self.replay(places, starts, tokens)
+        if found is None:
+            batch = decode_batch(self.tables, size, places, starts, [0] * len(rows))
+            found = self.model(replace(batch, input_ids=tokens), self.shadow.kv)
+        return found
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[K, d] -> [K, V]"""
+        return self.model.logits(hidden)

@@ -2,17 +2,23 @@
 
 heads.json           method, sizes, and the hash of the target's weight files
 model.safetensors    the weights
+
+An EAGLE layer has such files, too.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from minillm.api.checks import is_whole
 from minillm.api.speculative_config import MAX_DRAFTS, SpeculativeConfig
+from minillm.cache.spec import cache_spec
+from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
 from minillm.layers.linear_methods import CheckpointTensor, Matrix
 from minillm.layers.norm import RMSNorm
@@ -27,8 +33,14 @@ from minillm.models.checkpoint import (
 from minillm.models.loader import fill
 from minillm.models.packing import into_panels, list_matrices
 from minillm.ops import cpu
+from minillm.speculative.eagle import EagleLayer, layer_config
+from minillm.speculative.medusa import MedusaHeads
 
 HEADS_FILE, MAX_WIDTH = "heads.json", 2**16
+SIZES: Mapping[str, tuple[tuple[str, int], ...]] = {  # by method: fields, and their maximum
+    "medusa": (("num_heads", MAX_DRAFTS), ("width", MAX_WIDTH)),
+    "eagle": (),
+}
 PAGE, MOST_PAGES = 4096, 256  # bytes; pages of each file that are hashed, evenly spaced
 
 
@@ -37,22 +49,36 @@ class HeadsSource:
     """Draft heads before their weights are read, checked against the target.
 
     Attributes:
-        most: number of heads, the maximum drafts of a row.
+        most: maximum drafts of a row: the number of heads, any number with an EAGLE layer.
+        target: configuration of the target.
         width: of Medusa's hidden layer.
-        size: d of the target.
+        depths: numbers of layers after which EAGLE's hidden states are taken.
     """
 
+    method: str
     folder: Path
     most: int
-    width: int
-    size: int
+    target: ModelConfig
+    width: int = 0
+    depths: tuple[int, ...] = ()
     context: None = None  # that of the target
+
+    def build(
+        self, dtype: torch.dtype, device: torch.device | str = "meta"
+    ) -> MedusaHeads | EagleLayer:
+        """The heads, with uninitialised weights."""
+        if self.method == "eagle":
+            return EagleLayer(self.target, len(self.depths), dtype, device)
+        return MedusaHeads(self.most, self.target.hidden_size, self.width, dtype, device)
 
     @property
     def planned(self) -> dict[str, int]:
         """Their arguments of `memory_plan`."""
-        weights = self.most * self.size * (self.size + 2 * self.width)
-        return {"head_weights": weights, "head_values": self.size}
+        weights = sum(each.numel() for each in self.build(torch.float32).parameters())
+        values = self.target.hidden_size
+        if self.method == "eagle":
+            values += cache_spec(layer_config(self.target)).block_values(1)
+        return {"head_weights": weights, "head_values": values}
 
 
 def base_hash(source: ModelSource) -> str:
@@ -97,16 +123,42 @@ def open_heads(config: SpeculativeConfig, target: ModelSource) -> HeadsSource:
             f"{data.get('base_hash')!r}, and those of {target.name} have {mine!r}; train heads for "
             f"this model with 'minillm train {method}'."
         )
-    for key, limit in (("num_heads", MAX_DRAFTS), ("width", MAX_WIDTH)):
+    found = {}
+    for key, limit in SIZES[method]:
         if not is_whole(data.get(key)) or not 1 <= data[key] <= limit:
             raise CheckpointError(f"{file} has {key} {data.get(key)!r}; it must be 1 to {limit}.")
-    most = data["num_heads"]
+        found[key] = data[key]
+    depths: tuple[int, ...] = ()
+    if method == "eagle":
+        depths = depths_of(data.get("depths"), target.config.num_layers, file)
+    most = found.get("num_heads", MAX_DRAFTS)
     if not config.adapts and config.most > most:
         raise ConfigError(
             f"{name} has heads for {most} drafts and num_speculative_tokens is {config.most}; set "
             f"it to at most {most}."
         )
-    return HeadsSource(file.parent, most, data["width"], target.config.hidden_size)
+    width = found.get("width", 0)
+    return HeadsSource(method, file.parent, most, target.config, width, depths)
+
+
+def depths_of(given: Any, num_layers: int, file: Path) -> tuple[int, ...]:
+    """The depths of an EAGLE layer.
+
+    Raises:
+        CheckpointError: they are no increasing numbers of layers of the target.
+    """
+    whole = isinstance(given, list) and all(is_whole(each) for each in given)
+    if (
+        not whole
+        or not given
+        or sorted({*given}) != given
+        or not 1 <= given[0] <= given[-1] <= num_layers
+    ):
+        raise CheckpointError(
+            f"{file} has depths {given!r}; they must be increasing numbers of layers, from 1 to "
+            f"{num_layers}, the layers of this target."
+        )
+    return tuple(given)
 
 
 def tensors_of(module: nn.Module) -> dict[str, CheckpointTensor]:

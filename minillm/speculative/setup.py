@@ -7,6 +7,7 @@ from minillm.api.arguments import EngineArgs
 from minillm.api.speculative_config import HEAD_METHODS, SpeculativeConfig, check_vocabulary
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
+from minillm.layers.kv_cache import KVCache
 from minillm.models.checkpoint import ModelSource, open_model
 from minillm.models.decoder import Decoder
 from minillm.sampling.ratio import Ratio
@@ -14,9 +15,10 @@ from minillm.sampling.rules import Rule
 from minillm.sampling.synthetic import Synthetic
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
+from minillm.speculative.eagle import Eagle, EagleLayer, Taps, eagle_cache
 from minillm.speculative.features import Features
 from minillm.speculative.heads import HeadsSource, load_heads, open_heads
-from minillm.speculative.medusa import Medusa, MedusaHeads
+from minillm.speculative.medusa import Medusa
 from minillm.speculative.ngram import NGrams
 from minillm.speculative.proposer import Proposer
 from minillm.speculative.suffix import Suffixes
@@ -128,17 +130,28 @@ def build_drafts(
 
 
 def build_heads(
-    config: SpeculativeConfig, source: HeadsSource, model: Decoder, features: Features, packs: bool
+    config: SpeculativeConfig,
+    source: HeadsSource,
+    model: Decoder,
+    features: Features,
+    packs: bool,
+    kv: KVCache,
+    max_num_tokens: int,
 ) -> Proposer:
-    """The proposer that runs draft heads, in the dtype of the target."""
-    heads = MedusaHeads(source.most, source.size, source.width, model.dtype, model.device)
+    """The proposer that runs draft heads or an EAGLE layer, in the dtype of the target, whose KV
+    cache is `kv`."""
+    heads, coupled = source.build(model.dtype, model.device), config.coupled
     try:
         load_heads(heads, source.folder, packs)
     except MinillmError as error:
         raise ConfigError(
             f"speculative_config's model {config.model!r} cannot be loaded: {error}"
         ) from error
-    return Medusa(heads, features, model.logits, config.rejection_sample_method != "standard")
+    if not isinstance(heads, EagleLayer):
+        return Medusa(heads, features, model.logits, coupled)
+    model.all_layers = Taps(model, source.depths, heads.fc, features, kv)
+    shadow = eagle_cache(model, features, kv)
+    return Eagle(heads, model, features, shadow, max_num_tokens, coupled)
 
 
 def build_proposer(config: SpeculativeConfig) -> Proposer:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from minillm import LLM, SamplingParams
 from minillm.api.outputs import CompletionOutput, RequestOutput
+from minillm.api.speculative_config import HEAD_METHODS
 from minillm.engine.live_request import LiveRequest
 from minillm.models.forward_pass import Chunk
 from minillm.ops import cpu, dispatch
@@ -43,6 +44,7 @@ from tests.matrix.jobs import (
 from tests.matrix.proposers import K, Known, config_of
 from tests.models.tiny import Tiny
 from tests.quantization import test_reader_matrix as readers
+from tests.speculative.eagled import write_eagle
 from tests.speculative.headed import write_heads
 
 LONGEST = 96
@@ -127,7 +129,7 @@ class Cell:
         chunk: tokens of a prompt per step; 0: whole prompts.
         pool: blocks for everybody, or too few.
         graphs: decode steps are recorded. A recording is the function itself.
-        drafts: a proposer of `proposers.py`, a draft model, or draft heads.
+        drafts: a proposer of `proposers.py`, a draft model, draft heads, or an EAGLE layer.
         kv: the dtype of the KV cache. That of 8 bits rounds away what is left of near ties, so it
             is compared in deterministic mode.
     """
@@ -223,12 +225,12 @@ def noisy(model: str) -> Path:
 
 
 @cache
-def heads_of(model: str) -> str:
-    """Random heads for the model."""
+def heads_of(model: str, method: str) -> str:
+    """Random heads, or a random EAGLE layer, for the model."""
     if model == "embedded":
-        return "tiny-medusa"
-    heads = Path(temporary().name) / f"{model}-heads"
-    return str(write_heads(Path(folder_of(model)), heads))
+        return f"tiny-{method}"
+    write = {"medusa": write_heads, "eagle": write_eagle}[method]
+    return str(write(Path(folder_of(model)), Path(temporary().name) / f"{model}-{method}"))
 
 
 @contextmanager
@@ -314,8 +316,9 @@ def config_for(cell: Cell) -> dict[str, Any] | None:
         return None
     if cell.drafts == "draft model":
         return {"model": str(noisy(cell.model)), "num_speculative_tokens": K}
-    if cell.drafts == "medusa":
-        return {"method": "medusa", "model": heads_of(cell.model), "num_speculative_tokens": K}
+    if cell.drafts in HEAD_METHODS:
+        own = heads_of(cell.model, cell.drafts)
+        return {"method": cell.drafts, "model": own, "num_speculative_tokens": K}
     reference = reference_of(cell)
     width = reference.llm.engine.source.config.vocab_size
     return config_of(cell.drafts, reference.known, width)

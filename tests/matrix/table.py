@@ -17,7 +17,7 @@ AXES: dict[str, Sequence] = {
     "model": ("bytes", *MODELS, *QUANTISED), "mode": ("float32", *EXACT), "path": tuple(PATHS),
     "chunk": (0, 7, 32), "cache": ("off", "hash", "radix"), "pool": ("ample", "recompute", "swap"),
     "overlaps": (False, True), "graphs": (False, True),
-    "drafts": ("none", "draft model", "medusa", *SOUND), "ranks": tuple(RANKS),
+    "drafts": ("none", "draft model", "medusa", "eagle", *SOUND), "ranks": tuple(RANKS),
 }  # fmt: skip
 TRIES = 60  # random cells for each row of a table, of which the best is taken
 

@@ -28,6 +28,7 @@ INT8 = {  # keys and values in 8 bits, in both kinds of pages and of arithmetic
     Cell("qwen2", EXACT, drafts="right", cache="radix", kv="int8"),
     Cell("llama", FAST, drafts="draft model", pool="swap", kv="int8"),
     Cell("mistral", FAST, drafts="medusa", cache="hash", pool="swap", kv="int8"),
+    Cell("eight heads", FAST, drafts="eagle", chunk=7, cache="radix", pool="recompute", kv="int8"),
     Cell("eight heads", FAST, chunk=7, ranks="tp 2", kv="int8"),
     Cell("qwen3_moe", FAST, chunk=7, cache="hash", pool="recompute", kv="int8"),
     Cell("llama", EXACT, path="operations", chunk=7, cache="hash", kv="int8"),

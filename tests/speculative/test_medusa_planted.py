@@ -38,7 +38,7 @@ def test_a_planted_bug_is_found(bug, folder, tmp_path, monkeypatch) -> None:
     before = dict(vars(module))
     plant(monkeypatch, module, right, wrong)
     setups = minillm.speculative.setup, minillm.execution.setup, minillm.engine.setup
-    for user in (*setups, feature_runner, headed, test_medusa):
+    for user in (*setups, feature_runner, heads, headed, test_medusa):
         for name, value in list(vars(user).items()):
             if name in before and value is before[name]:
                 monkeypatch.setattr(user, name, getattr(module, name))

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from minillm.cli.terminal import Terminal
@@ -12,7 +13,9 @@ if TYPE_CHECKING:
     from minillm.lab.benchmarks.speculation import SpeculationWork
 
 DRAFT_OF: Mapping[str, str] = {"tiny": "tiny-draft"}
-HEADS_OF: Mapping[str, str] = {"tiny": "tiny-medusa"}
+HEADS_OF: Mapping[str, Mapping[str, str]] = {
+    "tiny": {"medusa": "tiny-medusa", "eagle": "tiny-eagle"}
+}
 NUM_DRAFTS = 4
 SYNTHETIC = "synthetic"
 
@@ -48,7 +51,7 @@ def work_of(args: Namespace) -> "SpeculationWork":
             "--acceptance 0.9,0.8,0.7,0.6, to measure the cost of verification."
         )
     if acceptance is None:
-        variants = real_variants(draft, config.vocab_size, HEADS_OF.get(name))
+        variants = real_variants(draft, config.vocab_size, HEADS_OF.get(name, {}))
     else:
         variants = synthetic_variants(draft, acceptance, config.vocab_size)
     return SpeculationWork(
@@ -67,10 +70,10 @@ def work_of(args: Namespace) -> "SpeculationWork":
 
 
 def real_variants(
-    draft: str | None, vocab_size: int, heads: str | None = None
+    draft: str | None, vocab_size: int, heads: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Mapping[str, Any] | None]:
-    """Plain decoding, n-grams, suffixes, a draft model, draft heads, and random drafts (the worst
-    case).
+    """Plain decoding, n-grams, suffixes, a draft model, draft heads, an EAGLE layer, and random
+    drafts (the worst case).
 
     Repeats have the same prompts, so suffixes of earlier outputs are a variant of its own."""
     from minillm.lab.benchmarks.speculation import PLAIN, RandomDrafts
@@ -82,9 +85,9 @@ def real_variants(
         variants[f"suffix {number}"] = suffix | {"suffix_decoding_max_cached_requests": 0}
         if draft is not None:
             variants[f"{draft} {number}"] = {"model": draft, "num_speculative_tokens": number}
-        if heads is not None:
-            medusa = {"method": "medusa", "model": heads, "num_speculative_tokens": number}
-            variants[f"{heads} {number}"] = medusa
+        for method, name in heads.items():
+            own = {"method": method, "model": name, "num_speculative_tokens": number}
+            variants[f"{name} {number}"] = own
     variants["suffix auto, seen before"] = {"method": "suffix", "num_speculative_tokens": "auto"}
     wrong = RandomDrafts(vocab_size)
     variants["random auto"] = {"method": wrong, "num_speculative_tokens": "auto"}

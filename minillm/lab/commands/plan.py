@@ -237,7 +237,7 @@ def show(found: Found, terminal: Terminal) -> None:
     """Print the plan as text."""
     plan, settings = found.plan, found.plan.settings
     terminal.heading(f"{found.model} on {found.place.what}")
-    drafter = "draft heads" if settings.head_weights else "draft model"
+    drafter = "draft heads" if settings.head_weights else "draft model"  # or an EAGLE layer
     rows = [
         ("memory", f"{size(plan.memory_bytes)} = {amount(plan.memory_bytes, 'B')}"),
         ("reserve", f"{size(plan.reserve_bytes)}  ("

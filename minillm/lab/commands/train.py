@@ -1,6 +1,7 @@
 """Train draft heads on text that the model writes; a stopped run continues."""
 
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from minillm.api.speculative_config import HEAD_METHODS, MAX_DRAFTS
@@ -13,12 +14,15 @@ examples:
   minillm train medusa --model tiny --out heads
   minillm train medusa --model tiny --out heads --text prompts.txt --steps 2000
   minillm train medusa --model MODEL --heads 2 --rows 4000 --out heads
+  minillm train eagle --model MODEL --minutes 60 --out layer
 """
+OF_HEADS = ("heads", "width")  # options of Medusa
 NUMBERS = (  # option, field of the recipe, maximum, help
     ("heads", "num_heads", MAX_DRAFTS, "number of heads (4)"),
     ("width", "width", 2**16, "hidden layer of a head (that of the model)"),
     ("rows", "num_rows", 2**20, "prompts that the target continues (2112)"),
     ("steps", "steps", 2**20, "optimizer steps of 10 rows (700)"),
+    ("minutes", "minutes", 2**20, "maximum CPU minutes of all steps (no maximum)"),
 )
 
 
@@ -27,7 +31,8 @@ def add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("method", metavar="METHOD", choices=HEAD_METHODS, help=", ".join(HEAD_METHODS))
     add("--model", metavar="MODEL", required=True, help="the target: name, folder or hub id")
-    add("--out", metavar="FOLDER", type=Path, required=True, help="the heads, and the run's state")
+    add("--out", metavar="FOLDER", type=Path, required=True,
+        help="the heads or the layer, and the run's state")  # fmt: skip
     add("--text", metavar="FILE", type=Path,
         help="UTF-8 text to take prompts from (text of the embedded models)")  # fmt: skip
     for name, _, _, text in NUMBERS:
@@ -41,14 +46,21 @@ def run(args: Namespace, terminal: Terminal) -> int:
         if (value := getattr(args, name)) is not None:
             if not 1 <= value <= most:
                 raise ConfigError(f"--{name} is {value}; it must be from 1 to {most:,}.")
+            if name in OF_HEADS and args.method != "medusa":
+                raise ConfigError(f"--{name} belongs to medusa; leave it out with {args.method}.")
             sizes[field] = value
-    from minillm.lab.training.heads import HeadRecipe, train_heads
+    from minillm.lab.training.eagle import RECIPE, EagleTask
+    from minillm.lab.training.heads import HeadRecipe, Task, train_heads
 
-    recipe = HeadRecipe(args.method, **sizes)
-    card = train_heads(args.model, recipe, args.out, args.text, terminal.line)
+    recipe, kind = {
+        "medusa": (HeadRecipe("medusa"), Task), "eagle": (RECIPE, EagleTask)
+    }[args.method]  # fmt: skip
+    recipe = replace(recipe, **sizes)
+    card = train_heads(args.model, recipe, args.out, args.text, terminal.line, kind)
     terminal.heading(f"{args.out}  ({args.method} for {args.model})")
     terminal.line("\n  right tokens of held-out text, by temperature")
     rates = card["accuracy"]
-    columns = ("temperature", *(f"head {i}" for i in range(card["num_heads"])))
+    each = "head" if args.method == "medusa" else "draft"
+    columns = ("temperature", *(f"{each} {i}" for i in range(len(rates["0"]))))
     terminal.table(columns, [(t, *(f"{r:.3f}" for r in each)) for t, each in rates.items()])
     return 0

@@ -1,7 +1,7 @@
 """Training of draft heads on the target's own text; resumable.
 
-Only the heads are trained. Their inputs, the target's final hidden states, are computed once. The
-weights of all heads are matrices, trained by Muon like those of the embedded models.
+Only the heads are trained. Their inputs, hidden states of the target, are computed once. Their
+matrices are trained, norms are left as they begin.
 """
 
 import json
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from minillm.errors import ConfigError
@@ -30,7 +30,7 @@ from minillm.lab.training.trainer import rows_batch
 from minillm.models.checkpoint import WEIGHTS, open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
-from minillm.plan.machine import cpu_name
+from minillm.plan.machine import cpu_has_bf16, cpu_name
 from minillm.speculative.heads import HEADS_FILE, base_hash, tensors_of
 from minillm.speculative.medusa import MedusaHeads
 
@@ -52,23 +52,48 @@ class HeadRecipe:
     lr: float = 4e-3
     warmup: int = 20
     seed: int = 0
+    minutes: int = 0  # maximum CPU time of all steps; 0: no maximum
 
-    def lr_at(self, step: int) -> float:
+    def done(self, step: int, cpu_seconds: float) -> float:
+        """The part of the training that is done, from 0 to 1."""
+        return max(step / self.steps, cpu_seconds / (60 * self.minutes) if self.minutes else 0.0)
+
+    def lr_at(self, step: int, done: float) -> float:
         """The learning rate: warm-up, then constant, then linear decay over the last 60 %."""
-        left = (self.steps - step) / (0.6 * self.steps)
-        return self.lr * min(1.0, (step + 1) / self.warmup, left)
+        return self.lr * max(0.0, min(1.0, (step + 1) / self.warmup, (1 - done) / 0.6))
 
 
 class Task:
-    """A target and the heads that are trained for it."""
+    """A target and the Medusa heads that are trained for it."""
+
+    heads: nn.Module
 
     def __init__(self, recipe: HeadRecipe, target: Decoder):
         self.recipe, self.target = recipe, target
-        size = target.config.hidden_size
-        sizes = recipe.num_heads, size, recipe.width or size
-        self.heads = MedusaHeads(*sizes, torch.float32, target.device)
+        self.heads = self.build()
         self._initialize()
-        self.heads.requires_grad_(True)
+        for tensor in self.heads.parameters():
+            tensor.requires_grad_(tensor.ndim == 2)
+
+    def build(self) -> nn.Module:
+        """The heads, with uninitialised weights."""
+        size = self.target.config.hidden_size
+        sizes = self.recipe.num_heads, size, self.recipe.width or size
+        return MedusaHeads(*sizes, torch.float32, self.target.device)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Their fields of `heads.json`."""
+        width = self.recipe.width or self.target.config.hidden_size
+        return {"num_heads": self.recipe.num_heads, "width": width}
+
+    def optimizer(self, matrices: Sequence[Tensor]) -> torch.optim.Optimizer:
+        """What updates the matrices."""
+        return torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+
+    def passes_at(self, done: float) -> int:
+        """Number of passes of the loss, when this part of the training is done."""
+        return 1
 
     @torch.no_grad()
     def _initialize(self) -> None:
@@ -86,7 +111,7 @@ class Task:
     def hidden(self, rows: Tensor) -> Tensor:
         """The target's final hidden states of rows [R, T], as bf16 [R, T, d]."""
         batch = rows_batch(rows.flatten(), rows.shape[1])
-        with torch.autocast(rows.device.type, torch.bfloat16):
+        with autocast(rows.device):
             found = self.target(batch, causal_rows(self.target.config, rows.shape[1]))
         return found.bfloat16().view(*rows.shape, -1)
 
@@ -99,10 +124,10 @@ class Task:
             yield self.target.logits(each[:, : length - offset]), rows[:, offset:]
             offset += 1
 
-    def loss(self, rows: Tensor, hidden: Tensor) -> Tensor:
+    def loss(self, rows: Tensor, hidden: Tensor, passes: int = 1) -> Tensor:
         """Weighted mean cross-entropy of the heads, in nats."""
         total, weights = torch.zeros((), device=rows.device), 0.0
-        with torch.autocast(rows.device.type, torch.bfloat16):
+        with autocast(rows.device):
             for i, (logits, tokens) in enumerate(self.predictions(rows, hidden)):
                 own = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
                 total, weights = total + LATER**i * own, weights + LATER**i
@@ -123,42 +148,60 @@ class Task:
         return found
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Whether products in bf16 are fast: without instructions for them a CPU takes 100 times as
+    long."""
+    return device.type != "cpu" or cpu_has_bf16()
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """bf16 where it is fast."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=has_bf16(device))
+
+
 class HeadTrainer:
     """One run; its state is in `folder`."""
 
     def __init__(self, task: Task, folder: Path):
         self.task, self.recipe, self.folder = task, task.recipe, folder
-        self.step, self.seconds = 0, 0.0
-        # Compiled, a step takes half as long; compilation as long as 100 steps.
-        compiles = self.recipe.steps > COMPILED_FROM
+        self.step, self.seconds, self.cpu_seconds = 0, 0.0, 0.0
+        # Compiled, a step in bf16 takes half as long; compilation as long as 100 steps. In float32
+        # products take nearly all of the time.
+        compiles = self.recipe.steps > COMPILED_FROM and has_bf16(task.target.device)
         self.loss = torch.compile(task.loss, dynamic=False) if compiles else task.loss
         self.tensors = {name: each.target for name, each in tensors_of(task.heads).items()}
-        self.optimizer = torch.optim.Muon(
-            task.heads.parameters(), weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
-        )
+        self.matrices = [each for each in task.heads.parameters() if each.requires_grad]
+        self.optimizer = task.optimizer(self.matrices)
+
+    @property
+    def done(self) -> float:
+        """The part of the training that is done, from 0 to 1."""
+        return self.recipe.done(self.step, self.cpu_seconds)
 
     def train_step(self, rows: Tensor, hidden: Tensor) -> float:
         """One step on some of the rows; returns the loss before it."""
+        began, done = time.process_time(), self.done
         generator = torch.Generator().manual_seed(1000 * self.recipe.seed + self.step)
         chosen = torch.randperm(len(rows), generator=generator)[: self.recipe.rows_per_step]
-        loss = self.loss(rows[chosen], hidden[chosen].float())
+        loss = self.loss(rows[chosen], hidden[chosen].float(), self.task.passes_at(done))
         loss.backward()
         for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.lr_at(self.step)
+            group["lr"] = self.recipe.lr_at(self.step, done)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
+        self.cpu_seconds += time.process_time() - began
         return float(loss.detach())
 
     def run(self, rows: Tensor, hidden: Tensor, held_out: Sequence[Tensor]) -> None:
         """All steps that are left; the bar shows the accuracy of each head on held-out text."""
         begin = time.monotonic() - self.seconds
         with tqdm(total=self.recipe.steps, initial=self.step, unit="step") as bar:
-            while self.step < self.recipe.steps:
+            while self.done < 1:
                 loss = self.train_step(rows, hidden)
                 self.seconds = time.monotonic() - begin
                 bar.update()
-                if self.step % EVERY == 0 or self.step == self.recipe.steps:
+                if self.step % EVERY == 0 or self.done >= 1:
                     greedy = self.task.accuracy(*held_out)["0"]
                     bar.set_postfix_str(f"loss {loss:.3f}, right when greedy {greedy}")
                     self.save()
@@ -167,9 +210,12 @@ class HeadTrainer:
         """Replace the checkpoint."""
         tensors = {f"heads/{name}": each.contiguous() for name, each in self.tensors.items()}
         states = self.optimizer.state_dict()["state"].items()
-        tensors |= {f"momentum/{i}": state["momentum_buffer"] for i, state in states}
+        tensors |= {
+            f"optimizer/{i}/{key}": value for i, state in states for key, value in state.items()
+        }
         path = self.folder / "unfinished.safetensors"
-        save_file(tensors, path, {"step": str(self.step), "seconds": f"{self.seconds:.0f}"})
+        notes = {name: str(getattr(self, name)) for name in ("step", "seconds", "cpu_seconds")}
+        save_file(tensors, path, notes)
         os.replace(path, self.folder / CHECKPOINT)
 
     def resume(self) -> bool:
@@ -180,14 +226,16 @@ class HeadTrainer:
         with safe_open(path, "pt") as file:
             notes = file.metadata()
         self.step, self.seconds = int(notes["step"]), float(notes["seconds"])
+        self.cpu_seconds = float(notes["cpu_seconds"])
         tensors = load_file(path)
         with torch.no_grad():
             for name, tensor in self.tensors.items():
                 tensor.copy_(tensors[f"heads/{name}"])
         state = self.optimizer.state_dict()
-        count = len(list(self.task.heads.parameters()))
-        momenta = (tensors[f"momentum/{i}"] for i in range(count))
-        state["state"] = {i: {"momentum_buffer": each} for i, each in enumerate(momenta)}
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer/"):
+                _, number, key = name.split("/")
+                state["state"].setdefault(int(number), {})[key] = tensor
         self.optimizer.load_state_dict(state)
         return True
 
@@ -198,6 +246,7 @@ def train_heads(
     out: Path,
     text: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
+    kind: type[Task] = Task,
 ) -> dict[str, Any]:
     """Train heads for a model, or continue, and write them in bf16 to `out`; returns `heads.json`.
 
@@ -215,7 +264,7 @@ def train_heads(
     begin(out, state, "train.json")
     folder = out / "training"
     rows, held_out = own_text(model, folder, recipe.num_rows, text)
-    task = Task(recipe, load_model(source, torch.float32).requires_grad_(False))
+    task = kind(recipe, load_model(source, torch.float32).requires_grad_(False))
     say("Computing hidden states")
     hidden, held = (torch.cat([task.hidden(p) for p in r.split(8)]) for r in (rows, held_out))
     trainer = HeadTrainer(task, folder)
@@ -224,13 +273,17 @@ def train_heads(
     trainer.run(rows, hidden, (held_out, held))
     card = {
         "method": recipe.method,
-        "num_heads": recipe.num_heads,
-        "width": recipe.width or source.config.hidden_size,
+        **task.sizes,
         "base_model": source.name,
         "base_hash": bound,
         "accuracy": task.accuracy(held_out, held),
         "training": asdict(recipe)
-        | {"seconds": round(trainer.seconds), "machine": f"{cpu_name()}, torch {version('torch')}"},
+        | {
+            "done_steps": trainer.step,
+            "seconds": round(trainer.seconds),
+            "cpu_seconds": round(trainer.cpu_seconds),
+            "machine": f"{cpu_name()}, torch {version('torch')}",
+        },
     }
     tensors = {name: each.bfloat16().contiguous() for name, each in trainer.tensors.items()}
     save_file(tensors, out / WEIGHTS, {"format": "pt"})

@@ -1,0 +1,218 @@
+"""An EAGLE-3 layer (Li et al., 2025, arXiv 2503.01840): one layer that drafts from features.
+
+    target         hidden states after three of its layers --fc--> feature g of each position
+    token p        [embedding of x_p | g of p - 1] --layer--> a of p --norm, output matrix--> x_p+1
+    next draft     [embedding of x_p+1 | a of p ] --layer--> ...    a takes the place of g
+
+Its keys and values of position p are those of (x_p, g of p - 1), g before the first position is 0.
+So a block depends on its own prefix alone, and the cache of the layer is kept like that of a draft
+model (`shadow.py`). Positions of drafts were computed from a: they are computed again from g once
+the target has accepted them. Embedding and output matrix are those of the target.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minillm.cache.spec import cache_spec
+from minillm.config import ModelConfig
+from minillm.layers.attention import Attention
+from minillm.layers.kv_cache import AttentionBackend, KVCache
+from minillm.layers.linear import Linear
+from minillm.layers.mlp import MLP
+from minillm.layers.norm import RMSNorm
+from minillm.layers.rope import RotaryEmbedding
+from minillm.models.all_layers import AllLayers
+from minillm.models.batches import decode_batch
+from minillm.models.decoder import Decoder, allocate
+from minillm.ops.batch import Batch
+from minillm.scheduling.plan import StepPlan
+from minillm.speculative.draft_model import Chunk, DraftModel
+from minillm.speculative.features import Features
+from minillm.speculative.proposer import DraftRow
+from minillm.speculative.shadow import Shadow
+
+
+def layer_config(target: ModelConfig) -> ModelConfig:
+    """The configuration of the layer: full grouped-query attention and a dense MLP."""
+    return replace(
+        target, num_layers=1, mla=None, moe=None, moe_layers=(), post_norm=False, rope_layers=(),
+        sliding_windows=(),
+    )  # fmt: skip
+
+
+def eagle_cache(target: Decoder, features: Features, kv: KVCache) -> Shadow:
+    """The KV cache of the layer, in the blocks of `kv`, the target's, and always in its dtype."""
+    pages, host, spec = features.pages, features.host, cache_spec(layer_config(target.config))
+    shape = pages.block_size, pages.dtype
+    own = KVCache(spec, 1, pages.num_blocks, *shape, target.device, kv.mode)
+    swap = host and KVCache(spec, 1, host.num_blocks, *shape, swap_space_of=target.device)
+    return Shadow(own, swap)
+
+
+class EagleLayer(nn.Module):
+    """`fc` and the layer. The names of its tensors are those of published EAGLE-3 checkpoints.
+
+    Args:
+        target: the configuration of the target.
+        num_depths: number of the target's hidden states that make a feature.
+    """
+
+    def __init__(
+        self,
+        target: ModelConfig,
+        num_depths: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        super().__init__()
+        config, prefix = layer_config(target), "midlayer."
+        d, eps = config.hidden_size, config.rms_norm_eps
+        with torch.device("meta"):
+            self.fc = Linear("", num_depths * d, {"fc": d})
+            self.embedding_norm = RMSNorm(f"{prefix}input_layernorm", d, eps)
+            self.feature_norm = RMSNorm(f"{prefix}hidden_norm", d, eps)
+            self.attention = Attention(config, 0, f"{prefix}self_attn.")
+            size = config.num_kv_heads * config.head_dim
+            outputs = {"q_proj": config.num_heads * config.head_dim, "k_proj": size, "v_proj": size}
+            wide = Linear(f"{prefix}self_attn.", 2 * d, outputs, config.qkv_bias)
+            self.attention.qkv_proj = wide
+            self.mlp_norm = RMSNorm(f"{prefix}post_attention_layernorm", d, eps)
+            self.mlp = MLP(f"{prefix}mlp.", d, config.intermediate_size, config.mlp_bias)
+            self.norm = RMSNorm("norm", d, eps)
+            length = config.max_position_embeddings
+            self.rope = RotaryEmbedding(config.rope, config.rotary_dim, length, length)
+        allocate(self, dtype, device)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the layer."""
+        return self.norm.weight.device
+
+    def forward(
+        self, embedded: Tensor, features: Tensor, batch: Batch, kv: AttentionBackend
+    ) -> Tensor:
+        """Embeddings [N, d] and features of the positions before [N, d] -> a [N, d]."""
+        x = torch.cat((self.embedding_norm(embedded), self.feature_norm(features)), dim=-1)
+        attended = self.attention(x, self.rope(batch.positions), batch, kv)
+        x, residual = self.mlp_norm.add(attended, features)
+        return self.mlp(x) + residual
+
+
+def run_layers(
+    layers: nn.ModuleList,
+    x: Tensor,
+    rope: tuple[Tensor, Tensor],
+    batch: Batch,
+    kv: AttentionBackend,
+    taps: dict[int, Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """All layers, one by one. Entry n of `taps` becomes the hidden states [N, d] after n layers."""
+    residual: Any = None
+    for number, layer in enumerate(layers, start=1):
+        x, residual = layer(x, residual, rope, batch, kv)
+        if number in taps:
+            taps[number] = x + residual
+    return x, residual
+
+
+class Taps:
+    """`Decoder.all_layers` of a target whose passes also store the features of their positions.
+
+    Args:
+        model: the target; this takes the place of its `all_layers`.
+        depths: numbers of layers after which a hidden state is taken.
+        fc: [N, depths * d] -> features [N, d].
+        features: where they are stored: in the slots of keys and values.
+        kv: the target's KV cache. Passes over another cache store nothing.
+    """
+
+    def __init__(
+        self, model: Decoder, depths: Sequence[int], fc: Linear, features: Features, kv: KVCache
+    ):
+        self.inner, self.layers = model.all_layers, model.layers
+        self.depths, self.fc, self.features, self.kv = depths, fc, features, kv
+
+    def __call__(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `AllLayers`."""
+        if kv is not self.kv:
+            return None if self.inner is None else self.inner(x, rope, batch, kv)
+        taps: dict[int, Tensor | None] = dict.fromkeys(self.depths)
+        done = None
+        if isinstance(self.inner, AllLayers):
+            done = self.inner(x, rope, batch, kv, taps)
+        if done is None:
+            done = run_layers(self.layers, x, rope, batch, kv, taps)
+        states = torch.cat([each for each in taps.values() if each is not None], dim=-1)
+        self.features.pages.write(0, self.fc(states)[:, None], None, batch)
+        return done
+
+
+class Eagle(DraftModel):
+    """A proposer that drafts with an EAGLE layer.
+
+    Args:
+        layer: the layer.
+        target: the target, whose embedding and output matrix it uses.
+        features: the features of all positions that the target has computed.
+        shadow, max_num_tokens, coupled: as of `DraftModel`.
+    """
+
+    keeps_drafts = False
+
+    def __init__(
+        self,
+        layer: EagleLayer,
+        target: Decoder,
+        features: Features,
+        shadow: Shadow,
+        max_num_tokens: int,
+        coupled: bool = True,
+    ):
+        super().__init__(layer, shadow, features.tables, max_num_tokens, coupled)
+        self.layer, self.target, self.features = layer, target, features
+
+    def allocated(self) -> dict[str, int]:
+        """Allocated bytes by part of the memory plan."""
+        pages = (self.shadow.kv, self.features.pages)
+        host = (each for each in (self.shadow.host, self.features.host) if each is not None)
+        return {
+            "draft_weights": sum(each.nbytes for each in self.layer.parameters()),
+            "draft_kv_cache": sum(each.num_bytes for each in pages),
+            "draft_swap_space": sum(each.num_bytes for each in host),
+        }
+
+    def follow(self, plan: StepPlan) -> None:
+        """Apply the plan's block copies and swaps to the cache of the layer and to the features."""
+        super().follow(plan)
+        self.features.follow(plan)
+
+    def _catch_up(self, chunks: Sequence[Chunk]) -> Tensor:
+        batch = self._batch(chunks)
+        # Features of the positions before; the first position of a sequence has none.
+        spans = [(row.place, max(start - 1, 0), end - max(start, 1)) for row, start, end in chunks]
+        known = self.features.read(spans)
+        if any(start == 0 for _, start, _ in chunks):
+            features = known.new_zeros(len(batch.input_ids), known.shape[1])
+            features[batch.positions > 0] = known
+            known = features
+        return self._run(batch, known)
+
+    def _next(
+        self, rows: Sequence[DraftRow], starts: list[int], tokens: Tensor, hidden: Tensor
+    ) -> Tensor:
+        size, places = self.shadow.kv.block_size, [row.place for row in rows]
+        batch = decode_batch(self.tables, size, places, starts, [0] * len(rows))
+        return self._run(replace(batch, input_ids=tokens), hidden)
+
+    def _run(self, batch: Batch, features: Tensor) -> Tensor:
+        embedded = self.target.embedding(batch.input_ids)
+        return self.layer(embedded, features, batch, self.shadow.kv)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.target.logits(self.layer.norm(hidden))

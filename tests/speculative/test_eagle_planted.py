@@ -1,0 +1,102 @@
+"""Deliberate bugs of EAGLE, each with a test that finds it."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import minillm.engine.setup
+import minillm.execution.setup
+import minillm.speculative.setup
+from minillm.models import all_layers
+from minillm.ops import cpu_layers
+from minillm.speculative import draft_model, eagle, features, heads
+from tests.speculative import eagled, test_eagle
+from tests.speculative.eagled import write_eagle
+
+FORMULA, IN_C, HISTORY, OTHER = "formula", "in C", "history", "other model"
+ACCEPTED, SPANS, CACHE = "accepted", "spans", "cache"
+BUGS = {
+    "no bug": (eagle, "max(start - 1, 0), end", "max(start - 1, 0), end", ""),
+    "features a position too late": (
+        eagle, "max(start - 1, 0), end", "max(start, 0), end", FORMULA),
+    "the first position has the feature of the last": (
+        eagle, "features = known.new_zeros(", "features = known[-1:].new_ones(", FORMULA),
+    "features of the positions themselves": (
+        eagle, "features[batch.positions > 0] = known", "features[batch.positions < "
+        "batch.positions.max()] = known", FORMULA),
+    "one depth less": (cpu_layers, "taps[last] = x + residual", "taps[last] = residual", IN_C),
+    "a depth too early": (
+        eagle, "dict.fromkeys(self.depths)", "dict.fromkeys(max(n - 1, 1) for n in self.depths)",
+        FORMULA),
+    "no residual stream": (eagle, "return self.mlp(x) + residual", "return self.mlp(x)", FORMULA),
+    "halves exchanged": (
+        eagle, "(self.embedding_norm(embedded), self.feature_norm(features))",
+        "(self.feature_norm(features), self.embedding_norm(embedded))", FORMULA),
+    "norms exchanged": (
+        eagle, "(self.embedding_norm(embedded), self.feature_norm(features))",
+        "(self.feature_norm(embedded), self.embedding_norm(features))", FORMULA),
+    "the embedding of the token before": (
+        eagle, "self.target.embedding(batch.input_ids)",
+        "self.target.embedding(batch.input_ids.roll(1))", FORMULA),
+    "what is fed back was normed": (
+        eagle, "replace(batch, input_ids=tokens), hidden)",
+        "replace(batch, input_ids=tokens), self.layer.norm(hidden))", FORMULA),
+    "logits without the norm": (
+        eagle, "target.logits(self.layer.norm(hidden))", "target.logits(hidden)", FORMULA),
+    "drafts without their own keys": (
+        draft_model, "+ depth - 1 for row in active]", "- 1 for row in active]", FORMULA),
+    "accepted drafts keep their keys": (
+        eagle, "keeps_drafts = False", "keeps_drafts = True", ACCEPTED),
+    "and are computed again from the first": (
+        draft_model, "start = self._num_computed(row)", "start = 0", SPANS),
+    "keys are never old": (
+        draft_model, "min(self.shadow.num_computed(row.new.seq_id), len(row.token_ids) - 1)",
+        "len(row.token_ids) - 1", FORMULA),
+    "copies do not carry features": (features, "if plan.copies:", "if False:", HISTORY),
+    "the plan moves keys only": (eagle, "self.features.follow(plan)", "pass", HISTORY),
+    "any pass stores features": (eagle, "if kv is not self.kv:", "if False:", CACHE),
+    "the hash is not compared": (heads, '!= data.get("base_hash")', "== 0", OTHER),
+}  # fmt: skip
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug, folder, tmp_path, monkeypatch) -> None:
+    module, right, wrong, finder = BUGS[bug]
+    source, before = Path(module.__file__).read_text("utf-8"), dict(vars(module))
+    assert source.count(right) == 1
+    for name, value in before.items():
+        monkeypatch.setattr(module, name, value)  # put back at the end
+    exec(compile(source.replace(right, wrong), module.__file__, "exec"), vars(module))
+    setups = minillm.speculative.setup, minillm.execution.setup, minillm.engine.setup
+    for user in (*setups, all_layers, eagle, heads, eagled, test_eagle):
+        for name, value in list(vars(user).items()):
+            if name in before and value is before[name] and user is not module:
+                monkeypatch.setattr(user, name, getattr(module, name))
+    if module is draft_model:  # Eagle's class above stays: it gets the methods
+        for name, value in vars(draft_model.DraftModel).items():
+            if callable(value) and name in ("_chunks", "_draft", "_num_computed"):
+                monkeypatch.setattr(before["DraftModel"], name, value)
+    (apart := tmp_path / "apart").mkdir()
+    layer = write_eagle(folder, tmp_path / "layer")
+    how = {"temperature": 0.0}
+
+    history = partial(test_eagle.test_in_any_history, folder, layer, monkeypatch)
+    formula = partial(test_eagle.test_drafts_are_those_of_the_formula, folder, layer, monkeypatch)
+    spans = test_eagle.test_positions_are_computed_once_and_accepted_drafts_again
+    finders = {
+        FORMULA: lambda: formula(how),
+        IN_C: lambda: test_eagle.test_of_other_layers(apart, monkeypatch, "llama"),
+        HISTORY: lambda: [history(seed) for seed in range(4)],
+        OTHER: lambda: test_eagle.test_a_layer_of_another_model(folder, apart),
+        ACCEPTED: lambda: test_eagle.test_after_drafts_were_accepted(folder, layer, monkeypatch),
+        SPANS: lambda: spans(folder, layer, monkeypatch),
+        CACHE: lambda: test_eagle.test_a_pass_over_another_cache_stores_nothing(folder, layer),
+    }
+    if not finder:
+        for find in finders.values():
+            find()
+        return
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        finders[finder]()
