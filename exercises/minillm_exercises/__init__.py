@@ -20,7 +20,7 @@ from minillm_exercises.notebook import (
 )
 from minillm_exercises.plots import bars, bound, figure, listing, series, show
 from minillm_exercises.timing import Timing, measure
-from minillm_exercises.widgets import explore, step_through
+from minillm_exercises.widgets import design, explore, step_through
 
 __all__ = [
     "Timing",
@@ -28,6 +28,7 @@ __all__ = [
     "bound",
     "check",
     "compare",
+    "design",
     "engine",
     "explore",
     "fact",
