@@ -325,8 +325,8 @@ def predictions(chapter: Chapter) -> Violations:
             yield index, f"the key {key!r} begins with the chapter: '{chapter.number}.'."
         if name == "predict" and any(keyword.arg == "choice" for keyword in call.keywords):
             yield index, f"predict({key!r}) chooses for the reader: remove choice=."
-        if name == "compare" and "result" not in tags(chapter.cells[index]):
-            yield index, 'a cell with compare() is tagged "result", which gives it its colour.'
+        if (tag := {"compare": "result"}.get(name, name)) not in tags(chapter.cells[index]):
+            yield index, f'a cell with {name}() is tagged "{tag}", which gives it its colour.'
         best = [*call.args[2:3], *(word.value for word in call.keywords if word.arg == "best")]
         if name == "compare" and any(isinstance(node, ast.Constant) for node in best):
             yield index, f"compare({key!r}) has its letter as a literal: compute it from the data."
