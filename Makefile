@@ -20,7 +20,7 @@ PEERS ?= vllm openvino
 PEERS_DIR ?= .peers
 
 .DEFAULT_GOAL := help
-.PHONY: help run chat lab gpu check test test-mutation test-slow test-full test-emulated test-browser test-clients test-external notebooks facts facts-without-c stale bundle peers clean
+.PHONY: help run chat lab gpu check test test-mutation test-slow test-full test-emulated test-browser test-clients test-external notebooks facts facts-without-c stale bundle slides peers clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -113,6 +113,9 @@ stale: $(DEV_STAMP) ## measure a chapter again after a change of the code it tim
 
 bundle: $(COURSE_STAMP) ## the course in one zip, for machines without a network: dist/
 	@$(PY) notebooks/bundle.py $(ARGS)
+
+slides: $(COURSE_STAMP) ## a deck of slides for each chapter, or for one (CHAPTER=06), in dist/slides/
+	@$(PY) notebooks/slides.py $(CHAPTER)
 
 # On a rented machine there may be no network: no environment is made and nothing is installed.
 OUT ?= gpu-results
