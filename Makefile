@@ -86,7 +86,7 @@ test-emulated: $(DEV_STAMP) ## run the C functions with the instructions of othe
 test-browser: $(DEV_STAMP) ## set up selenium, and test the pages in Chromium, which must be installed with chromedriver
 	$(PY) -m pip install -q -e '.[browser]' -c constraints.txt
 	$(PY) -m pytest -n 0 -p no:nbval -rs tests/trace/test_browser.py tests/serving/test_live_trace_browser.py \
-		tests/serving/test_playground.py tests/serving/test_playground_views.py tests/serving/test_playground_requests.py
+		tests/serving/test_playground.py tests/serving/test_playground_views.py tests/serving/test_playground_requests.py tests/course/test_lab_browser.py
 
 test-clients: $(DEV_STAMP) $(PEERS_DIR)/clients/.installed ## set up other projects' clients (1 GB), and run them against minillm serve
 	$(PY) -m pytest -n 0 -p no:nbval tests/clients

@@ -11,7 +11,12 @@ import pytest
 from notebook_chapter import chapters
 
 ROOT = Path(__file__).resolve().parents[2]
-PIP = {"DRY_RUN": "1", "NO_DEPS": "1", "NO_INDEX": "1", "NO_BUILD_ISOLATION": "0"}  # 0: pip turns it round
+PIP = {
+    "DRY_RUN": "1",
+    "NO_DEPS": "1",
+    "NO_INDEX": "1",
+    "NO_BUILD_ISOLATION": "0",
+}  # 0: pip turns it round
 
 
 def cell() -> str:
