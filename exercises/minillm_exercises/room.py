@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -10,36 +10,31 @@ from pathlib import Path
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.manifest import Exercise
 
-MOST_BYTES = 10_000_000  # of a report; ours have less than 100 kB
-PASSED = ("begun", "pass")  # classes of cells
 PAGE = """\
 <!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>How far the room is</title><style>
-:root {{ color-scheme: light dark; }}
-body {{ margin: 2rem; font: 15px/1.5 system-ui, sans-serif; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+:root {{ color-scheme: light dark; }} body {{ margin: 2rem; font: 15px/1.5 system-ui, sans-serif; }}
+table {{ border-collapse: collapse; }} th:first-child {{ text-align: left; }}
 th, td {{ border: 1px solid #8886; padding: 0.2em 0.5em; text-align: center; }}
-th:first-child {{ text-align: left; }}
 .pass {{ background: #009e7355; }} .begun {{ background: #e69f0055; }}
-thead th, tfoot {{ font-weight: 600; }}
 </style></head><body>
 <h1>How far the room is</h1>
 <p>Reports: {people}. Green is passed; an orange cell has the points so far. Point at a cell for
 attempts and hints.</p>
-<table><thead><tr><th></th>{head}<th>points</th></tr></thead><tbody>
+<table><tr><th></th>{head}<th>points</th></tr>
 {rows}
-</tbody><tfoot><tr><th>passed</th>{passed}<td></td></tr><tr><th>hints opened</th>{hints}<td></td>
-</tr></tfoot></table>
+<tr><th>passed</th>{passed}<td></td></tr>
+<tr><th>hints opened</th>{hints}<td></td></tr></table>
 {bad}</body></html>
 """
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one learner's file says, by exercise: whether it is passed, points, attempts, hints."""
+    """What one learner's file says, by exercise: passed (1) or not (0), points, tries, hints."""
 
     name: str
-    passed: Mapping[str, bool]
+    passed: Mapping[str, int]
     earned: Mapping[str, int]
     attempts: Mapping[str, int]
     hints: Mapping[str, int]
@@ -52,23 +47,19 @@ def read_report(path: Path, name: str) -> Report:
         ExerciseError: the file is not one; the message says why.
     """
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ExerciseError(f"{path.name} has more than {MOST_BYTES // 10**6} MB: no report.")
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ExerciseError(f"{path.name} cannot be read: {error.strerror}.") from None
+        raise ExerciseError(f"{name} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError):
-        raise ExerciseError(f"{path.name} is no JSON, or was cut off: ask for it again.") from None
+        raise ExerciseError(f"{name} is no JSON, or was cut off: ask for it again.") from None
     try:
-        done = dict(data["exercises"])
-        return Report(
-            name,
-            {key: found["status"] == "pass" for key, found in done.items()},
-            {key: int(found["earned"]) for key, found in done.items()},
-            *({key: int(n) for key, n in data[kind].items()} for kind in ("attempts", "hints")),
-        )
+        done = data["exercises"].items()
+        passed = {key: int(found["status"] == "pass") for key, found in done}
+        earned = {key: int(found["earned"]) for key, found in done}
+        told = [{key: int(n) for key, n in data[kind].items()} for kind in ("attempts", "hints")]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise ExerciseError(f"{path.name} is not what `report --json` writes.") from None
+        raise ExerciseError(f"{name} is not what `report --json` writes.") from None
+    return Report(name, passed, earned, *told)
 
 
 def read_reports(folder: Path) -> tuple[list[Report], list[str]]:
@@ -86,7 +77,7 @@ def read_reports(folder: Path) -> tuple[list[Report], list[str]]:
         try:
             reports.append(read_report(path, name))
         except ExerciseError as error:
-            bad.append(f"{name}: {error}")
+            bad.append(str(error))
     if not reports:
         said = " ".join(bad) or "It has no .json files."
         raise ExerciseError(f"{folder} has no report: `report --json NAME.json` writes one. {said}")
@@ -95,32 +86,30 @@ def read_reports(folder: Path) -> tuple[list[Report], list[str]]:
 
 def room_page(reports: Sequence[Report], bad: Sequence[str], exercises: Sequence[Exercise]) -> str:
     """The page: a row for each learner, a column for each exercise that anybody has begun."""
-    exercises = [e for e in exercises if any(e.id in report.passed for report in reports)]
+    passed, hints = Counter[str](), Counter[str]()
+    for report in reports:
+        passed.update(report.passed)
+        hints.update(report.hints)
+    titles = {e.id: escape(e.title) for e in exercises if e.id in passed}
 
-    def cell(report: Report, exercise: str) -> str:
-        if exercise not in report.passed:
+    def cell(report: Report, key: str) -> str:
+        if key not in report.passed:
             return "<td></td>"
-        passed, earned = report.passed[exercise], report.earned[exercise]
-        attempts, hints = (counts.get(exercise, 0) for counts in (report.attempts, report.hints))
-        told = f"{exercise}: {earned} points, {attempts} attempts, {hints} hints"
-        return f'<td class="{PASSED[passed]}" title="{told}">{"✓" if passed else earned}</td>'
+        earned, kind = report.earned[key], ("begun", "pass")[report.passed[key]]
+        told = f"{report.attempts.get(key, 0)} attempts, {report.hints.get(key, 0)} hints"
+        shown = "✓" if kind == "pass" else earned
+        return f'<td class="{kind}" title="{key}: {earned} points, {told}">{shown}</td>'
 
     def row(report: Report) -> str:
-        cells = "".join(cell(report, e.id) for e in exercises)
+        cells = "".join(cell(report, key) for key in titles)
         total = sum(report.earned.values())
         return f"<tr><th>{escape(report.name)}</th>{cells}<td>{total}</td></tr>"
 
-    def totals(counts: Iterable[Mapping[str, int]]) -> str:
-        sums = Counter[str]()
-        for each in counts:
-            sums.update(each)
-        return "".join(f"<td>{sums[e.id] or ''}</td>" for e in exercises)
-
     return PAGE.format(
         people=len(reports),
-        head="".join(f'<th title="{escape(e.title)}">{e.id}</th>' for e in exercises),
+        head="".join(f'<th title="{title}">{key}</th>' for key, title in titles.items()),
         rows="\n".join(map(row, reports)),
-        passed=totals(report.passed for report in reports),
-        hints=totals(report.hints for report in reports),
+        passed="".join(f"<td>{passed[key] or ''}</td>" for key in titles),
+        hints="".join(f"<td>{hints[key] or ''}</td>" for key in titles),
         bad="".join(f"<p>Left out: {escape(sentence)}</p>\n" for sentence in bad),
     )

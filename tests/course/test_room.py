@@ -60,7 +60,6 @@ BAD = {
     "cut": ('{"version": 3, "exercises": {"e90.1"', "is no JSON, or was cut off"),
     "binary": (b"\xff\xfe\x00", "is no JSON, or was cut off"),
     "deep": ("[" * 100_000, "is no JSON, or was cut off"),
-    "large": (" " * 10_000_001, "more than 10 MB"),
     "list": ("[1, 2]", "is not what `report --json` writes"),
     "nbgrader": ('{"score": 3}', "is not what"),
     "exercises": (json.dumps(GOOD | {"exercises": [1]}), "is not what"),
@@ -82,9 +81,9 @@ def test_a_file_that_is_no_report_is_named_and_left_out(at: Terminal, reports: P
     assert "Reports: 3." in page
     assert "<th>&lt;b&gt;other</th>" in page
     for name, (_, why) in BAD.items():
-        (line,) = [line for line in said.splitlines() if line.startswith(f"{name}: ")]
+        (line,) = [line for line in said.splitlines() if line.startswith(f"{name} ")]
         assert why in line
-        assert page.count(f"Left out: {name}: ") == 1
+        assert page.count(f"Left out: {name} ") == 1
 
 
 def test_without_reports_there_is_no_page(at: Terminal, tmp_path: Path, capsys) -> None:
