@@ -62,12 +62,10 @@ BAD = {
     "deep": ("[" * 100_000, "is no JSON, or was cut off"),
     "list": ("[1, 2]", "is not what `report --json` writes"),
     "nbgrader": ('{"score": 3}', "is not what"),
-    "exercises": (json.dumps(GOOD | {"exercises": [1]}), "is not what"),
     "entry": (json.dumps(GOOD | {"exercises": {"e90.1": 3}}), "is not what"),
     "points": (json.dumps(GOOD | {"exercises": {"e90.1": {"status": "pass", "earned": "x"}}}),
                "is not what"),
     "infinite": (json.dumps(GOOD | {"hints": {"e90.1": float("inf")}}), "is not what"),
-    "null": (json.dumps(GOOD | {"attempts": None}), "is not what"),
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from notebook_chapter import chapters, slides
-from toy_notebooks import code, fact, markdown, notebook, write
+from toy_notebooks import code, fact, markdown, notebook
 
 PLOT = {
     "output_type": "display_data",
@@ -31,12 +31,8 @@ CELLS = (
 )
 
 
-def made(*cells):
-    return list(slides.slides(notebook(*cells, question="Why?")))
-
-
 def test_slides_follow_the_tags():
-    kinds, pages = zip(*made(*CELLS), strict=True)
+    kinds, pages = zip(*slides.slides(notebook(*CELLS)), strict=True)
     assert kinds == ("title", "predict", "plot", "result", "fix", "losses")
     assert "<h1>Two seats are empty</h1><p>Why?</p><svg" in pages[0]
     for page in pages[1:5]:
@@ -50,20 +46,12 @@ def test_slides_follow_the_tags():
         assert left_out not in everything
 
 
-def test_a_deck_ends_with_what_to_take_home(tmp_path):
-    path = write(tmp_path, "90_toy", *CELLS, question="Why?")
-    assert "To take home" not in slides.deck(path)
-    (tmp_path / "teaching").mkdir()
-    (tmp_path / "teaching" / "90.md").write_text("# T\n\n**To take home.** One\nline.\n\n**P.** No")
-    deck = slides.deck(path)
-    assert re.search("<h2>To take home</h2><p>One\nline.</p>\\s*</section><script>", deck)
-
-
 @pytest.mark.parametrize("path", chapters.chapter_paths(), ids=lambda path: path.stem)
 def test_every_chapter_is_a_deck_without_a_network(path):
-    deck = slides.deck(path)
+    deck = slides.deck(path)  # its last slide is of the teaching page
     kinds = re.findall(r'<section class="(\w+)', deck)
-    assert {"predict", "result", "plot", "losses", "home"} <= set(kinds)
+    assert {"predict", "result", "plot", "losses"} <= set(kinds)
+    assert kinds[-1] == "home"
     assert kinds.index("predict") < kinds.index("result")
     assert not re.findall(r"""@import|(?:src=|url\()(?!["']?(?:data:|#))""", deck)
     assert "<link" not in deck
