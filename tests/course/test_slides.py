@@ -26,7 +26,7 @@ CELLS = (
     code("compare(...)", "result", says="Counted: 3. That is a.\n"),
     code("def f():\n    return 1 < 2", "fix"),
     code("x = 1\n" * 19, "fix"),
-    code('task("e90.1")', says="a long task"),
+    code('task("e90.1")', outputs=({**CAPTION, "data": {"text/markdown": "a long task"}},)),
     markdown("## It does not buy\n\n* **Time.**", "losses"),
 )
 
