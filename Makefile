@@ -20,7 +20,7 @@ PEERS ?= vllm openvino
 PEERS_DIR ?= .peers
 
 .DEFAULT_GOAL := help
-.PHONY: help run chat lab gpu check test test-mutation test-slow test-full test-emulated test-browser test-clients test-external notebooks facts facts-without-c stale bundle peers clean
+.PHONY: help run chat lab gpu check test test-mutation test-slow test-full test-emulated test-browser test-clients test-external notebooks facts facts-without-c stale bundle slides peers clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -86,7 +86,7 @@ test-emulated: $(DEV_STAMP) ## run the C functions with the instructions of othe
 test-browser: $(DEV_STAMP) ## set up selenium, and test the pages in Chromium, which must be installed with chromedriver
 	$(PY) -m pip install -q -e '.[browser]' -c constraints.txt
 	$(PY) -m pytest -n 0 -p no:nbval -rs tests/trace/test_browser.py tests/serving/test_live_trace_browser.py \
-		tests/serving/test_playground.py tests/serving/test_playground_views.py tests/serving/test_playground_requests.py
+		tests/serving/test_playground.py tests/serving/test_playground_views.py tests/serving/test_playground_requests.py tests/course/test_lab_browser.py
 
 test-clients: $(DEV_STAMP) $(PEERS_DIR)/clients/.installed ## set up other projects' clients (1 GB), and run them against minillm serve
 	$(PY) -m pytest -n 0 -p no:nbval tests/clients
@@ -113,6 +113,9 @@ stale: $(DEV_STAMP) ## measure a chapter again after a change of the code it tim
 
 bundle: $(COURSE_STAMP) ## the course in one zip, for machines without a network: dist/
 	@$(PY) notebooks/bundle.py $(ARGS)
+
+slides: $(COURSE_STAMP) ## a deck of slides for each chapter, or for one (CHAPTER=06), in dist/slides/
+	@$(PY) notebooks/slides.py $(CHAPTER)
 
 # On a rented machine there may be no network: no environment is made and nothing is installed.
 OUT ?= gpu-results

@@ -27,6 +27,7 @@ from chapters import (
     script_errors,
 )
 from index import PAGES, title
+from minillm_exercises.widgets import CSS
 
 ROOT = NOTEBOOKS.parent
 FOLDERS = ("minillm", "kernels", "exercises", "notebooks")
@@ -106,11 +107,12 @@ main { max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2, h3 { line-height: 1.25; font-family: system-ui, sans-serif; }
 pre, code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 0.82em; }
 pre { margin: 0.4em 0; white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.4; }
-.jp-InputPrompt, .jp-OutputPrompt, .jp-Collapser, .anchor-link { display: none; }
-.jp-CodeCell { margin: 1em 0; }
-.jp-CodeCell .jp-InputArea { border-left: 3px solid #0072b2; background: #f5f5f5;
-  padding: 0.1em 0.8em; }
-.jp-OutputArea-output { padding: 0.1em 0.8em; }
+.prompt, .anchor-link { display: none; }
+.code_cell { margin: 1em 0; padding-left: 0.6rem; border-left: 4px solid transparent; }
+.code_cell pre { font-size: 0.74em; }
+.input_area { background: #f5f5f5; padding: 0.1em 0.8em; }
+.input_area .highlight { background: none; }
+.output_subarea { padding: 0.1em 0.8em; }
 blockquote { margin: 1em 0; padding: 0.1em 1em; border: 1px solid #999; }
 table { border-collapse: collapse; font-size: 0.9em; }
 th, td { border-bottom: 1px solid #bbb; padding: 0.2em 0.7em; text-align: left; }
@@ -118,7 +120,7 @@ img { max-width: 100%; height: auto; }
 @media print {
   body { font-size: 10.5pt; }
   main { max-width: none; margin: 0; padding: 0; }
-  .jp-InputArea, .jp-OutputArea-output, table, blockquote, img { break-inside: avoid; }
+  .input_area, .output_subarea, table, blockquote, img { break-inside: avoid; }
   h1, h2, h3 { break-after: avoid; }
   a { color: inherit; text-decoration: none; }
 }
@@ -152,7 +154,11 @@ def printable(path: Path, notebook: Notebook) -> str:
     page = BeautifulSoup(body, "html.parser")
     for script in page.find_all("script"):
         script.decompose()
-    style = STYLE + HtmlFormatter(style="bw").get_style_defs(".highlight")
+    for code in page.select(".celltag_facts .input, .celltag_setup .input"):
+        code.wrap(page.new_tag("details")).insert(0, fold := page.new_tag("summary"))
+        fold.string = "Code"
+    style = HtmlFormatter(style="bw").get_style_defs(".highlight")
+    style += STYLE + CSS.read_text(encoding="utf-8")
     return PAGE.format(title=html.escape(title(notebook)), style=style, body=page)
 
 

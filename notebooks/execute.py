@@ -88,8 +88,9 @@ def normalise(notebook: Notebook) -> list[str]:
     }
     for position, cell in code_cells(notebook):
         cell["metadata"] = {"tags": tags(cell)} if tags(cell) else {}
-        if is_fact_cell(cell) and not {"open", "turn"} & set(tags(cell)):
-            cell["metadata"]["jupyter"] = {"source_hidden": True}  # a reader opens it with a click
+        facts_only = is_fact_cell(cell) and not {"open", "turn"} & set(tags(cell))
+        if facts_only or "import *" in cell["source"]:  # a reader opens it with a click
+            cell["metadata"]["jupyter"] = {"source_hidden": True}
         warned = "".join(o["text"] for o in cell["outputs"] if o.get("name") == "stderr")
         if warned.strip():
             problems.append(f"cell {position} wrote to stderr, remove the cause: {warned.strip()}")

@@ -44,12 +44,14 @@ of Python's tensors. The [glossary](GLOSSARY.md) explains each term in one sente
 
 How a chapter works:
 
+* A coloured bar names what you ran: a prediction, your turn, a result, a fact, an exercise, a quiz.
 * **Predict** before you scroll: a prediction stays in your folder, and is shown beside the result.
 * **Your turn** cells have dots to replace, and check them; `turn("03.put", "give up")` shows ours.
 * **Read now** links to the engine's code, with two questions: JupyterLab opens it at the line.
-* `task("e03.1")` shows an exercise and `check("e03.1")` grades it. In a terminal:
-  `python -m minillm_exercises list`. The exercises of chapters 03, 06, 07 and 09 fit together:
-  `python -m minillm_exercises engine` runs the small engine that you have written.
+* `task("e03.1")` shows an exercise, with a button that puts its starter into the next cell, and
+  `check("e03.1")` grades it. In a terminal: `python -m minillm_exercises list`. The exercises of
+  chapters 03, 06, 07 and 09 fit together: `python -m minillm_exercises engine` runs the small
+  engine that you have written.
 * A line `measured: name = value` comes from a clock, and is different on each machine. A line
   `name: value` was counted or computed, and is the same on every machine; a test compares it.
   "Simulated" in a name means a virtual clock or a model of a device.

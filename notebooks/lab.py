@@ -196,6 +196,7 @@ def command(folder: Path, name: str, browser: bool, port: int | None) -> list[st
         f"--LabApp.default_url=/lab/tree/{quote((folder / name).relative_to(root).as_posix())}"
     ]
     words += [f"--FileCheckpoints.checkpoint_dir={folder / '.checkpoints'}"]  # none beside code
+    words += ["--LabApp.expose_app_in_browser=True"]  # the button that puts a starter into a cell
     words += [] if browser else ["--no-browser"]
     words += [] if port is None else [f"--port={port}"]
     # In a container everybody is root, and the server still listens on this machine only.

@@ -20,10 +20,10 @@ from minillm_exercises.notebook import (
 )
 from minillm_exercises.plots import bars, bound, figure, listing, series, show
 from minillm_exercises.timing import Timing, measure
-from minillm_exercises.widgets import explore, step_through
+from minillm_exercises.widgets import design, explore, step_through
 
 __all__ = [
-    "Timing", "bars", "bound", "check", "compare", "engine", "explore", "fact", "figure", "hint",
-    "listing", "measure", "predict", "quiz", "record", "say", "series", "show", "step_through",
-    "task", "turn",
+    "Timing", "bars", "bound", "check", "compare", "design", "engine", "explore", "fact", "figure",
+    "hint", "listing", "measure", "predict", "quiz", "record", "say", "series", "show",
+    "step_through", "task", "turn",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from minillm.lab.benchmarks.others import PROC, busy_ticks
+from minillm_exercises.widgets import cell_number
 
 LIMIT = 0.2  # fraction of all processors; above it, times are not to be trusted
 LEAST_SECONDS = 0.5  # a shorter time has too few ticks of the kernel's clock
@@ -63,8 +64,16 @@ def meter() -> Meter:
     return Meter()
 
 
+@cache
+def _warned() -> list[int | None]:
+    """The cell of the last warning."""
+    return [None]
+
+
 def warning(share: float) -> str:
-    """The sentence for a share above the limit, and "" below it."""
-    if share <= LIMIT:
+    """The sentence for a share above the limit, once for each cell of a notebook; else ""."""
+    cell, last = cell_number(), _warned()
+    if share <= LIMIT or (cell is not None and cell == last[0]):
         return ""
+    last[0] = cell
     return f"Other programs took {share:.0%} of this machine: do not trust this measurement."

@@ -11,6 +11,7 @@ import string
 import sys
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from minillm.errors import MinillmError
 from minillm_exercises import disturbance
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.predictions import Prediction, load_prediction, save_prediction
-from minillm_exercises.quiz import quiz_text
+from minillm_exercises.quiz import load_quiz, quiz_text
 from minillm_exercises.turns import verdict
+from minillm_exercises.widgets import buttons, is_live, mark
 
 LETTERS = string.ascii_lowercase
 
@@ -40,6 +42,7 @@ def fact(name: str, value: bool | int | str | Fraction, unit: str = "") -> None:
             f"The fact {name!r} is a {type(value).__name__}; facts are exact: a bool, an int, a "
             f"Fraction, or a str that you rounded by exact arithmetic."
         )
+    mark("fact")
     plain = isinstance(value, int) and not isinstance(value, bool)
     say(f"{name}: {f'{value:,}' if plain else value}{f' {unit}' if unit else ''}")
 
@@ -84,6 +87,7 @@ def predict(key: str, question: str, options: Sequence[str], choice: str | None 
     if choice is not None:
         letter = _letter(choice, named)
         save_prediction(key, letter, named[letter])
+    mark("predict")
     prediction = Prediction(key, question, named)
     say(prediction.text())
     prediction.show_buttons()
@@ -97,6 +101,7 @@ def compare(
     `found` says how, where nothing was measured: "Counted", "Computed". With `between` the value
     lies between two options, and `best` is the nearest one.
     """
+    mark("result")
     known = load_prediction(key)
     option = f"nearest to {best}" if between else best
     if known is None:
@@ -117,6 +122,7 @@ def _letter(choice: Any, named: Mapping[str, str]) -> str:
 def turn(name: str, answer: Any) -> None:
     """Check the small task `name` of the page: say whether `answer` is right and why, or a hint.
     With `...` or None in it, it is not filled in yet; "give up" shows a right one."""
+    mark("turn")
     try:
         say(verdict(name, answer))
     except ExerciseError as error:
@@ -124,13 +130,20 @@ def turn(name: str, answer: Any) -> None:
 
 
 def task(exercise_id: str) -> None:
-    """Show the task of an exercise and the file to begin with, here in the notebook."""
-    _show("task_here", exercise_id)
+    """Show the task of an exercise and the file to begin with, which a button of JupyterLab puts
+    into the next cell."""
+    mark("exercise")
+    page = _show("task_here", exercise_id)
+    if is_live() and hasattr(page, "button"):
+        from IPython.display import HTML, display
+
+        display(HTML(page.button))
 
 
 def check(exercise_id: str, *solution: Any) -> None:
     """Grade an exercise and show the verdict. With the function or class written in this notebook
     it is first saved into the learner's folder, so that the command line grades the same file."""
+    mark("exercise")
     _show("check_here", exercise_id, *solution)
 
 
@@ -139,13 +152,15 @@ def hint(exercise_id: str) -> None:
     _show("hint_here", exercise_id)
 
 
-def _show(what: str, *arguments: Any) -> None:
-    """Show what a function of `report` returns; none raises: a mistake becomes the text shown."""
+def _show(what: str, *arguments: Any) -> Any:
+    """Show what a function of `report` returns, and return it; none raises: a mistake becomes the
+    text shown."""
     from IPython.display import display
 
     from minillm_exercises import report  # the grader: only when it is asked for
 
-    display(getattr(report, what)(*arguments))
+    display(shown := getattr(report, what)(*arguments))
+    return shown
 
 
 def engine(*prompts: str) -> None:
@@ -165,8 +180,15 @@ def engine(*prompts: str) -> None:
 
 
 def quiz(chapter: str, answers: str = "") -> None:
-    """Show a chapter's questions, or with `answers` such as "b a c" what each is worth and why."""
+    """Ask a chapter's questions, with buttons in a live notebook; or, with `answers` such as
+    "b a c", say what each is worth and why."""
+    mark("quiz")
     try:
-        say(quiz_text(chapter, answers))
+        if answers.strip() or not is_live():
+            say(quiz_text(chapter, answers))
+            return
+        for number, question in enumerate(load_quiz(chapter), 1):
+            say(question.asked(number))
+            buttons(question.by_letter(), partial(question.answered, number))
     except ExerciseError as error:
         say(str(error))

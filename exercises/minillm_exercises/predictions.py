@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from minillm_exercises.widgets import is_live
+from minillm_exercises.widgets import buttons
 from minillm_exercises.wording import wrapped
 from minillm_exercises.workspace import Workspace, work_root, writing
 
@@ -25,22 +25,11 @@ class Prediction:
 
     def show_buttons(self) -> None:
         """Offer buttons where a person can press them, and nothing in a test or a script."""
-        if not is_live():
-            return
-        from IPython.display import display  # only a live notebook needs these two
-        from ipywidgets import HTML, Button, HBox, Layout
+        buttons(self.options, self._choose, self._said())
 
-        said = HTML(value=self._said())
-        row = []
-        for letter, option in self.options.items():
-            button = Button(description=letter, tooltip=option, layout=Layout(width="4em"))
-            button.on_click(lambda _, letter=letter: self._choose(letter, said))
-            row.append(button)
-        display(HBox([*row, said]))
-
-    def _choose(self, letter: str, said: object) -> None:
+    def _choose(self, letter: str) -> str:
         save_prediction(self.key, letter, self.options[letter])
-        said.value = self._said()  # type: ignore[attr-defined]
+        return self._said()
 
     def _said(self) -> str:
         known = load_prediction(self.key)

@@ -1,5 +1,6 @@
 """Three questions at the end of a chapter; the answers are in `exercises/quiz/NN.toml`."""
 
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +24,16 @@ class Question:
 
     def asked(self, number: int) -> str:
         """The question and its options as text."""
-        lines = [f"  {letter})  {option}" for letter, option in zip(LETTERS, self.options)]  # noqa: B905
+        lines = [f"  {letter})  {option}" for letter, option in self.by_letter().items()]
         asked = [
             wrapped(f"{number}. {self.text}", "   "),
             *(wrapped(line, " " * 6) for line in lines),
         ]
         return "\n".join(asked)
+
+    def by_letter(self) -> dict[str, str]:
+        """The options by their letters."""
+        return dict(zip(LETTERS, self.options))  # noqa: B905
 
     def answered(self, number: int, choice: str) -> str:
         """The sentence about the answer `choice`, right or wrong.
@@ -45,13 +50,18 @@ class Question:
         return f"{number}. {verdict}. {self.why}"
 
 
+def chapter_number(name: str) -> str:
+    """A chapter's number as its files have it, "01b", from the ways people write it: "1B"."""
+    return re.sub(r"^(?=\d(?!\d))", "0", name.strip().lower())
+
+
 def load_quiz(chapter: str, root: Path | None = None) -> tuple[Question, ...]:
     """The questions of a chapter ("03").
 
     Raises:
         ExerciseError: the chapter has no quiz, or its file is damaged.
     """
-    path = (root or exercises_root()) / "quiz" / f"{chapter}.toml"
+    path = (root or exercises_root()) / "quiz" / f"{chapter_number(chapter)}.toml"
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))["question"]
         questions = tuple(
@@ -78,6 +88,7 @@ def quiz_text(chapter: str, answers: str = "", root: Path | None = None) -> str:
     Raises:
         ExerciseError: no such quiz, too many answers, or a letter that is no option.
     """
+    chapter = chapter_number(chapter)
     questions = load_quiz(chapter, root)
     if answers.strip():
         return judged(questions, answers, f'quiz("{chapter}", "a b c")')[0]

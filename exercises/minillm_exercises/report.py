@@ -15,6 +15,14 @@ from minillm_exercises.results import Verdict
 from minillm_exercises.session import Session
 from minillm_exercises.wording import PAGE_COLUMNS
 
+STARTER = """\
+<button data-code="{code}" onclick="(async () => {{
+  const lab = window.jupyterapp;
+  if (!lab) return void (this.textContent = 'This page cannot add cells: copy the code above.');
+  await lab.commands.execute('notebook:insert-cell-below');
+  const cell = lab.shell.currentWidget.content.activeCell;
+  cell.model.sharedModel.setSource(this.dataset.code);
+}})()">Put the starter into the next cell</button>"""
 PRE = '<pre style="white-space:pre-wrap;margin:0.3em 0">{code}</pre>'
 
 
@@ -33,14 +41,22 @@ class Shown:
         return self.html
 
 
+@dataclass(frozen=True, repr=False)
 class Page(Shown):
-    """Markdown, shown as a page where there is one."""
+    """Markdown, shown as a page where there is one; `starter` is the code to begin with."""
+
+    starter: str = ""
 
     def _repr_markdown_(self) -> str:
         return self.text
 
     def _repr_html_(self) -> None:  # type: ignore[override]
         return None
+
+    @property
+    def button(self) -> str:
+        """What puts the starter, and the call that grades it, into a cell of JupyterLab."""
+        return STARTER.format(code=escape(self.starter))
 
 
 def lines(*texts: str) -> Shown:
@@ -140,4 +156,4 @@ def _task(exercise: Exercise, session: Session) -> Page:
         f'Begin with this code in a new cell, and grade it with `check("{exercise.id}", {names})`:',
         f"```python\n{starter}\n```",
     ]
-    return Page("\n\n".join(parts), "")
+    return Page("\n\n".join(parts), "", starter=f'{starter}\n\ncheck("{exercise.id}", {names})')

@@ -4,18 +4,74 @@ nothing, because the same function is drawn once with fixed values."""
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from minillm_exercises.errors import ExerciseError
 
 HEADLESS = ("MINILLM_RESULTS", "MINILLM_QUICK", "PYTEST_CURRENT_TEST", "CI")
+CSS = Path(__file__).with_name("cells.css")
+
+
+def _shell() -> Any:
+    """IPython's shell, or None outside of it."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython else None
+
+
+def cell_number() -> int | None:
+    """The number of the cell that runs, new in each run; None outside of a notebook."""
+    return getattr(_shell(), "execution_count", None)
 
 
 def is_live() -> bool:
     """Whether a person could press a button: a notebook kernel, outside tests and publication."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return hasattr(shell, "kernel") and not any(os.environ.get(name) for name in HEADLESS)
+    return hasattr(_shell(), "kernel") and not any(os.environ.get(name) for name in HEADLESS)
+
+
+def design() -> None:
+    """In a live notebook, give each kind of cell its colour, with the style sheet in `CSS`."""
+    if is_live():
+        from IPython.display import HTML, display
+
+        display(HTML(f"<style>{CSS.read_text(encoding='utf-8')}</style>"))
+
+
+def mark(kind: str) -> None:
+    """In a live notebook, say once in the output of a cell what kind of cell it is."""
+    if is_live():
+        _mark(kind, cell_number())
+
+
+@cache
+def _mark(kind: str, cell: int | None) -> None:
+    from IPython.display import HTML, display
+
+    name = {"turn": "Your turn"}.get(kind, kind.capitalize())
+    display(HTML(f'<span class="minillm minillm-{kind}">{name}</span>'))
+
+
+def buttons(options: Mapping[str, str], press: Callable[[str], str], said: str = "") -> None:
+    """In a live notebook, a button for each letter of `options`; beside them stands what `press`
+    returned for the last one, and `said` before."""
+    if not is_live():
+        return
+    from html import escape
+
+    from IPython.display import display  # only a live notebook needs these two
+    from ipywidgets import HTML, Button, HBox, Layout
+
+    answer, row = HTML(value=said), []
+
+    def pressed(button: Any) -> None:
+        answer.value = escape(press(button.description))
+
+    for letter, option in options.items():
+        button = Button(description=letter, tooltip=option, layout=Layout(width="4em"))
+        button.on_click(pressed)
+        row.append(button)
+    display(HBox([*row, answer]))
 
 
 def explore(

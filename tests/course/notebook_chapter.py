@@ -17,6 +17,7 @@ import forked  # noqa: E402, F401
 import index  # noqa: E402, F401
 import lab  # noqa: E402, F401
 import prose  # noqa: E402
+import slides  # noqa: E402, F401
 import stale  # noqa: E402, F401
 
 Violations = Iterator[tuple[int, str]]  # position of the cell or -1, what to repair

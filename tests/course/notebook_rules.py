@@ -34,7 +34,7 @@ ELEMENTS = tuple(
     "predict naive measure bottleneck fix equal again plot facts losses check quiz papers".split()  # noqa: SIM905
 )
 OTHER_TAGS = frozenset(
-    "setup header claim cover nbval-check-output example turn open read".split()  # noqa: SIM905
+    "setup header claim cover nbval-check-output example turn open read result".split()  # noqa: SIM905
 )
 BYTES = 400 * 1024  # a page that GitHub shows and git keeps cheaply
 EARLY = 12  # cells, prose included: setup, then the example and the picture of the mechanism
@@ -325,6 +325,8 @@ def predictions(chapter: Chapter) -> Violations:
             yield index, f"the key {key!r} begins with the chapter: '{chapter.number}.'."
         if name == "predict" and any(keyword.arg == "choice" for keyword in call.keywords):
             yield index, f"predict({key!r}) chooses for the reader: remove choice=."
+        if (tag := {"compare": "result"}.get(name, name)) not in tags(chapter.cells[index]):
+            yield index, f'a cell with {name}() is tagged "{tag}", which gives it its colour.'
         best = [*call.args[2:3], *(word.value for word in call.keywords if word.arg == "best")]
         if name == "compare" and any(isinstance(node, ast.Constant) for node in best):
             yield index, f"compare({key!r}) has its letter as a literal: compute it from the data."
@@ -409,6 +411,8 @@ def tasks_and_papers(chapter: Chapter) -> Violations:
     shown, graded = ({first(c) for _, c in chapter.calls(name)} for name in ("task", "check"))
     for name in sorted(map(str, graded - shown)):
         yield -1, f'check("{name}") without task("{name}"), which shows what to do.'
+    if not list(chapter.calls("design")):
+        yield -1, "no cell calls design(), which gives the cells their colours."
     if f"](figures/{chapter.number}.svg)" not in chapter.cells[0]["source"]:
         yield 0, f"the head has no map: ![A request's way ...](figures/{chapter.number}.svg)."
     boxes = [index for index, cell in enumerate(chapter.cells) if "claim" in tags(cell)]

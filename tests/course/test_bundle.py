@@ -40,6 +40,12 @@ def test_a_page_holds_code_outputs_and_pictures_with_their_texts(page):
     assert "<title>It slows &amp; falls</title>" in page
 
 
+def test_a_page_shows_the_kinds_of_cells_and_folds_the_code_of_facts(page):
+    assert re.search(r'class="[^"]*code_cell[^"]*celltag_facts', page)  # what the style sheet names
+    assert '.celltag_facts::before { content: "Fact"; }' in page
+    assert re.search(r"<details><summary>Code</summary>.{0,300}count", page, re.DOTALL)
+
+
 def test_a_page_loads_nothing_from_anywhere(page):
     assert "<script" not in page
     assert not re.findall(r'(?:src|href)="(?:https?:)?//', page)

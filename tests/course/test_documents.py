@@ -120,7 +120,7 @@ def test_the_guide_has_every_plan_and_the_errors_are_complete(capsys):
 
 
 def test_the_hidden_check_of_the_guide_works(tmp_path):
-    [block] = re.findall(r"```python\n(.*?)```", text_of(GUIDE), re.DOTALL)
+    *_, block = re.findall(r"^```python\n(.*?)```", text_of(GUIDE), re.DOTALL | re.MULTILINE)
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "test_e01_1.py").write_text(block)
     exercise = MANIFEST["e01.1"]

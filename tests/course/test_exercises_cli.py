@@ -277,6 +277,7 @@ def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]
 def test_a_quiz_is_asked_and_judged(at: Terminal) -> None:
     letters = [question.answer for question in load_quiz("03")]
     at.sees("quiz 3", "1. ", "  a)  ", "Answer with: python -m minillm_exercises quiz 03 a b c")
+    at.sees("quiz 1B", "Answer with: python -m minillm_exercises quiz 01b a b c")
     at.sees(f"quiz 03 {' '.join(letters)}", "1. right.", "3 of 3 right.")
     at.sees(f"quiz 03 - {' '.join(letters[1:])}", "2. right.", "2 of 3 right.", code=1)
 

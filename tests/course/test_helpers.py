@@ -318,6 +318,91 @@ def test_a_slider_draws_again_below_and_only_when_moved(monkeypatch) -> None:
     assert calls == [{"t": 1, "p": 2}, {"t": 0, "p": 2}]
 
 
+@pytest.fixture
+def live(monkeypatch) -> list:
+    """A live notebook: what it displays. `display` of the cell that runs may be asked twice."""
+    import IPython.display
+
+    from minillm_exercises import notebook, widgets
+
+    shown: list = []
+    monkeypatch.setattr(IPython.display, "display", shown.append)
+    for module in (widgets, notebook):
+        monkeypatch.setattr(module, "is_live", lambda: True)
+    widgets._mark.cache_clear()
+    return shown
+
+
+def labels(shown: list) -> list[str]:
+    """The kinds of cells that were marked."""
+    texts = (getattr(thing, "data", None) or "" for thing in shown)
+    return [text.split("minillm-")[1].split('"')[0] for text in texts if "minillm-" in text]
+
+
+def test_a_live_cell_is_marked_once_with_its_kind(monkeypatch, live) -> None:
+    from minillm_exercises import design, turn, widgets
+
+    cell = [1]
+    monkeypatch.setattr(widgets, "cell_number", lambda: cell[0])
+    fact("a", 1)
+    fact("b", 2)
+    compare("03.none", "4 ms", "b")
+    cell[0] = 2
+    fact("c", 3)
+    turn("03.none", ...)
+    predict("03.none", "Which?", ["this", "that"])
+    assert labels(live) == ["fact", "result", "fact", "turn", "predict"]
+    design()
+    assert "<style>" in live[-1].data
+    for kind in ("predict", "turn", "result", "fact", "exercise", "quiz"):
+        assert f":has(.minillm-{kind})" in live[-1].data
+
+
+def test_nothing_is_marked_on_a_page(monkeypatch, capsys) -> None:
+    import IPython.display
+
+    from minillm_exercises import design, quiz
+
+    shown: list = []
+    monkeypatch.setattr(IPython.display, "display", shown.append)
+    design()
+    fact("a", 1)
+    quiz("1b")
+    assert shown == []
+    assert 'Answer with quiz("01b", "a b c")' in capsys.readouterr().out
+
+
+def test_a_quiz_has_buttons_in_a_live_notebook(live, capsys) -> None:
+    from minillm_exercises import quiz
+
+    quiz("3")
+    rows = [thing for thing in live if hasattr(thing, "children")]
+    questions = load_quiz("03")
+    assert len(rows) == len(questions)
+    assert "Answer with" not in capsys.readouterr().out
+    for row, question in zip(rows, questions, strict=True):
+        *options, said = row.children
+        assert said.value == ""
+        for button in options:
+            button.click()
+            right = button.description == question.answer
+            assert (" right. " in said.value) == right or " is wrong, " in said.value
+            assert question.why.split()[0] in said.value
+
+
+def test_a_button_puts_the_starter_into_a_cell(live) -> None:
+    from html import unescape
+
+    from minillm_exercises import task
+
+    task("e03.1")
+    task("e99.9")  # a sentence, and no button
+    (button,) = [x.data for x in live if "jupyterapp" in str(getattr(x, "data", ""))]
+    code = unescape(button.split('data-code="')[1].split('"')[0])
+    assert "class KVCache" in code
+    assert code.endswith('check("e03.1", KVCache)')
+
+
 def test_a_trace_is_a_viewer_in_jupyterlab_and_a_line_on_a_page(monkeypatch, capsys) -> None:
     import minillm_exercises.widgets as widgets
     from minillm.lab.simulation import Simulation

@@ -140,7 +140,7 @@ CELLS = [
         "# Every token reads the first one again\n\n45 minutes. ![The way](figures/90.svg)",
         "header",
     ),
-    code("import time\nN = 128\nLENGTHS = (16, 32)", "setup"),
+    code("import time\nN = 128\nLENGTHS = (16, 32)\ndesign()", "setup"),
     code('predict("90.clock", "How much?", ["2", "4"])', "predict"),
     markdown(PROSE, "claim"),
     code("def step():\n    return sum(range(N))", "naive", "example"),
@@ -148,7 +148,7 @@ CELLS = [
     code("count = N * 2\ncount", "bottleneck"),
     code("def cached():\n    return N", "fix"),
     code("cached() == N", "equal"),
-    code('compare("90.clock", measured=f"{slow.median} times", best=BEST)', "again"),
+    code('compare("90.clock", measured=f"{slow.median} times", best=BEST)', "again", "result"),
     code('show(fig, f"It is {N}: the line rises with every token.")', "plot", outputs=(PLOT,)),
     code("show(fig, caption)", outputs=(PLOT,)),
     code("show(fig, caption)", outputs=(PLOT,)),
@@ -332,6 +332,7 @@ PLANTED = {
         (dict(results={**RESULTS, "timed": {}}), "changed since the measurement: make stale"),
     ],
     rules.predictions: [
+        (put(9, metadata={"tags": ["again"]}), 'tagged "result"'),
         (edit(9, "90.clock", "90.other"), "'90.clock' needs a predict(), and after it"),
         (edit(9, "90.clock", "90.other"), "'90.other' needs a predict()"),
         (edit(2, '"4"]', '"4"], choice="b"'), "chooses for the reader"),
@@ -357,6 +358,7 @@ PLANTED = {
         (run("print(answer)"), "uses ['answer'], which a learner may leave open"),
     ],
     rules.tasks_and_papers: [
+        (edit(1, "design()", "N"), "no cell calls design()"),
         (drop(19), 'check("e90.1") without task("e90.1")'),
         (add(markdown("> two", "claim")), "a second box of claims"),
         (put(LAST, source="Pope et al."), "no paper has a link"),

@@ -128,10 +128,9 @@ def draw_queues(found: Mapping[int, float], peak: float, offered: float) -> None
     level = [length for length, value in found.items() if value > 0.99 * best]
     show(
         fig,
-        f"Simulated goodput at {offered:g} requests/s, three times what the server can serve, "
-        f"against the length of the queue. The queues of {level[0]} to {level[-1]} places differ "
-        f"by less than one percent; they give up to {100 * best / peak:.0f} percent of what all "
-        "seats can write.",
+        f"Simulated goodput at {offered:g} requests/s against the length of the queue. "
+        f"Within one percent of the best: {', '.join(map(str, level))} places. The best is "
+        f"{100 * best / peak:.0f} percent of what all seats can write.",
     )
 
 

@@ -19,7 +19,7 @@ from minillm_exercises.doctor import Finding, examine
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.explain import advice, has_answer, next_step, summary, troubles
 from minillm_exercises.manifest import Exercise
-from minillm_exercises.quiz import LETTERS, Question, judged, load_quiz
+from minillm_exercises.quiz import LETTERS, Question, chapter_number, judged, load_quiz
 from minillm_exercises.readme import brief
 from minillm_exercises.results import Verdict
 from minillm_exercises.watch import watch
@@ -285,7 +285,7 @@ def _show_finding(finding: Finding, app: App) -> None:
 
 def command_quiz(args: Namespace, app: App) -> int:
     """Ask a chapter's questions, or judge the answers that were given with the command."""
-    chapter = args.chapter.zfill(2)
+    chapter = chapter_number(args.chapter)
     questions = load_quiz(chapter)
     if args.answers:
         said, right = judged(questions, " ".join(args.answers), f"quiz {chapter} a b c")

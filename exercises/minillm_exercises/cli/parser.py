@@ -25,6 +25,7 @@ LEARN: Mapping[str, str] = MappingProxyType({
 TEACH: Mapping[str, str] = MappingProxyType({
     "verify": "prove that the graders tell right from wrong",
     "grade": "grade a folder of submissions with your own seed and hidden checks",
+    "room": "write a page that shows how far everybody is, from their reports",
     "release": "write a copy of the exercises without their solutions",
 })  # fmt: skip
 COMMANDS: Mapping[str, str] = MappingProxyType({**LEARN, **TEACH})
@@ -46,6 +47,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "verify": "verify\nverify e03.1 e03.2",
         "grade": "grade submissions --out grades.csv\n"
         "grade submissions --seed 20 --hidden secret/checks --out grades.csv --json grades.json",
+        "room": "room reports\nroom reports --out room.html",
         "release": "release --out learners/exercises",
     }
 )
@@ -176,6 +178,12 @@ def _seed(parser: ArgumentParser) -> None:
                         help="other random inputs than the public ones (0)")  # fmt: skip
 
 
+def _room(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", type=Path, help="with files of `report --json`")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("room.html"),
+                        help="the page (room.html)")  # fmt: skip
+
+
 def _release(parser: ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder")
 
@@ -184,6 +192,6 @@ _ARGUMENTS = MappingProxyType(
     {
         "start": _start, "run": _run, "watch": _watch, "hint": _hint, "solution": _solution,
         "reset": _reset, "quiz": _quiz, "engine": _engine, "report": _report, "verify": _verify,
-        "grade": _grade, "release": _release,
+        "grade": _grade, "room": _room, "release": _release,
     }
 )  # fmt: skip

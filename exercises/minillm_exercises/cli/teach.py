@@ -1,4 +1,4 @@
-"""What an instructor types: report, verify, grade, release."""
+"""What an instructor types: report, verify, grade, room, release."""
 
 import json
 import shutil
@@ -16,6 +16,7 @@ from minillm_exercises.cli.app import App
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.gradebook import as_csv, as_json, grade_class
 from minillm_exercises.manifest import exercises_root
+from minillm_exercises.room import read_reports, room_page
 from minillm_exercises.scores import grade_begun, junit, report
 from minillm_exercises.workspace import shown_path, writing
 
@@ -98,6 +99,14 @@ def command_grade(args: Namespace, app: App) -> int:
         app.write(args.out, table)
     else:
         app.out.file.write(table)
+    return 0
+
+
+def command_room(args: Namespace, app: App) -> int:
+    """Write the page of a room."""
+    reports, bad = read_reports(args.folder)
+    app.write(args.out, room_page(reports, bad, [*app.session.manifest.values()]))
+    app.show(*bad)
     return 0
 
 

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""A deck of slides for each chapter, made from the tags and outputs of its cells: dist/slides/.
+
+A deck is one HTML file that needs nothing else. Arrow keys and clicks turn it, print it for paper.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+from nbconvert.filters import markdown2html
+
+import chapters
+from chapters import NOTEBOOKS, Notebook, read_notebook, stdout, tags
+from index import title, way
+from minillm_exercises.widgets import CSS
+
+KINDS = ("predict", "result", "claim", "losses", "fix")
+CODE_LINES = 18  # of a fix that a room can read
+PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
+body {{ margin: 0; font: 26px/1.4 system-ui, sans-serif; }}
+section {{ display: none; box-sizing: border-box; min-height: 100vh; padding: 4vh 6vw; }}
+section.on {{ display: flex; flex-direction: column; height: 100vh; }}
+section > * {{ flex-shrink: 0; margin: 0.3em 0; }} em {{ font-size: 0.75em; }}
+img, svg {{ flex: 0 1 auto; min-height: 0; object-fit: contain; align-self: start; max-width: 100%;
+  background: #fff; }}
+pre {{ font-size: 0.8em; white-space: pre-wrap; }} .anchor-link {{ display: none; }}
+.result pre {{ font-size: 1.1em; }} td, th {{ padding: 0.1em 0.8em; text-align: left; }}
+.losses, .claim {{ font-size: 0.85em; }}
+@media (prefers-color-scheme: dark) {{ body {{ background: #111; color: #eee; }} }}
+@media print {{ section {{ display: block; break-after: page; }} }}
+{style}</style>{body}<script>
+const pages = [...document.querySelectorAll('section')];
+const turn = step => {{
+  const next = (parseInt(location.hash.slice(1)) || 1) - 1 + step;
+  const at = Math.max(0, Math.min(pages.length - 1, next));
+  pages.forEach((page, n) => page.classList.toggle('on', n === at));
+  history.replaceState(null, '', '#' + (at + 1));
+}};
+const STEPS = {{ ArrowRight: 1, PageDown: 1, ' ': 1, ArrowLeft: -1, PageUp: -1 }};
+addEventListener('keydown', e => e.key in STEPS && (e.preventDefault(), turn(STEPS[e.key])));
+addEventListener('click', e => e.target.closest('a') || turn(e.clientX < innerWidth / 4 ? -1 : 1));
+turn(0);
+</script></html>
+"""
+
+
+def slides(notebook: Notebook) -> Iterator[tuple[str, str]]:
+    """The kind and the HTML of each slide, in the order of the chapter."""
+    head, question = title(notebook), notebook["metadata"]["minillm"]["question"]
+    yield "title", f"<h1>{escape(head)}</h1><p>{escape(question)}</p>{way(notebook).decode()}"
+    heading = ""
+    for cell in notebook["cells"][1:]:
+        kind = next((tag for tag in KINDS if tag in tags(cell)), "plot")
+        source, parts = cell["source"], []
+        if cell["cell_type"] == "markdown":
+            found = re.search(r"^## .+$", source, re.MULTILINE)
+            heading = markdown2html(found[0]) if found else heading
+            parts += [markdown2html(source)] if kind != "plot" else []
+        elif "task(" not in source and not {"quiz", "facts"} & set(tags(cell)):
+            if kind == "fix" and len(source.splitlines()) <= CODE_LINES:
+                parts.append(f"<pre>{escape(source)}</pre>")
+            if kind in ("predict", "result"):
+                parts.append(f"<pre>{escape(stdout(cell['outputs']))}</pre>")
+            for data in (output.get("data", {}) for output in cell["outputs"]):
+                text = data.get("text/markdown", "")
+                if png := data.get("image/png"):
+                    parts.append(f'<img alt="" src="data:image/png;base64,{png.strip()}">')
+                elif text and "<details" not in text:
+                    parts.append(markdown2html(text))
+            parts = [heading, *parts] if parts else []
+        if parts:
+            yield kind, "".join(parts)
+
+
+def deck(path: Path) -> str:
+    """The deck of one chapter; its last slide is what the teaching page wants to be taken home."""
+    notebook = read_notebook(path)
+    made, page = list(slides(notebook)), path.parent / "teaching" / f"{chapters.number(path)}.md"
+    text = page.read_text("utf-8") if page.exists() else ""
+    if home := re.search(r"\*\*To take home\.\*\* (.+?)\n\n", text, re.DOTALL):
+        made.append(("home", f"<h2>To take home</h2>{markdown2html(home[1])}"))
+    body = "".join(f'<section class="{k} celltag_{k}">{html}</section>' for k, html in made)
+    return PAGE.format(title=escape(title(notebook)), style=CSS.read_text("utf-8"), body=body)
+
+
+def main(out: Path = NOTEBOOKS.parent / "dist" / "slides") -> int:
+    """Write the decks of the chapters that the command line names ("06"), or of all."""
+    for path in chapters.chapter_paths(wanted=tuple(sys.argv[1:])):
+        chapters.write_text(out / f"{path.stem}.html", deck(path))
+        sys.stdout.write(f"{out / path.stem}.html\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(chapters.script_errors(main))
