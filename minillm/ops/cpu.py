@@ -6,7 +6,7 @@ could make C access memory outside a tensor are checked here or in C, and raise 
 
 import os
 from collections.abc import Callable
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import Structure, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from minillm.errors import ConfigError
 from minillm.ops import dispatch
-from minillm.ops.batch import Batch, Pages
+from minillm.ops.batch import Batch, Pages, Tails
 from minillm.ops.c_library import Element, Library, NoLibrary, Threads, library
 from minillm.ops.cpu_checks import check, check_integers, check_rope, check_tables, check_vector
+from minillm.ops.cpu_structures import address, structure_of
 
 ELEMENTS: tuple[tuple[torch.dtype, Element], ...] = (
     (torch.bfloat16, "BF16"),
@@ -61,6 +62,15 @@ class Functions:
     threads: Threads
 
 
+@dataclass(frozen=True)
+class TailsInC:
+    """`tails` of tails.h."""
+
+    starts: Tensor
+    order: Tensor
+    width: int
+
+
 @cache
 def functions(dtype: torch.dtype) -> Functions | None:
     """The functions for tensors of this dtype; None if there are none."""
@@ -80,7 +90,7 @@ def functions(dtype: torch.dtype) -> Functions | None:
         bind("add_rms_norm", None, P, P, P, P, P, N, N, F),
         bind("silu_mul", None, P, P, N, N),
         bind("norm_rope_write", N, P, P, P, F, P, P, N, P, P, N, N, N, P, N, P, N, N, N, N, N),
-        bind("decode_attention", N, *attention, N, N, N),
+        bind("decode_attention", N, *attention, N, N, N, P),
         bind("decode_queries", N, N),
         bind("prefill_attention", N, *attention, N),
         bind("int8_attention", N, P, P, P, P, P, N, F, N, P, N, N, N, N, N, N),
@@ -281,12 +291,23 @@ def paged_attention(
         sequences, heads, kv_heads, d, dv,
     )  # fmt: skip
     # The first call validates the tables for both.
-    status = found.decode_attention(*arguments, count, num_blocks, columns)
+    tree = tails_in_c(batch.tails, len(seq_lens))
+    status = found.decode_attention(*arguments, count, num_blocks, columns, address(tree))
     few = found.decode_queries(heads // kv_heads)
     if not status and batch.max_query_len > few:
         status = found.prefill_attention(*arguments, few + 1)
     raise_for(status, k_cache, count)
     return out
+
+
+def tails_in_c(tails: Tails | None, sequences: int) -> Structure | None:
+    """The order of keys of token trees (`tails.h`); the caller keeps its tensors alive."""
+    if tails is None:
+        return None
+    for name, each in zip(Tails._fields, tails, strict=True):
+        check_integers(name, each, torch.int32)
+        check(len(each) == sequences, name, each, f"[{sequences}, ..]")
+    return structure_of(TailsInC)(*(each.data_ptr() for each in tails), tails.order.shape[1])
 
 
 def raise_for(status: int, cache: Tensor, num_queries: int) -> None:
