@@ -28,6 +28,7 @@ from minillm.execution.graphs import Capture, DecodeGraphs, record_draft
 from minillm.execution.state import DeviceRows, RowStates, SequenceRow
 from minillm.layers.kv_cache import KVCache
 from minillm.models.batches import make_batch
+from minillm.models.trees import tree_batch
 from minillm.models.decoder import Decoder
 from minillm.models.deterministic import TiledDecoder
 from minillm.ops.batch import Batch
@@ -36,6 +37,7 @@ from minillm.sampling.logprobs import LogprobTable, describe, token_logprobs
 from minillm.sampling.sampler import Sampler
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.speculative.speculator import Speculator
+from minillm.speculative.trees import keep_path
 
 T = TypeVar("T")
 
@@ -212,6 +214,9 @@ class Runner:
             result.why_eager = "several tokens of a sequence"
             return None
         states = self._states(rows)
+        if any(state.tree for _, state in states):
+            result.why_eager = "a token tree"
+            return None
         ids, pending = self._input_ids(states)
         if most == 1:
             self._upload_last_tokens(states)
@@ -257,7 +262,8 @@ class Runner:
         """The flat batch of these rows."""
         states = self._states(rows)
         input_ids, pending = self._input_ids(states)
-        batch = make_batch(
+        trees = [state.tree for _, state in states]
+        batch = (partial(tree_batch, trees=trees) if any(trees) else make_batch)(
             self.rows.tables,
             self.kv.block_size,
             [state.row for _, state in states],
@@ -304,7 +310,7 @@ class Runner:
         for row, state in states:
             end = row.start + row.num_tokens  # position of the last sampled token
             row_ids += [state.row] * row.num_logits
-            positions += range(end - row.num_logits + 1, end + 1)
+            positions += state.positions(end - row.num_logits + 1, end + 1)
             forks += [row.num_forks] * row.num_logits
         verified = [state for _, state in states if state.drafts] if self.speculator else []
         drafts = {state.row: state.drafts for state in verified}
@@ -313,7 +319,8 @@ class Runner:
         entries = self._logprobs(states, logits, tokens)
         self._feed(states, tokens)
         read = read_later(tokens, best)
-        give = partial(give_tokens, states, read, entries, self.sampler, flight.result)
+        args = states, read, entries, self.sampler, flight.result
+        give = partial(give_tokens, *args, self._keep_path)
         flight.reads.append(give)
 
     def _wanted(self, rows: Sequence[Row], hidden: Tensor, part: Sequence[Row]) -> Tensor:
@@ -323,6 +330,15 @@ class Runner:
         ends = dict(zip((row.seq_id for row in rows), ends_of(rows), strict=True))
         wanted = [range(ends[row.seq_id] - row.num_logits, ends[row.seq_id]) for row in part]
         return hidden[self._tensor([place for places in wanted for place in places])]
+
+    def _keep_path(self, state: SequenceRow, path: Sequence[int]) -> None:
+        """Move the keys and values of the accepted nodes of a tree behind the known tokens."""
+        slots = self.rows.tables.host[state.row], self.kv.block_size, len(state.token_ids) - 1
+        keep_path(self.tensors_by_slot(), *slots, path)
+
+    def tensors_by_slot(self) -> Sequence[Tensor]:
+        """What is stored of each position: [layers, blocks, heads, block_size(, D)] each."""
+        return self.kv.tensors
 
     def _logprobs(self, states: RowStates, logits: Tensor, tokens: Tensor) -> LogprobTable | None:
         """Log-probabilities of the sampled tokens, for the rows that request them."""

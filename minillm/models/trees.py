@@ -58,6 +58,16 @@ class Tree:
         """Whether each draft follows the one before."""
         return self.parents == tuple(range(ROOT, len(self.parents) - 1))
 
+    @cached_property
+    def chain(self) -> tuple[int, ...]:
+        """The drafts of the path that goes from each node on to its first child."""
+        found, last = [], ROOT
+        for draft, parent in enumerate(self.parents):
+            if parent == last:
+                found.append(draft)
+                last = draft
+        return tuple(found)
+
     def first(self, count: int) -> "Tree":
         """The tree of the first `count` drafts."""
         return self if count >= len(self.parents) else Tree(self.parents[:count])

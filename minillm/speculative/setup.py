@@ -14,6 +14,7 @@ from minillm.sampling.rules import Rule
 from minillm.sampling.synthetic import Synthetic
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
+from minillm.scheduling.tree_drafts import TreeDrafts
 from minillm.speculative.features import Features
 from minillm.speculative.heads import HeadsSource, load_heads, open_heads
 from minillm.speculative.medusa import Medusa, MedusaHeads
@@ -121,6 +122,10 @@ def build_drafts(
     config: SpeculativeConfig, draft: DraftSource | HeadsSource | None = None
 ) -> Drafts:
     """The policy for the number of drafts per row."""
+    if isinstance(draft, HeadsSource) and draft.tree is not None:
+        if config.adapts:
+            return TreeDrafts(draft.values, config.disable_by_batch_size)
+        return Drafts(len(draft.tree), config.disable_by_batch_size)
     policy = AdaptiveDrafts if config.adapts else Drafts
     context = None if draft is None else draft.context
     most = min(config.most, draft.most) if isinstance(draft, HeadsSource) else config.most
@@ -130,7 +135,16 @@ def build_drafts(
 def build_heads(
     config: SpeculativeConfig, source: HeadsSource, model: Decoder, features: Features, packs: bool
 ) -> Proposer:
-    """The proposer that runs draft heads, in the dtype of the target."""
+    """The proposer that runs draft heads, in the dtype of the target.
+
+    Raises:
+        ConfigError: the heads cannot be loaded, or the tree needs another device.
+    """
+    if source.tree is not None and model.device.type != "cpu":
+        raise ConfigError(
+            f"token trees are verified on a CPU and this engine is on {model.device.type}; leave "
+            "out 'tree' of speculative_config to draft a chain."
+        )
     heads = MedusaHeads(source.most, source.size, source.width, model.dtype, model.device)
     try:
         load_heads(heads, source.folder, packs)
@@ -138,7 +152,8 @@ def build_heads(
         raise ConfigError(
             f"speculative_config's model {config.model!r} cannot be loaded: {error}"
         ) from error
-    return Medusa(heads, features, model.logits, config.rejection_sample_method != "standard")
+    coupled = config.rejection_sample_method != "standard"
+    return Medusa(heads, features, model.logits, coupled, source.tree)
 
 
 def build_proposer(config: SpeculativeConfig) -> Proposer:
