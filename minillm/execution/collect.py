@@ -14,7 +14,7 @@ from minillm.sampling.sampler import Sampler
 from minillm.sampling.verify import match, until_stop
 from minillm.scheduling.plan import Row
 
-KeepPath = Callable[[SequenceRow, Sequence[int]], None]  # `Runner._keep_path`
+KeepPath = Callable[[int, int, Sequence[int]], None]  # `keep_path` of a row, a start and a path
 
 
 def give_tokens(
@@ -76,7 +76,7 @@ def verified(
         nodes = state.tree.walk(samples, drafts)
     nodes = nodes[: until_stop([samples[node] for node in nodes], state.new.stop_ids)]
     if state.tree is not None:
-        keep_path(state, nodes)
+        keep_path(state.row, len(state.token_ids) - 1, nodes)
         state.tree = None
     kept = [samples[node] for node in nodes]
     sampler.append_run(state.row, len(state.token_ids), kept)

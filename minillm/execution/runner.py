@@ -58,6 +58,7 @@ class Runner:
         max_blocks: int,
     ):
         self.model, self.kv, self.host = model, kv, host
+        self.by_slot: Sequence[Tensor] = kv.tensors  # what is stored of each position
         # Deterministic mode: log-probabilities do not depend on the batch size.
         self.row_by_row = isinstance(model, TiledDecoder)
         self.device = model.device
@@ -210,12 +211,9 @@ class Runner:
             return None
         most = max(row.num_tokens for row in rows)
         graphs = self.graphs if most == 1 else self.verify_graphs
-        if graphs is None or most > graphs.query_len:
-            result.why_eager = "several tokens of a sequence"
-            return None
         states = self._states(rows)
-        if any(state.tree for _, state in states):
-            result.why_eager = "a token tree"
+        if graphs is None or most > graphs.query_len or any(state.tree for _, state in states):
+            result.why_eager = "several tokens of a sequence"
             return None
         ids, pending = self._input_ids(states)
         if most == 1:
@@ -262,15 +260,12 @@ class Runner:
         """The flat batch of these rows."""
         states = self._states(rows)
         input_ids, pending = self._input_ids(states)
+        parts = (
+            self.rows.tables, self.kv.block_size, [state.row for _, state in states],
+            [row.start for row in rows], [row.num_tokens for row in rows], input_ids,
+        )  # fmt: skip
         trees = [state.tree for _, state in states]
-        batch = (partial(tree_batch, trees=trees) if any(trees) else make_batch)(
-            self.rows.tables,
-            self.kv.block_size,
-            [state.row for _, state in states],
-            [row.start for row in rows],
-            [row.num_tokens for row in rows],
-            input_ids,
-        )
+        batch = tree_batch(*parts, trees) if any(trees) else make_batch(*parts)
         if pending:
             where, source = upload(self.device, *np.array(pending, dtype=np.int64).T)
             batch.input_ids.index_copy_(0, where, self.rows.last.index_select(0, source))
@@ -319,8 +314,8 @@ class Runner:
         entries = self._logprobs(states, logits, tokens)
         self._feed(states, tokens)
         read = read_later(tokens, best)
-        args = states, read, entries, self.sampler, flight.result
-        give = partial(give_tokens, *args, self._keep_path)
+        keep = partial(keep_path, self.by_slot, self.rows.tables)
+        give = partial(give_tokens, states, read, entries, self.sampler, flight.result, keep)
         flight.reads.append(give)
 
     def _wanted(self, rows: Sequence[Row], hidden: Tensor, part: Sequence[Row]) -> Tensor:
@@ -330,15 +325,6 @@ class Runner:
         ends = dict(zip((row.seq_id for row in rows), ends_of(rows), strict=True))
         wanted = [range(ends[row.seq_id] - row.num_logits, ends[row.seq_id]) for row in part]
         return hidden[self._tensor([place for places in wanted for place in places])]
-
-    def _keep_path(self, state: SequenceRow, path: Sequence[int]) -> None:
-        """Move the keys and values of the accepted nodes of a tree behind the known tokens."""
-        slots = self.rows.tables.host[state.row], self.kv.block_size, len(state.token_ids) - 1
-        keep_path(self.tensors_by_slot(), *slots, path)
-
-    def tensors_by_slot(self) -> Sequence[Tensor]:
-        """What is stored of each position: [layers, blocks, heads, block_size(, D)] each."""
-        return self.kv.tensors
 
     def _logprobs(self, states: RowStates, logits: Tensor, tokens: Tensor) -> LogprobTable | None:
         """Log-probabilities of the sampled tokens, for the rows that request them."""

@@ -68,8 +68,6 @@ class AllLayers:
         """[N, d] -> two of [N, d], as `DecoderLayer.forward` of the last layer returns them."""
         if not isinstance(kv, KVCache) or not self._may(x, kv):
             return None
-        if batch.tails is not None and len(kv.tensors) > 2:  # codes
-            return None
         if self._layers is None or self._layers.keys is not kv.key:
             self._layers = Layers(self.weights, self.shape, kv.key, kv.value, kv.pages)
         return self._layers.run(

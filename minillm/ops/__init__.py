@@ -214,8 +214,9 @@ def paged_attention(
 
 def _takes_tails(q: Tensor, pages: Pages, scale: float, mode: AttentionMode) -> bool:
     """Whether attention reads the keys of token trees where they are."""
-    plain = mode == "fast" and scale > 0 and codes_of(pages) is None
-    return plain and q.device.type == "cpu" and cpu.takes_attention(q, pages.key, pages.value)
+    if codes := codes_of(pages):
+        return mode != "plain" and scale > 0 and cpu_int8_cache.takes(q, codes)
+    return mode == "fast" and scale > 0 and cpu.takes_attention(q, pages.key, pages.value)
 
 
 def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ could make C access memory outside a tensor are checked here or in C, and raise 
 
 import os
 from collections.abc import Callable
-from ctypes import Structure, c_float, c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from minillm.errors import ConfigError
 from minillm.ops import dispatch
-from minillm.ops.batch import Batch, Pages, Tails
+from minillm.ops.batch import Batch, Pages
 from minillm.ops.c_library import Element, Library, NoLibrary, Threads, library
 from minillm.ops.cpu_checks import check, check_integers, check_rope, check_tables, check_vector
-from minillm.ops.cpu_structures import address, structure_of
+from minillm.ops.cpu_structures import address
+from minillm.ops.cpu_tails import tails_in_c
 
 ELEMENTS: tuple[tuple[torch.dtype, Element], ...] = (
     (torch.bfloat16, "BF16"),
@@ -62,15 +63,6 @@ class Functions:
     threads: Threads
 
 
-@dataclass(frozen=True)
-class TailsInC:
-    """`tails` of tails.h."""
-
-    starts: Tensor
-    order: Tensor
-    width: int
-
-
 @cache
 def functions(dtype: torch.dtype) -> Functions | None:
     """The functions for tensors of this dtype; None if there are none."""
@@ -93,7 +85,7 @@ def functions(dtype: torch.dtype) -> Functions | None:
         bind("decode_attention", N, *attention, N, N, N, P),
         bind("decode_queries", N, N),
         bind("prefill_attention", N, *attention, N),
-        bind("int8_attention", N, P, P, P, P, P, N, F, N, P, N, N, N, N, N, N),
+        bind("int8_attention", N, P, P, P, P, P, N, F, N, P, N, N, N, N, N, N, P),
         bind("norm_rope_write_int8", N, P, P, P, F, P, P, N, P, P, N, P, N, N, N, N),
         bind("pack_panels", None, P, P, N, N),
         bind("panel_product", None, P, P, P, P, N, N, N, N),
@@ -298,16 +290,6 @@ def paged_attention(
         status = found.prefill_attention(*arguments, few + 1)
     raise_for(status, k_cache, count)
     return out
-
-
-def tails_in_c(tails: Tails | None, sequences: int) -> Structure | None:
-    """The order of keys of token trees (`tails.h`); the caller keeps its tensors alive."""
-    if tails is None:
-        return None
-    for name, each in zip(Tails._fields, tails, strict=True):
-        check_integers(name, each, torch.int32)
-        check(len(each) == sequences, name, each, f"[{sequences}, ..]")
-    return structure_of(TailsInC)(*(each.data_ptr() for each in tails), tails.order.shape[1])
 
 
 def raise_for(status: int, cache: Tensor, num_queries: int) -> None:

@@ -22,6 +22,7 @@ from minillm.ops.cpu_int8_cache import Int8Pages
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
 from minillm.ops.cpu_quantized import MatrixParts
 from minillm.ops.cpu_structures import address, filled
+from minillm.ops.cpu_tails import tails_in_c
 
 ALIGNMENT = 64  # bytes, a cache line
 ATTENTION, MLP = 1, 2  # the halves of a layer, as in layers.c
@@ -199,7 +200,7 @@ class Layers:
         residual = torch.empty_like(x)
         memory = self._take(count)
         cos, sin = rope[0].contiguous(), rope[1].contiguous()
-        tree = cpu.tails_in_c(tails, len(seq_lens))
+        tree = tails_in_c(tails, len(seq_lens))
         step = _Step(
             count,
             len(seq_lens),

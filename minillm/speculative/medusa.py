@@ -102,15 +102,19 @@ class Medusa:
         found = dict(zip((row.new.seq_id for row in ordered), draws.drafts(), strict=True))
         return [found[row.new.seq_id] for row in rows]
 
-    def _propose_trees(self, rows: Sequence[DraftRow], paths: Sequence[Path]) -> list[Draft]:
-        paths = paths[: max(row.num_drafts for row in rows)]
-        depth, width = max(map(len, paths)), 1 + max(map(max, paths))
+    @torch.inference_mode()
+    def ranks(self, rows: Sequence[DraftRow], depth: int, width: int) -> Tensor:
+        """The `width` best tokens of the first `depth` heads: int64 [width, depth, R]."""
         states = self.heads(self.features.read([(r.place, len(r.token_ids) - 2, 1) for r in rows]))
         pack = pack_of([row for _ in range(depth) for row in rows], states.device)
         later = torch.arange(depth, device=states.device).repeat_interleave(len(rows))
         pack = pack._replace(position=pack.position + later)
         logits = self.logits(states[:depth].flatten(0, 1))  # [depth * R, V]
-        table = ranked(logits, pack, width).unflatten(1, (depth, len(rows)))
+        return ranked(logits, pack, width).unflatten(1, (depth, len(rows)))
+
+    def _propose_trees(self, rows: Sequence[DraftRow], paths: Sequence[Path]) -> list[Draft]:
+        paths = paths[: max(row.num_drafts for row in rows)]
+        table = self.ranks(rows, max(map(len, paths)), 1 + max(map(max, paths)))
         ranks, heads = zip(*((path[-1], len(path) - 1) for path in paths), strict=True)
         tokens = table[list(ranks), list(heads)].T.tolist()  # [R, drafts]
         parents = tree_of(paths).parents

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minillm.models.batches import Numbers
+from minillm.models.batches import BlockTables
 from minillm.models.trees import ROOT, Tree
 from minillm.ops.sampling import Pack, choose
 from minillm.ops.slots import move_slot
@@ -98,7 +98,7 @@ def ranked(logits: Tensor, pack: Pack, width: int) -> Tensor:
 
 
 def keep_path(
-    caches: Sequence[Tensor], table: Numbers, block_size: int, start: int, path: Sequence[int]
+    caches: Sequence[Tensor], tables: BlockTables, row: int, start: int, path: Sequence[int]
 ) -> None:
     """Move the slots of an accepted path behind each other: node path[i] to position start + i.
 
@@ -107,15 +107,14 @@ def keep_path(
 
     Args:
         caches: pages [layers, blocks, heads, block_size(, D)] of all that is stored of a position.
-        table: blocks of the sequence.
+        row: of the sequence in `tables`.
         start: position of the tree's root.
         path: nodes from the root, 0, on.
     """
-
-    def slot(place: int) -> int:
-        return int(table[(start + place) // block_size]) * block_size + (start + place) % block_size
-
+    table, size = tables.host[row], caches[0].shape[3]
     for place, node in enumerate(path):
-        if node != place:
-            for cache in caches:
-                move_slot(cache, slot(node), slot(place))
+        if node == place:
+            continue
+        (source, old), (target, new) = (divmod(start + each, size) for each in (node, place))
+        for cache in caches:
+            move_slot(cache, int(table[source]) * size + old, int(table[target]) * size + new)

@@ -96,7 +96,7 @@ static void find_tile(const problem *p, int64_t begin, int64_t end, tile *t) {
     t->begin = begin;
     t->count = end - begin < most ? end - begin : most;
     while (i < t->count) {
-        int64_t at = place_of(p->tail, begin + i), block = p->table[at / size], offset = at % size;
+        int64_t at = place_at(p->tail, begin + i), block = p->table[at / size], offset = at % size;
         const element *key = p->k.data + block * p->k.block + offset * p->k.row;
         const element *value = p->v.data + block * p->v.block + offset * p->v.row;
         int64_t run = size - offset < t->count - i ? size - offset : t->count - i;

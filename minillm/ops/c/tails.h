@@ -21,7 +21,7 @@ static inline tail tail_of(const tails *all, int64_t sequence) {
     return (tail){all->order + sequence * all->width, all->starts[sequence]};
 }
 
-static inline int64_t place_of(tail t, int64_t position) {
+static inline int64_t place_at(tail t, int64_t position) {
     return position < t.start ? position : t.start + t.order[position - t.start];
 }
 
