@@ -152,7 +152,7 @@ def heads_tree(
 
 def mean_accuracy(given: Any, num_heads: int) -> trees.Table | None:
     """The mean over temperatures of `rank_accuracy` of a `heads.json`, [heads, ranks]: how often
-    each rank of each head is the token that comes. None if it has another form."""
+    each rank of each head is the token that comes, by falling rate. None if it has another form."""
     try:
         table = np.array(list(given.values()), dtype=np.float64).mean(axis=0)
     except (AttributeError, TypeError, ValueError):
@@ -160,7 +160,7 @@ def mean_accuracy(given: Any, num_heads: int) -> trees.Table | None:
     right = table.ndim == 2 and len(table) == num_heads and table.size
     if not right or not ((table >= 0) & (table <= 1)).all():
         return None
-    return table.tolist()
+    return np.minimum.accumulate(table, axis=1).tolist()
 
 
 def tensors_of(module: nn.Module) -> dict[str, CheckpointTensor]:
