@@ -28,9 +28,9 @@ from minillm.execution.graphs import Capture, DecodeGraphs, record_draft
 from minillm.execution.state import DeviceRows, RowStates, SequenceRow
 from minillm.layers.kv_cache import KVCache
 from minillm.models.batches import make_batch
-from minillm.models.trees import tree_batch
 from minillm.models.decoder import Decoder
 from minillm.models.deterministic import TiledDecoder
+from minillm.models.trees import tree_batch
 from minillm.ops.batch import Batch
 from minillm.ops.transfers import read_later, upload
 from minillm.sampling.logprobs import LogprobTable, describe, token_logprobs

@@ -1,6 +1,7 @@
 """Single slots of KV pages of any kind: plain tensors, codes of 8 bits, scales."""
 
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -8,7 +9,8 @@ from torch import Tensor
 from minillm.ops.batch import Batch, Pages
 from minillm_kernels.int8_cache import keys_of, values_of
 
-VIEWS = {torch.uint8: keys_of, torch.int8: values_of}  # four positions are interleaved
+# Of codes, of which four positions are interleaved.
+VIEWS = MappingProxyType({torch.uint8: keys_of, torch.int8: values_of})
 
 
 def slots_of(cache: Tensor, block: Tensor | slice, offset: Tensor | int) -> tuple[Tensor, tuple]:
@@ -52,10 +54,7 @@ def untangled(pages: Pages, batch: Batch) -> tuple[Pages, Batch]:
         to[where] = view[source]
         return new
 
-    key = copied(pages.key)
-    if pages.value.data_ptr() == pages.key.data_ptr():  # MLA
-        found = Pages(key, key[..., : pages.value.shape[-1]])
-    else:
-        rest = (None if each is None else copied(each) for each in pages[1:])
-        found = Pages(key, *rest)
+    key, scales = copied(pages.key), [each if each is None else copied(each) for each in pages[2:]]
+    mla = pages.value.data_ptr() == pages.key.data_ptr()  # a value is the first part of its key
+    found = Pages(key, key[..., : pages.value.shape[-1]] if mla else copied(pages.value), *scales)
     return found, replace(batch, block_tables=own.view(count, width), tails=None)

@@ -190,8 +190,12 @@ def test_a_tail_outside_of_the_table_is_an_error(kind):
     tails = case.batch.tails
     assert tails is not None
     longest = case.batch.block_tables.shape[1] * case.pages.key.shape[2]
-    for starts, order in ((tails.starts, tails.order + longest), (tails.starts, tails.order - 99),
-                          (tails.starts - 200, tails.order), (tails.starts, tails.order[:, :1])):
+    for starts, order in (
+        (tails.starts, tails.order + longest),
+        (tails.starts, tails.order - 99),
+        (tails.starts - 200, tails.order),
+        (tails.starts, tails.order[:, :1]),
+    ):
         wrong = type(tails)(starts.contiguous(), order.contiguous())
         with pytest.raises(IndexError, match="point outside the cache"):
             case.attend(replace(case.batch, tails=wrong))

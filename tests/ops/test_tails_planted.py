@@ -15,7 +15,6 @@ DECODE, CODES = FILES
 BUGS = {
     "the mask is shifted by one": (DECODE, r"t\.order\[position - t\.start\]",
                                    "t.order[position - t.start] - 1"),
-    "a tail begins a position late": (DECODE, r"position < t\.start \?", "position <= t.start ?"),
     "places follow each other": (DECODE, r"return count < 1 \? count : 1;", "return count;"),
     "the tail of the first sequence": (DECODE, r"all->order \+ sequence \* all->width",
                                        "all->order"),
@@ -26,8 +25,9 @@ BUGS = {
                                "(block * heads + t->head) * size + at % size"),
     "scales of the cache": (CODES, r"load_scales\(now, now->pages->key_scale",
                             "load_scales(now, p->pages->key_scale"),
-    "the next tile's copy is this one's": (CODES, r"next->copy = &w->copies\[1\]",
-                                           "next->copy = &w->copies[0]"),
+    "tiles share a copy": (CODES, r"w->copies\[i\]\.key = take\(&memory, slots \* p->d / 4\);",
+                           "w->copies[i].key = i ? w->copies[0].key : "
+                           "take(\&memory, slots * p->d / 4);"),
     "tiles in order only": (CODES, r"tail\.start < at \+ found->count", "tail.start < at"),
 }  # fmt: skip
 

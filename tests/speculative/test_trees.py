@@ -100,7 +100,9 @@ def test_moves_of_a_path_that_overlap(kind):
 
         def stored(pages: Any) -> list[torch.Tensor]:
             table = tables.device[1]
-            return [int8_cache.gather(each, table, 32)[:, :32] for each in pages if each is not None]
+            return [
+                int8_cache.gather(each, table, 32)[:, :32] for each in pages if each is not None
+            ]
 
         before = [stored(pages) for pages in kv.pages]
         keep_path(kv.tensors, tables, 1, start, path)
@@ -193,7 +195,7 @@ def test_trees_change_no_token(cell):
     llm = check(cell, {"method": proposer, "num_speculative_tokens": 15})
     counters = llm.engine.scheduler.counters
     assert proposer.num_branched > 60
-    assert 0.8 < counters.num_accepted_tokens / counters.num_drafts
+    assert counters.num_accepted_tokens / counters.num_drafts > 0.8
 
 
 @pytest.mark.parametrize("cell", [Cell("bytes", chunk=7, cache="hash", pool="swap"),
@@ -358,8 +360,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ngram": ({"method": "ngram", "model": None, "tree": [[0]]}, "a tree belongs to 'medusa'"),
     "standard": ({"rejection_sample_method": "standard", "tree": [[0]]}, "is verified 'strict'"),
     "no accuracies": ({"tree": "auto"}, "no valid rank_accuracy in heads.json, .* train the heads"),
-    "none for a size": ({"tree": [[0]], "num_speculative_tokens": "auto"}, "no valid rank_accuracy"),
-    "a long chain": ({"num_speculative_tokens": 16}, "is 16; it must be a whole number from 1 to 15"),
+    "none for a size": (
+        {"tree": [[0]], "num_speculative_tokens": "auto"},
+        "no valid rank_accuracy",
+    ),
+    "a long chain": (
+        {"num_speculative_tokens": 16},
+        "is 16; it must be a whole number from 1 to 15",
+    ),
     "64 drafts": ({"tree": [[0]], "num_speculative_tokens": 64}, "is 64; it must be a whole"),
 }
 
@@ -399,13 +407,18 @@ def test_a_gpu_takes_no_tree_yet(folder, tmp_path, monkeypatch):
     from minillm.speculative.setup import build_heads
 
     config = SpeculativeConfig.of(MEDUSA | {"tree": [[0]]})
-    with pytest.raises(ConfigError, match="verified on a CPU and this engine is on cuda; leave out"):
+    with pytest.raises(
+        ConfigError, match="verified on a CPU and this engine is on cuda; leave out"
+    ):
         build_heads(config, source, on_gpu, None, False)
 
 
 ANSWERS = {
     "a parent too few": (Draft([1, 2], None, [-1]), "2 drafts with 1 parents"),
-    "a parent behind": (Draft([1, 2], None, [1, -1]), "draft 0 has parent 1; it must be an earlier"),
+    "a parent behind": (
+        Draft([1, 2], None, [1, -1]),
+        "draft 0 has parent 1; it must be an earlier",
+    ),
     "its own parent": (Draft([1, 2], None, [-1, 1]), "draft 1 has parent 1"),
     "before the root": (Draft([1], None, [-2]), "has parent -2"),
     "twins": (Draft([1, 1], None, [-1, -1]), "same parent and token"),
