@@ -1,7 +1,7 @@
 """The number of drafts of a token tree, of which `AdaptiveDrafts` takes the first ones that pay.
 
     draft                 1     2     3     4      by falling value, parents before children
-    value               .42   .11   .10   .06      probability that its path is accepted, as measured
+    value               .42   .11   .10   .06      probability that its path is accepted, measured
     survival            .50   .13   .12   .07      when the tree was made, times a measured factor
 
 Each value is the probability of one more token, so the values take the place of the survival of a

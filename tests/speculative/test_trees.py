@@ -3,7 +3,7 @@
 import json
 import logging
 import random
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ def test_depths_paths_and_walks():
         longest = max(
             (paths_to(tree, node) for node in range(count + 1)),
             key=lambda path: len(path) * all(
-                samples[a] == tokens[b - 1] for a, b in zip(path, path[1:], strict=False)
+                samples[a] == tokens[b - 1] for a, b in pairwise(path)
             ),
         )  # fmt: skip
         assert tree.walk(samples, tokens) == longest
@@ -98,8 +98,7 @@ def test_moves_of_a_path_that_overlap(kind):
         count = dice.randint(1, 30 - start)
         path = [0, *sorted(dice.sample(range(1, count + 1), dice.randint(0, count)))]
 
-        def stored(pages: Any) -> list[torch.Tensor]:
-            table = tables.device[1]
+        def stored(pages: Any, table: torch.Tensor = tables.device[1]) -> list[torch.Tensor]:
             return [
                 int8_cache.gather(each, table, 32)[:, :32] for each in pages if each is not None
             ]
@@ -199,7 +198,7 @@ def test_trees_change_no_token(cell):
 
 
 @pytest.mark.parametrize("cell", [Cell("bytes", chunk=7, cache="hash", pool="swap"),
-                                  Cell("llama", FAST, cache="radix", kv="int8")], ids=str)  # fmt: skip
+                                  Cell("llama", FAST, cache="radix", kv="int8")], ids=str)  # fmt: skip # noqa: E501
 def test_trees_of_heads_change_no_token(cell):
     config = {"method": "medusa", "model": heads_of(cell.model), "tree": PATHS}
     counters = check(cell, config).engine.scheduler.counters
