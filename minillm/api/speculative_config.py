@@ -1,11 +1,13 @@
 """`speculative_config`: the proposer of drafts, their number, and the acceptance rule."""
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Self
 
 from minillm.api.checks import CheckedArguments, checked, choice, is_whole, whole
 from minillm.api.sampling_params import shown
+from minillm.api.tree_config import AUTO_NODES, AUTO_TREE, MOST_NODES, paths_of
 from minillm.errors import ConfigError
 
 HEAD_METHODS = ("medusa", "eagle")  # trained for one target model
@@ -53,6 +55,10 @@ class SpeculativeConfig(CheckedArguments):
             draft model, but the tokens depend on the number of drafts and on preemptions.
             "synthetic" accepts with `synthetic_acceptance_rates`, whatever the drafts are, to
             measure speed with dummy weights.
+        tree: a token tree for "medusa", verified on a CPU: "auto" grows it from the accuracies
+            stored with the heads, and drafts as much of it as is fastest. Or its paths, lists
+            of ranks: [0, 1] is the second best token of head 1 behind the best of head 0. Then
+            `num_speculative_tokens` is optional, by default "auto" or all paths.
         synthetic_acceptance_rates: for each of the k drafts, the probability that it is accepted
             given that all drafts before it are.
 
@@ -67,7 +73,7 @@ class SpeculativeConfig(CheckedArguments):
         MISSING,
         Integral | str,
         f"a whole number from 1 to {MAX_DRAFTS} or 'auto'",
-        lambda k: k == AUTO or (is_whole(k) and 1 <= k <= MAX_DRAFTS),
+        lambda k: k == AUTO or (is_whole(k) and 1 <= k <= MOST_NODES),
     )
     method: Any = checked(
         None,
@@ -88,10 +94,20 @@ class SpeculativeConfig(CheckedArguments):
     max_model_len: int | None = whole(None, 1, 2**31)
     rejection_sample_method: str = choice("strict", *REJECTION_METHODS)
     synthetic_acceptance_rates: tuple[float, ...] | None = None
+    tree: Any = None
+
+    @classmethod
+    def of(cls, given: object) -> Self:
+        """The settings for a mapping; with a tree, the number of drafts has a default."""
+        if isinstance(given, Mapping) and (tree := given.get("tree")) is not None:
+            every = len(tree) if isinstance(tree, list | tuple) else 0
+            given = {"num_speculative_tokens": min(every, MOST_NODES) or AUTO} | dict(given)
+        return super().of(given)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_method()
+        self._check_tree()
         self._check_own_keys()
         self._set_lookup()
         self._check_rates()
@@ -104,7 +120,11 @@ class SpeculativeConfig(CheckedArguments):
     @property
     def most(self) -> int:
         """Maximum drafts per sequence and step."""
-        return AUTO_MOST if self.adapts else int(self.num_speculative_tokens)
+        if not self.adapts:
+            return int(self.num_speculative_tokens)
+        if self.tree is None:
+            return AUTO_MOST
+        return AUTO_NODES if self.tree == AUTO_TREE else len(self.tree)
 
     @property
     def adapts(self) -> bool:
@@ -135,6 +155,24 @@ class SpeculativeConfig(CheckedArguments):
                 "speculative_config's 'max_model_len' is the context of a draft model; leave it "
                 f"out with method {self.name!r}."
             )
+
+    def _check_tree(self) -> None:
+        """Check the tree, and that there is one if there are more drafts than a chain has."""
+        if self.tree is None and not self.adapts and self.most > MAX_DRAFTS:
+            raise ConfigError(
+                f"speculative_config's 'num_speculative_tokens' is {self.most}; it must be a whole "
+                f"number from 1 to {MAX_DRAFTS} or 'auto'."
+            )
+        if self.tree is None:
+            return
+        if self.method != "medusa" or self.rejection_sample_method != "strict":
+            raise ConfigError(
+                f"speculative_config has a tree with method {self.name!r} and "
+                f"rejection_sample_method {self.rejection_sample_method!r}; a tree belongs to "
+                "'medusa', and is verified 'strict'."
+            )
+        if self.tree != AUTO_TREE:
+            self._set("tree", paths_of(self.tree))
 
     def _check_own_keys(self) -> None:
         """Set the defaults of the method's own keys, and refuse those of other methods."""

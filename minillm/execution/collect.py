@@ -1,6 +1,6 @@
 """Collecting a step: copies tokens, log-probabilities and errors into its `StepResult`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isfinite
 
 import torch
@@ -14,6 +14,8 @@ from minillm.sampling.sampler import Sampler
 from minillm.sampling.verify import match, until_stop
 from minillm.scheduling.plan import Row
 
+KeepPath = Callable[[int, int, Sequence[int]], None]  # `keep_path` of a row, a start and a path
+
 
 def give_tokens(
     states: RowStates,
@@ -21,6 +23,7 @@ def give_tokens(
     entries: LogprobTable | None,
     sampler: Sampler,
     result: StepResult,
+    keep_path: KeepPath,
 ) -> None:
     """Write the sampled tokens and the errors of the rows to `result`.
 
@@ -38,15 +41,17 @@ def give_tokens(
         logprobs: list[dict[int, TokenLogprob] | None] | None = None
         if state.new.params.logprobs is not None:
             logprobs = [next(entry) for _ in given]
+        nodes: Sequence[int] = range(len(given))
         if state.drafts:
-            given = list(verified(state, tokens[start:end], sampler, result))
+            nodes = verified(state, tokens[start:end], sampler, result, keep_path)
+            given = [given[node] for node in nodes]
         else:
             state.token_ids.append(tokens[end - row.num_forks - 1])
         if logprobs is not None:
-            result.logprobs[row.seq_id] = logprobs[: len(given)]
+            result.logprobs[row.seq_id] = [logprobs[node] for node in nodes]
         if row.seq_id in result.errors:  # its prompt log-probabilities failed
             continue
-        if why_failed is not None and any(failed := why_failed[start : start + len(given)]):
+        if why_failed is not None and any(failed := [why_failed[start + node] for node in nodes]):
             errors = {i: why for i, why in enumerate(failed) if why is not None}
             if not row.num_forks:  # tokens after a failed one are discarded
                 given, errors = given[: min(errors) + 1], {min(errors): errors[min(errors)]}
@@ -57,18 +62,28 @@ def give_tokens(
 
 @torch.inference_mode()
 def verified(
-    state: SequenceRow, samples: list[int], sampler: Sampler, result: StepResult
-) -> list[int]:
-    """Append the accepted samples to the sequence and return them: the matching drafts and one
-    more token, up to a stop token."""
+    state: SequenceRow,
+    samples: list[int],
+    sampler: Sampler,
+    result: StepResult,
+    keep_path: KeepPath,
+) -> Sequence[int]:
+    """Append the accepted samples to the sequence: the matching drafts and one more token, up to a
+    stop token. Returns their indices."""
     drafts, state.drafts = state.drafts, []
-    kept = samples[: match(samples, drafts)]
-    kept = kept[: until_stop(kept, state.new.stop_ids)]
+    nodes: Sequence[int] = range(match(samples, drafts))
+    if state.tree is not None:
+        nodes = state.tree.walk(samples, drafts)
+    nodes = nodes[: until_stop([samples[node] for node in nodes], state.new.stop_ids)]
+    if state.tree is not None:
+        keep_path(state.row, len(state.token_ids) - 1, nodes)
+        state.tree = None
+    kept = [samples[node] for node in nodes]
     sampler.append_run(state.row, len(state.token_ids), kept)
     state.token_ids += kept
     state.is_fed = False  # the next step takes the last token from the host
     result.num_drafted[state.new.seq_id] = len(drafts)
-    return kept
+    return nodes
 
 
 def store_prompt_logprobs(row: Row, entries: PromptLogprobs, result: StepResult) -> None:

@@ -18,6 +18,7 @@ class FeatureRunner(Runner):
         super().__init__(*arguments)
         size = self.model.config.hidden_size
         self.features = Features(self.kv, self.host, self.rows.tables, size)
+        self.by_slot = *self.kv.tensors, *self.features.pages.tensors
 
     def _passes(
         self, rows: Sequence[Row], result: StepResult

@@ -30,12 +30,14 @@ from minillm.layers.kv_cache import KVCache
 from minillm.models.batches import make_batch
 from minillm.models.decoder import Decoder
 from minillm.models.deterministic import TiledDecoder
+from minillm.models.trees import tree_batch
 from minillm.ops.batch import Batch
 from minillm.ops.transfers import read_later, upload
 from minillm.sampling.logprobs import LogprobTable, describe, token_logprobs
 from minillm.sampling.sampler import Sampler
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.speculative.speculator import Speculator
+from minillm.speculative.trees import keep_path
 
 T = TypeVar("T")
 
@@ -56,6 +58,7 @@ class Runner:
         max_blocks: int,
     ):
         self.model, self.kv, self.host = model, kv, host
+        self.by_slot: Sequence[Tensor] = kv.tensors  # what is stored of each position
         # Deterministic mode: log-probabilities do not depend on the batch size.
         self.row_by_row = isinstance(model, TiledDecoder)
         self.device = model.device
@@ -208,10 +211,10 @@ class Runner:
             return None
         most = max(row.num_tokens for row in rows)
         graphs = self.graphs if most == 1 else self.verify_graphs
-        if graphs is None or most > graphs.query_len:
+        states = self._states(rows)
+        if graphs is None or most > graphs.query_len or any(state.tree for _, state in states):
             result.why_eager = "several tokens of a sequence"
             return None
-        states = self._states(rows)
         ids, pending = self._input_ids(states)
         if most == 1:
             self._upload_last_tokens(states)
@@ -257,14 +260,12 @@ class Runner:
         """The flat batch of these rows."""
         states = self._states(rows)
         input_ids, pending = self._input_ids(states)
-        batch = make_batch(
-            self.rows.tables,
-            self.kv.block_size,
-            [state.row for _, state in states],
-            [row.start for row in rows],
-            [row.num_tokens for row in rows],
-            input_ids,
-        )
+        parts = (
+            self.rows.tables, self.kv.block_size, [state.row for _, state in states],
+            [row.start for row in rows], [row.num_tokens for row in rows], input_ids,
+        )  # fmt: skip
+        trees = [state.tree for _, state in states]
+        batch = tree_batch(*parts, trees) if any(trees) else make_batch(*parts)
         if pending:
             where, source = upload(self.device, *np.array(pending, dtype=np.int64).T)
             batch.input_ids.index_copy_(0, where, self.rows.last.index_select(0, source))
@@ -304,7 +305,7 @@ class Runner:
         for row, state in states:
             end = row.start + row.num_tokens  # position of the last sampled token
             row_ids += [state.row] * row.num_logits
-            positions += range(end - row.num_logits + 1, end + 1)
+            positions += state.positions(end - row.num_logits + 1, end + 1)
             forks += [row.num_forks] * row.num_logits
         verified = [state for _, state in states if state.drafts] if self.speculator else []
         drafts = {state.row: state.drafts for state in verified}
@@ -313,7 +314,8 @@ class Runner:
         entries = self._logprobs(states, logits, tokens)
         self._feed(states, tokens)
         read = read_later(tokens, best)
-        give = partial(give_tokens, states, read, entries, self.sampler, flight.result)
+        keep = partial(keep_path, self.by_slot, self.rows.tables)
+        give = partial(give_tokens, states, read, entries, self.sampler, flight.result, keep)
         flight.reads.append(give)
 
     def _wanted(self, rows: Sequence[Row], hidden: Tensor, part: Sequence[Row]) -> Tensor:

@@ -1,11 +1,13 @@
 """The state that a runner keeps for each sequence between steps."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from minillm.models.batches import BlockTables
+from minillm.models.trees import Tree
 from minillm.sampling.edits import SamplingRow
 from minillm.scheduling.plan import NewSequence, Row
 
@@ -20,11 +22,16 @@ class SequenceRow:
     is_fed: bool = False  # whether the last token is in `DeviceRows.last`
     drafts: list[int] = field(default_factory=list)  # verified by the step in flight
     dist: Tensor | None = None  # [drafts, V], what the drafts were drawn from, if known
+    tree: Tree | None = None  # of the drafts; None if each follows the one before
 
     @classmethod
     def of(cls, row: int, new: NewSequence) -> "SequenceRow":
         """State of a sequence that was just admitted, resumed or forked."""
         return cls(row, new, list(new.token_ids))
+
+    def positions(self, start: int, end: int) -> Iterable[int]:
+        """Positions of the tokens that a row samples, those of a chain from `start` to `end`."""
+        return range(start, end) if self.tree is None else [start + d for d in self.tree.depths]
 
     def sampling_row(self) -> SamplingRow:
         """The sampler's input for this sequence."""

@@ -86,6 +86,7 @@ class AllLayers:
             batch.max_query_len,
             self._sum,
             taps,
+            batch.tails,
         )
 
     def _may(self, x: Tensor, kv: KVCache) -> bool:

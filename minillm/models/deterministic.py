@@ -30,7 +30,7 @@ from minillm.layers.mla import MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts, Router
 from minillm.models.decoder import Decoder
-from minillm.ops.batch import Batch
+from minillm.ops.batch import Batch, Tails
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +130,7 @@ def cut(batch: Batch, tiles: Sequence[int]) -> Iterator[Batch]:
             for sequence, (low, high) in enumerate(pairwise(bounds))
             if low < stop and high > start
         ]
+        sequences = slice(parts[0][0], parts[-1][0] + 1)
         # The token at row r of the batch has position r + shift.
         seq_lens = [high + shift for _, _, high, shift in parts]
         yield replace(
@@ -141,9 +142,10 @@ def cut(batch: Batch, tiles: Sequence[int]) -> Iterator[Batch]:
                 [0, *(high - start for _, _, high, _ in parts)], dtype=torch.int32, device=device
             ),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-            block_tables=batch.block_tables[parts[0][0] : parts[-1][0] + 1],
+            block_tables=batch.block_tables[sequences],
             logits_indices=batch.logits_indices[:0],
             max_query_len=max(high - low for _, low, high, _ in parts),
+            tails=batch.tails and Tails(*(each[sequences] for each in batch.tails)),
         )
 
 

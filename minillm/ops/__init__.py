@@ -13,6 +13,7 @@ from torch import Tensor
 from minillm.ops import cpu, cpu_int8_cache, cpu_rope
 from minillm.ops.batch import AttentionMode, Batch, Codes, Pages, Prologue, codes_of
 from minillm.ops.dispatch import backend_of, uses_kernels
+from minillm.ops.slots import untangled
 from minillm_kernels import batch_invariant, int8_cache, reference
 from minillm_kernels.reference import causal_attention, moe_route
 
@@ -188,6 +189,8 @@ def paged_attention(
     mode: AttentionMode = "fast",
 ) -> Tensor:
     """Causal attention of q [N, H, D] over the batch's sequences -> [N, H, Dv]."""
+    if batch.tails is not None and not _takes_tails(q, pages, scale, mode):
+        pages, batch = untangled(pages, batch)
     lists = batch.query_start, batch.seq_lens, batch.block_tables
     if codes := codes_of(pages):  # each mode has the same arithmetic
         if mode != "plain" and scale > 0:
@@ -207,6 +210,13 @@ def paged_attention(
     if mode == "invariant":
         return batch_invariant.tiled_attention(q, pages.key, pages.value, *lists, scale, window)
     return reference.paged_attention(q, pages.key, pages.value, *lists, scale, window)
+
+
+def _takes_tails(q: Tensor, pages: Pages, scale: float, mode: AttentionMode) -> bool:
+    """Whether attention reads the keys of token trees where they are."""
+    if codes := codes_of(pages):
+        return mode != "plain" and scale > 0 and cpu_int8_cache.takes(q, codes)
+    return mode == "fast" and scale > 0 and cpu.takes_attention(q, pages.key, pages.value)
 
 
 def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

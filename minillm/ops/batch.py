@@ -6,6 +6,17 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 
+class Tails(NamedTuple):
+    """The order of the last keys of sequences that are paths of token trees (`models/trees.py`).
+
+    Position `starts[b] + i` of sequence b is at place `starts[b] + order[b, i]` of its blocks;
+    earlier positions are in order.
+    """
+
+    starts: Tensor  # [B] int32; the sequence's length or more if all positions are in order
+    order: Tensor  # [B, T] int32
+
+
 @dataclass(frozen=True)
 class Batch:
     """The input of a forward pass: N tokens of B sequences, concatenated without padding.
@@ -26,6 +37,7 @@ class Batch:
     block_tables: Tensor  # [B, M] int64, M: blocks of the longest sequence
     logits_indices: Tensor  # [K] int64, indices of the tokens whose logits are needed
     max_query_len: int  # largest number of this batch's tokens of one sequence
+    tails: Tails | None = None  # with token trees
 
 
 AttentionMode = Literal["fast", "plain", "invariant"]

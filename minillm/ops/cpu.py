@@ -16,6 +16,8 @@ from minillm.ops import dispatch
 from minillm.ops.batch import Batch, Pages
 from minillm.ops.c_library import Element, Library, NoLibrary, library
 from minillm.ops.cpu_checks import check, check_integers, check_rope, check_tables, check_vector
+from minillm.ops.cpu_structures import address
+from minillm.ops.cpu_tails import tails_in_c
 
 ELEMENTS: tuple[tuple[torch.dtype, Element], ...] = (
     (torch.bfloat16, "BF16"),
@@ -219,7 +221,8 @@ def paged_attention(
         sequences, heads, kv_heads, d, dv,
     )  # fmt: skip
     # The first call validates the tables for both.
-    status = found.decode_attention(*arguments, count, num_blocks, columns)
+    tree = tails_in_c(batch.tails, len(seq_lens))
+    status = found.decode_attention(*arguments, count, num_blocks, columns, address(tree))
     few = found.decode_queries(heads // kv_heads)
     if not status and batch.max_query_len > few:
         status = found.prefill_attention(*arguments, few + 1)

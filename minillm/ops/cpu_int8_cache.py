@@ -8,7 +8,8 @@ from torch import Tensor
 from minillm.ops import cpu
 from minillm.ops.batch import Batch, Codes, Prologue
 from minillm.ops.cpu_checks import check, check_integers, check_rope, check_tables, check_vector
-from minillm.ops.cpu_structures import filled
+from minillm.ops.cpu_structures import address, filled
+from minillm.ops.cpu_tails import tails_in_c
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,11 @@ def paged_attention(
     kv_heads = codes[0].shape[1]
     right = heads % kv_heads == 0 and codes[0].shape[3] == d
     check(right, "q", q, f"[N, a multiple of {kv_heads}, {codes[0].shape[3]}]")
-    out = q.new_empty(q.shape)
+    out, tree = q.new_empty(q.shape), tails_in_c(batch.tails, len(seq_lens))
     status = cpu.ready(q.dtype).int8_attention(
         q.data_ptr(), byref(pages), query_start.data_ptr(), seq_lens.data_ptr(), tables.data_ptr(),
         tables.stride(0), scale, window or 0, out.data_ptr(), *tables.shape[:1], heads, kv_heads, d,
-        count, tables.shape[1],
+        count, tables.shape[1], address(tree),
     )  # fmt: skip
     cpu.raise_for(status, codes[0], count)
     return out

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from minillm.ops import cpu
-from minillm.ops.batch import Pages, codes_of
+from minillm.ops.batch import Pages, Tails, codes_of
 from minillm.ops.cpu_checks import check_batch, check_rope
 from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
 from minillm.ops.cpu_int8_cache import Int8Pages
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
 from minillm.ops.cpu_quantized import MatrixParts
 from minillm.ops.cpu_structures import address, filled, structure_of
+from minillm.ops.cpu_tails import tails_in_c
 
 ALIGNMENT = 64  # bytes, a cache line
 ATTENTION, MLP = 1, 2  # the halves of a layer, as in layers.c
@@ -111,7 +112,7 @@ class _Step(Structure):
         )),
         ("table_stride", c_int64),
         *((name, c_void_p) for name in (
-            "x", "residual", "normed", "wide", "narrow", "attended", "memory",
+            "tails", "x", "residual", "normed", "wide", "narrow", "attended", "memory",
         )),
     )  # fmt: skip
 
@@ -173,6 +174,7 @@ class Layers:
         max_query_len: int,
         all_reduce: Callable[[Tensor], object] | None = None,
         taps: dict[int, Tensor | None] | None = None,
+        tails: Tails | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [N, d] -> the last MLP's output and the residual stream, both [N, d]. Their
         sum after n layers becomes entry n of `taps`.
@@ -190,6 +192,7 @@ class Layers:
         residual = torch.empty_like(x)
         memory = self._take(count)
         cos, sin = rope[0].contiguous(), rope[1].contiguous()
+        tree = tails_in_c(tails, len(seq_lens))
         step = _Step(
             count,
             len(seq_lens),
@@ -203,6 +206,7 @@ class Layers:
             seq_lens.data_ptr(),
             block_tables.data_ptr(),
             block_tables.stride(0),
+            address(tree),
             x.data_ptr(),
             residual.data_ptr(),
             *self._buffers(memory, count),

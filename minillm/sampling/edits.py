@@ -326,8 +326,8 @@ class Edits:
             self._count([rows[i] for i in members], tokens[indices(self.device, members)])
 
     def follows(self, row: int) -> bool:
-        """Whether the edits of a row depend on its tokens (bad words or penalties)."""
-        return row in self._with_words or row in self._room
+        """Whether the edits of a row depend on its tokens (bad words, penalties or constraints)."""
+        return row in self._with_words or row in self._room or row in self._constraints
 
     def snapshot(self) -> Callable[[], None]:
         """Returns a function that undoes every later `append`."""

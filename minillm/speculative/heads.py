@@ -12,11 +12,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from minillm.api.checks import is_whole
 from minillm.api.speculative_config import MAX_DRAFTS, SpeculativeConfig
+from minillm.api.tree_config import AUTO_TREE
 from minillm.cache.spec import cache_spec
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
@@ -33,8 +35,10 @@ from minillm.models.checkpoint import (
 from minillm.models.loader import fill
 from minillm.models.packing import into_panels, list_matrices
 from minillm.ops import cpu
+from minillm.speculative import trees
 from minillm.speculative.eagle import EagleLayer, layer_config
 from minillm.speculative.medusa import MedusaHeads
+from minillm.speculative.trees import Path as TreePath
 
 HEADS_FILE, MAX_WIDTH = "heads.json", 2**16
 SIZES: Mapping[str, tuple[tuple[str, int], ...]] = {  # by method: fields, and their maximum
@@ -53,6 +57,8 @@ class HeadsSource:
         target: configuration of the target.
         width: of Medusa's hidden layer.
         depths: numbers of layers after which EAGLE's hidden states are taken.
+        tree: the paths of a token tree, in the order in which they are drafted; None for a chain.
+        values: of its paths, the measured probability that all of each is accepted, if adaptive.
     """
 
     method: str
@@ -61,6 +67,8 @@ class HeadsSource:
     target: ModelConfig
     width: int = 0
     depths: tuple[int, ...] = ()
+    tree: tuple[TreePath, ...] | None = None
+    values: tuple[float, ...] = ()
     context: None = None  # that of the target
 
     def build(
@@ -132,13 +140,14 @@ def open_heads(config: SpeculativeConfig, target: ModelSource) -> HeadsSource:
     if method == "eagle":
         depths = depths_of(data.get("depths"), target.config.num_layers, file)
     most = found.get("num_heads", MAX_DRAFTS)
-    if not config.adapts and config.most > most:
+    if config.tree is None and not config.adapts and config.most > most:
         raise ConfigError(
             f"{name} has heads for {most} drafts and num_speculative_tokens is {config.most}; set "
             f"it to at most {most}."
         )
     width = found.get("width", 0)
-    return HeadsSource(method, file.parent, most, target.config, width, depths)
+    tree = heads_tree(config, data, name, most)
+    return HeadsSource(method, file.parent, most, target.config, width, depths, *tree)
 
 
 def depths_of(given: Any, num_layers: int, file: Path) -> tuple[int, ...]:
@@ -159,6 +168,49 @@ def depths_of(given: Any, num_layers: int, file: Path) -> tuple[int, ...]:
             f"{num_layers}, the layers of this target."
         )
     return tuple(given)
+
+
+def heads_tree(
+    config: SpeculativeConfig, data: Mapping[str, Any], name: str, most: int
+) -> tuple[tuple[TreePath, ...] | None, tuple[float, ...]]:
+    """The tree of a `speculative_config` for heads with this `heads.json`, and its values.
+
+    Raises:
+        ConfigError: the heads are too few for it, or have no stored accuracies that it needs.
+    """
+    if config.tree is None:
+        return None, ()
+    table = mean_accuracy(data.get("rank_accuracy"), most)
+    if table is None and config.adapts:
+        raise ConfigError(
+            f"{name} has no valid rank_accuracy in {HEADS_FILE}, which an adaptive tree is built "
+            "from; give a tree and a number for num_speculative_tokens, or train the heads again."
+        )
+    if config.tree == AUTO_TREE:
+        paths = trees.grown(table or (), config.most)
+    else:
+        paths = trees.in_order(config.tree, table)
+    if (depth := max(map(len, paths))) > most:
+        raise ConfigError(
+            f"speculative_config's 'tree' has a path of {depth} ranks and {name} has {most} heads; "
+            f"give paths of at most {most}."
+        )
+    paths = paths[: config.most]
+    values = trees.values(paths, table) if table and config.adapts else ()
+    return tuple(paths), tuple(values)
+
+
+def mean_accuracy(given: Any, num_heads: int) -> trees.Table | None:
+    """The mean over temperatures of `rank_accuracy` of a `heads.json`, [heads, ranks]: how often
+    each rank of each head is the token that comes, by falling rate. None if it has another form."""
+    try:
+        table = np.array(list(given.values()), dtype=np.float64).mean(axis=0)
+    except (AttributeError, TypeError, ValueError):
+        return None
+    right = table.ndim == 2 and len(table) == num_heads and table.size
+    if not right or not ((table >= 0) & (table <= 1)).all():
+        return None
+    return np.minimum.accumulate(table, axis=1).tolist()
 
 
 def tensors_of(module: nn.Module) -> dict[str, CheckpointTensor]:

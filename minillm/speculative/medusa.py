@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from minillm.layers.linear import Linear
 from minillm.models.decoder import allocate
 from minillm.scheduling.plan import StepPlan
-from minillm.speculative.draws import Draws
+from minillm.speculative.draws import Draws, pack_of
 from minillm.speculative.features import Features
 from minillm.speculative.proposer import Draft, DraftRow
+from minillm.speculative.trees import Path, ranked, tree_of
 
 
 class MedusaHeads(nn.Module):
@@ -57,6 +58,7 @@ class Medusa:
     Args:
         logits: the target's output matrix, [K, d] -> [K, V].
         coupled: whether to sample with the target's noise (`draws.py`).
+        tree: paths of a token tree; None drafts a chain of the heads' best tokens.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class Medusa:
         features: Features,
         logits: Callable[[Tensor], Tensor],
         coupled: bool = True,
+        tree: Sequence[Path] | None = None,
     ):
-        self.heads, self.features = heads, features
+        self.heads, self.features, self.tree = heads, features, tree
         self.logits, self.coupled = logits, coupled
 
     def allocated(self) -> dict[str, int]:
@@ -84,7 +87,9 @@ class Medusa:
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
-        """`num_drafts` drafts of each row, at most one per head."""
+        """`num_drafts` drafts of each row: at most one per head, or the first of the tree."""
+        if self.tree is not None:
+            return self._propose_trees(rows, self.tree)
         ordered = sorted(rows, key=lambda row: -row.num_drafts)
         # The last token has no state yet: the state before it predicted it.
         spans = [(row.place, len(row.token_ids) - 2, 1) for row in ordered]
@@ -96,3 +101,24 @@ class Medusa:
             draws.draw(own[: sum(row.num_drafts > each for row in ordered)])
         found = dict(zip((row.new.seq_id for row in ordered), draws.drafts(), strict=True))
         return [found[row.new.seq_id] for row in rows]
+
+    @torch.inference_mode()
+    def ranks(self, rows: Sequence[DraftRow], depth: int, width: int) -> Tensor:
+        """The `width` best tokens of the first `depth` heads: int64 [width, depth, R]."""
+        states = self.heads(self.features.read([(r.place, len(r.token_ids) - 2, 1) for r in rows]))
+        pack = pack_of([row for _ in range(depth) for row in rows], states.device)
+        later = torch.arange(depth, device=states.device).repeat_interleave(len(rows))
+        pack = pack._replace(position=pack.position + later)
+        logits = self.logits(states[:depth].flatten(0, 1))  # [depth * R, V]
+        return ranked(logits, pack, width).unflatten(1, (depth, len(rows)))
+
+    def _propose_trees(self, rows: Sequence[DraftRow], paths: Sequence[Path]) -> list[Draft]:
+        paths = paths[: max(row.num_drafts for row in rows)]
+        table = self.ranks(rows, max(map(len, paths)), 1 + max(map(max, paths)))
+        ranks, heads = zip(*((path[-1], len(path) - 1) for path in paths), strict=True)
+        tokens = table[list(ranks), list(heads)].T.tolist()  # [R, drafts]
+        parents = tree_of(paths).parents
+        return [
+            Draft(own[: row.num_drafts], None, parents[: row.num_drafts])
+            for own, row in zip(tokens, rows, strict=True)
+        ]

@@ -38,10 +38,13 @@ class Draft(NamedTuple):
         dist: float32 [len(token_ids), V], the distribution that each was drawn from; None if the
             proposer does not sample, or samples with the noise of the target. Used only by
             ``rejection_sample_method="standard"``.
+        parents: of a token tree (`models/trees.py`): for each draft the index of the draft that it
+            follows, or -1 if it follows the last token. None if each follows the one before.
     """
 
     token_ids: Sequence[int]
     dist: Tensor | None = None
+    parents: Sequence[int] | None = None
 
 
 class Proposer(Protocol):

@@ -15,6 +15,7 @@ from minillm.sampling.rules import Rule
 from minillm.sampling.synthetic import Synthetic
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
+from minillm.scheduling.tree_drafts import TreeDrafts
 from minillm.speculative.eagle import Eagle, EagleLayer, Taps, eagle_cache
 from minillm.speculative.features import Features
 from minillm.speculative.heads import HeadsSource, load_heads, open_heads
@@ -123,6 +124,10 @@ def build_drafts(
     config: SpeculativeConfig, draft: DraftSource | HeadsSource | None = None
 ) -> Drafts:
     """The policy for the number of drafts per row."""
+    if isinstance(draft, HeadsSource) and draft.tree is not None:
+        if config.adapts:
+            return TreeDrafts(draft.values, config.disable_by_batch_size)
+        return Drafts(len(draft.tree), config.disable_by_batch_size)
     policy = AdaptiveDrafts if config.adapts else Drafts
     context = None if draft is None else draft.context
     most = min(config.most, draft.most) if isinstance(draft, HeadsSource) else config.most
@@ -139,7 +144,16 @@ def build_heads(
     max_num_tokens: int,
 ) -> Proposer:
     """The proposer that runs draft heads or an EAGLE layer, in the dtype of the target, whose KV
-    cache is `kv`."""
+    cache is `kv`.
+
+    Raises:
+        ConfigError: the heads cannot be loaded, or the tree needs another device.
+    """
+    if source.tree is not None and model.device.type != "cpu":
+        raise ConfigError(
+            f"token trees are verified on a CPU and this engine is on {model.device.type}; leave "
+            "out 'tree' of speculative_config to draft a chain."
+        )
     heads, coupled = source.build(model.dtype, model.device), config.coupled
     try:
         load_heads(heads, source.folder, packs)
@@ -148,7 +162,7 @@ def build_heads(
             f"speculative_config's model {config.model!r} cannot be loaded: {error}"
         ) from error
     if not isinstance(heads, EagleLayer):
-        return Medusa(heads, features, model.logits, coupled)
+        return Medusa(heads, features, model.logits, coupled, source.tree)
     model.all_layers = Taps(model, source.depths, heads.fc, features, kv)
     shadow = eagle_cache(model, features, kv)
     return Eagle(heads, model, features, shadow, max_num_tokens, coupled)

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from minillm.errors import in_one_line
+from minillm.models.trees import Tree
 from minillm.scheduling.plan import NewSequence, Row, StepPlan
 from minillm.speculative.proposer import Draft, DraftRow, Proposer
+from minillm.speculative.trees import valid_tree
 
 DIST_ERROR = 1e-3  # maximum error of the sum of a distribution
 
@@ -24,6 +26,10 @@ class Drafted(Protocol):
     token_ids: list[int]
     drafts: list[int]
     dist: Tensor | None
+    tree: Tree | None
+
+
+Answer = tuple[list[int], Tensor | None, Tree | None]  # drafts, their distributions, their tree
 
 
 class Speculator:
@@ -35,6 +41,8 @@ class Speculator:
         self.proposer: Proposer | None = proposer
         # row, drafts, maximum number, whether others may replace them -> drafts; with constraints
         self.constrain: Callable[[int, list[int], int, bool], list[int]] | None = None
+        # row -> whether it can verify a token tree; without, trees are refused
+        self.takes_tree: Callable[[int], bool] | None = None
         self._has_seen_dist = False
 
     def draft(self, plan: StepPlan, states: Mapping[int, Drafted]) -> list[Row]:
@@ -59,12 +67,14 @@ class Speculator:
         counts = {}
         # What a draft model has in its own cache are the drafts that it proposed.
         forces = not hasattr(self.proposer, "follow")
-        for row, (drafts, dist) in zip(asked, self._propose(wanted), strict=True):
+        for row, (drafts, dist, tree) in zip(asked, self._propose(wanted), strict=True):
             state = states[row.seq_id]
-            if self.constrain is not None and dist is None:
+            if tree is not None and self.takes_tree is not None and not self.takes_tree(state.row):
+                drafts, tree = [drafts[i] for i in tree.chain], None
+            if self.constrain is not None and dist is None and tree is None:
                 drafts = self.constrain(state.row, drafts, row.num_logits - 1, forces)
             counts[row.seq_id] = 1 + len(drafts)
-            state.drafts, state.dist = drafts, dist
+            state.drafts, state.dist, state.tree = drafts, dist, tree
         return [
             row._replace(num_tokens=count, num_logits=count)
             if (count := counts.get(row.seq_id))
@@ -81,9 +91,9 @@ class Speculator:
         """Bytes allocated by the proposer, by name; empty if it does not report them."""
         return getattr(self.proposer, "allocated", dict)()
 
-    def _propose(self, wanted: Sequence[DraftRow]) -> list[tuple[list[int], Tensor | None]]:
-        """Validated drafts of each row, and their distributions."""
-        nothing: list[tuple[list[int], Tensor | None]] = [([], None) for _ in wanted]
+    def _propose(self, wanted: Sequence[DraftRow]) -> list[Answer]:
+        """Validated drafts of each row."""
+        nothing: list[Answer] = [([], None, None) for _ in wanted]
         given = self._call("propose", wanted)
         if given is None:
             return nothing
@@ -95,10 +105,8 @@ class Speculator:
             self._give_up(error)
             return nothing
 
-    def _valid(
-        self, given: Sequence[int] | Draft, row: DraftRow
-    ) -> tuple[list[int], Tensor | None]:
-        ids, dist = given if isinstance(given, Draft) else (given, None)
+    def _valid(self, given: Sequence[int] | Draft, row: DraftRow) -> Answer:
+        ids, dist, parents = given if isinstance(given, Draft) else Draft(given)
         tokens = [int(token) for token in ids[: row.num_drafts]]
         for token in tokens:
             if not 0 <= token < self.vocab_size:
@@ -107,7 +115,11 @@ class Speculator:
                 )
         if dist is not None:
             self._check_dist(dist, len(tokens))
-        return tokens, dist
+        tree = None if parents is None else valid_tree(parents, tokens)
+        if tree is not None and self.takes_tree is None:
+            raise ValueError("it returned a token tree; trees are verified on a CPU, strictly, and "
+                             "in one process")  # fmt: skip
+        return tokens, dist, tree
 
     def _check_dist(self, dist: Tensor, num_tokens: int) -> None:
         """Check the shape of every distribution, but the values only of the first one: reading

@@ -51,7 +51,7 @@ class Attend:
             batch.query_start.data_ptr(), batch.seq_lens.data_ptr(), tables.data_ptr(),
             tables.stride(0), batch.scale, batch.window or 0, out.data_ptr(),
             len(batch.seq_lens), q.shape[1], k.shape[1], q.shape[2], v.shape[3],
-            len(q), len(k), tables.shape[1],
+            len(q), len(k), tables.shape[1], None,
         )  # fmt: skip
 
     def __call__(self, batch: Batch) -> Tensor:

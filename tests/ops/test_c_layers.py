@@ -28,6 +28,7 @@ from minillm.ops.cpu_latent import LatentShape, LatentWeights
 from minillm.ops.cpu_layers import Layers, LayerShape, LayerWeights
 from minillm.ops.cpu_quantized import MatrixParts
 from minillm.ops.cpu_structures import structure_of
+from minillm.ops.cpu_tails import TailsInC
 from tests.ops.c_variants import ELEMENTS, built, parameters, use
 from tests.ops.small_decoders import (
     BASE,
@@ -271,6 +272,7 @@ STRUCTURES = {
     "matrix": structure_of(MatrixParts), "int8_pages": structure_of(Int8Pages),
     "latent_weights": structure_of(LatentWeights), "latent_shape": structure_of(LatentShape),
     "expert_weights": structure_of(ExpertWeights), "expert_shape": structure_of(ExpertShape),
+    "tails": structure_of(TailsInC),
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from minillm.lab.quantise.calibration_text import read_text
 from minillm.lab.quantise.quantize_folder import begin
 from minillm.lab.training.attention import causal_rows
 from minillm.lab.training.own_text import PROMPT, TEMPERATURES, own_text
+from minillm.lab.training.ranks import rank_accuracy
 from minillm.lab.training.trainer import rows_batch
 from minillm.models.checkpoint import WEIGHTS, open_model
 from minillm.models.decoder import Decoder
@@ -287,5 +288,8 @@ def train_heads(
     }
     tensors = {name: each.bfloat16().contiguous() for name, each in trainer.tensors.items()}
     save_file(tensors, out / WEIGHTS, {"format": "pt"})
+    (out / HEADS_FILE).write_text(json.dumps(card, indent=2) + "\n")
+    say("Ranking tokens")
+    card["rank_accuracy"] = rank_accuracy(model, out, text)  # by an engine with the new heads
     (out / HEADS_FILE).write_text(json.dumps(card, indent=2) + "\n")
     return card

@@ -16,6 +16,7 @@
  */
 #include <stdlib.h>
 #include "lanes.h"
+#include "tails.h"
 #include "threads.h"
 
 #define TILE 64         /* maximum positions of a tile */
@@ -48,6 +49,7 @@ typedef struct {
     const int64_t *table;
     int64_t block_size, length, queries, window, kv_heads, group, d, dv;
     float scale;
+    tail tail;
 } problem;
 
 /* Positions begin to end - 1. */
@@ -94,10 +96,11 @@ static void find_tile(const problem *p, int64_t begin, int64_t end, tile *t) {
     t->begin = begin;
     t->count = end - begin < most ? end - begin : most;
     while (i < t->count) {
-        int64_t block = p->table[(begin + i) / size], offset = (begin + i) % size;
+        int64_t at = place_at(p->tail, begin + i), block = p->table[at / size], offset = at % size;
         const element *key = p->k.data + block * p->k.block + offset * p->k.row;
         const element *value = p->v.data + block * p->v.block + offset * p->v.row;
         int64_t run = size - offset < t->count - i ? size - offset : t->count - i;
+        run = in_order(p->tail, begin + i, run);
         for (int64_t j = 0; j < run; j++) t->keys[i + j] = key + j * p->k.row;
         for (int64_t j = 0; j < run; j++) t->values[i + j] = value + j * p->v.row;
         i += run;
@@ -357,6 +360,7 @@ typedef struct {
     const int32_t *query_start, *seq_lens;
     const int64_t *tables;
     int64_t table_stride;
+    const tails *tails;
 } batch;
 
 /* Sequence b of a batch; `queries` is 0 if it has too many for this kernel. */
@@ -367,6 +371,7 @@ static problem sequence(const problem *all, const batch *given, int64_t b) {
     p.table = given->tables + b * given->table_stride;
     p.length = given->seq_lens[b];
     p.queries = queries > decode_queries(p.group) ? 0 : queries;
+    p.tail = tail_of(given->tails, b);
     return p;
 }
 
@@ -419,6 +424,9 @@ static int points_outside(const problem *p, const batch *given, int64_t sequence
         for (int64_t i = 0; i < used; i++)
             if ((uint64_t)given->tables[b * given->table_stride + i] >= (uint64_t)num_blocks)
                 return 1;
+        if (tail_outside(given->tails, b, length, given->tables + b * given->table_stride, columns,
+                         p->block_size, num_blocks))
+            return 1;
     }
     return 0;
 }
@@ -432,6 +440,7 @@ static int points_outside(const problem *p, const batch *given, int64_t sequence
  *   seq_lens [sequences]         its length including the new positions; 0: the output is 0
  *   tables [sequences, columns]  block tables, rows `table_stride` apart
  *   window                       sliding window; 0: none
+ *   tails                        of paths of token trees (tails.h); NULL: none
  *
  * Returns 0 on success; 1 if out of memory; 2 if a block table is too short or has an invalid
  * block, or `query_start` an invalid index (nothing is read or written then).
@@ -441,7 +450,7 @@ int64_t decode_attention(const element *q, const element *k_cache, const element
                          const int32_t *seq_lens, const int64_t *tables, int64_t table_stride,
                          float scale, int64_t window, element *out, int64_t sequences,
                          int64_t heads, int64_t kv_heads, int64_t d, int64_t dv, int64_t n,
-                         int64_t num_blocks, int64_t columns) {
+                         int64_t num_blocks, int64_t columns, const tails *tails) {
     problem all = {
         .k = {k_cache, strides[0], strides[1], strides[2]},
         .v = {v_cache, strides[3], strides[4], strides[5]},
@@ -453,7 +462,7 @@ int64_t decode_attention(const element *q, const element *k_cache, const element
         .dv = dv,
         .scale = scale,
     };
-    batch given = {q, out, query_start, seq_lens, tables, table_stride};
+    batch given = {q, out, query_start, seq_lens, tables, table_stride, tails};
     if (points_outside(&all, &given, sequences, n, num_blocks, columns)) return 2;
     int64_t rows = 0, most = 0, work = 0;
     for (int64_t b = 0; b < sequences; b++) {

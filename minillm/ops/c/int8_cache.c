@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include "integers.h"
 #include "lanes.h"
+#include "tails.h"
 #include "threads.h"
 #include "transpose.h"
 
@@ -121,6 +122,7 @@ typedef struct {
     int64_t table_stride, window, kv_heads, group, d;
     float factor; /* of scores, whose weights are powers of 2 */
     int amx;
+    const tails *tails; /* NULL */
 } problem;
 
 /* Rows `begin` to `end` - 1 of some KV heads of a sequence, over some parts. Row r is query r / group,
@@ -143,6 +145,7 @@ typedef struct {
     /* For tiles of AMX: [rows / 32, k / 4, 32, 4], [TILE, k], [GROUPS, n, 4]. */
     int8_t *codes, *keys, *values;
     int32_t *products; /* [32, n]; k and n are d rounded up to 64 and 32 */
+    int8_pages copies[2]; /* of tiles with positions that are not in order */
 } scratch;
 
 /* Positions from `at` on, of the first KV head; groups behind the end are the last one again. */
@@ -150,6 +153,8 @@ typedef struct {
     int64_t at, count, scales[GROUPS];
     const uint8_t *keys[GROUPS];
     const int8_t *values[GROUPS];
+    const int8_pages *pages; /* that they are in: the cache, or */
+    int8_pages *copy;
 } tile;
 
 typedef struct {
@@ -174,16 +179,50 @@ static inline int64_t part_of(int64_t position) {
     return later < 0 ? position / PART : FIRST_PARTS + later / LATER_PART;
 }
 
-static void find_tile(const problem *p, const task *t, int64_t at, int64_t end, tile *found) {
-    int64_t size = p->pages->block_size;
+/* Copy the codes of a slot, an index of [blocks, kv_heads, size], between pages. */
+static void copy_codes(const int8_pages *from, int64_t source, int8_pages *to, int64_t target,
+                       int64_t d) {
+    int64_t a = source % 4, b = target % 4;
+    const uint8_t *key = from->key + (source - a) * d + 4 * a;
+    const int8_t *value = from->value + (source - a) * d + a;
+    uint8_t *k = to->key + (target - b) * d + 4 * b;
+    int8_t *v = to->value + (target - b) * d + b;
+    for (int64_t j = 0; j < d; j += 4) memcpy(k + 4 * j, key + 4 * j, 4);
+    for (int64_t j = 0; j < d; j++) v[4 * j] = value[4 * j];
+    to->key_scale[target] = from->key_scale[source];
+    to->value_scale[target] = from->value_scale[source];
+}
+
+/* Copy a tile with positions of a tail, so that they are in order. */
+static void untangle(const problem *p, const task *t, tail tail, tile *found) {
+    int64_t size = p->pages->block_size, heads = p->kv_heads;
     const int64_t *table = p->tables + t->sequence * p->table_stride;
+    for (int64_t i = 0; i < found->count; i++) {
+        int64_t at = place_at(tail, found->at + i), block = table[at / size];
+        for (int64_t h = t->head; h < t->head + t->heads; h++)
+            copy_codes(p->pages, (block * heads + h) * size + at % size, found->copy,
+                       (i / size * heads + h) * size + i % size, p->d);
+    }
+}
+
+static void find_tile(const problem *p, const task *t, int64_t at, int64_t end, tile *found) {
+    int64_t size = p->pages->block_size, origin = 0;
+    const int64_t *table = p->tables + t->sequence * p->table_stride;
+    tail tail = tail_of(p->tails, t->sequence);
     found->at = at;
     found->count = end - at < TILE ? end - at : TILE;
+    found->pages = p->pages;
+    if (tail.start < at + found->count) {
+        untangle(p, t, tail, found);
+        found->pages = found->copy;
+        origin = at;
+    }
     for (int64_t g = 0, from = at; g < GROUPS; g++, from += from + 4 < end ? 4 : 0) {
-        int64_t place = (table[from / size] * p->kv_heads + t->head) * size + from % size;
+        int64_t block = found->pages == p->pages ? table[from / size] : (from - origin) / size;
+        int64_t place = (block * p->kv_heads + t->head) * size + (from - origin) % size;
         found->scales[g] = place;
-        found->keys[g] = p->pages->key + place * p->d;
-        found->values[g] = p->pages->value + place * p->d;
+        found->keys[g] = found->pages->key + place * p->d;
+        found->values[g] = found->pages->value + place * p->d;
     }
 }
 
@@ -511,8 +550,8 @@ static void attend_tile(const problem *p, const task *t, scratch *w, const tile 
                         const tile *next, int64_t h) {
     int64_t rows = t->end - t->begin, size = p->pages->block_size;
     int tiles = p->amx && rows > FEW;
-    load_scales(now, p->pages->key_scale, h * size, w->key_scales);
-    load_scales(now, p->pages->value_scale, h * size, w->value_scales);
+    load_scales(now, now->pages->key_scale, h * size, w->key_scales);
+    load_scales(now, now->pages->value_scale, h * size, w->value_scales);
     if (tiles) stage(p, now, w);
     for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
         int64_t some = rows - row < BLOCK_ROWS ? rows - row : BLOCK_ROWS;
@@ -585,6 +624,8 @@ static void attend(const problem *p, const task *t, scratch *w) {
     int64_t all = t->heads * (t->end - t->begin);
     range first = seen_by(p, t->sequence, t->begin), last = seen_by(p, t->sequence, t->end - 1);
     tile tiles[2], *now = &tiles[0], *next = &tiles[1];
+    now->copy = &w->copies[0];
+    next->copy = &w->copies[1];
     begin_task(p, t, w);
     clear(w->whole, all, p->d);
     for (int64_t part = t->part; part < t->part + t->parts; part++) {
@@ -673,6 +714,14 @@ static uintptr_t divide(const problem *p, uintptr_t memory, scratch *w) {
     w->keys = take(&memory, k * TILE / 4);
     w->values = take(&memory, GROUPS * n);
     w->products = take(&memory, 32 * n);
+    int64_t size = p->pages->block_size, slots = ROUND_UP(TILE, size) * p->kv_heads;
+    for (int i = 0; i < 2 && p->tails; i++) {
+        w->copies[i] = *p->pages;
+        w->copies[i].key = take(&memory, slots * p->d / 4);
+        w->copies[i].value = take(&memory, slots * p->d / 4);
+        w->copies[i].key_scale = take(&memory, slots / 2);
+        w->copies[i].value_scale = take(&memory, slots / 2);
+    }
     return memory;
 }
 
@@ -710,6 +759,9 @@ static int points_outside(const problem *p, int64_t sequences, int64_t n, int64_
         for (int64_t i = 0; i < used; i++)
             if ((uint64_t)p->tables[b * p->table_stride + i] >= (uint64_t)p->pages->num_blocks)
                 return 1;
+        if (tail_outside(p->tails, b, length, p->tables + b * p->table_stride, columns, size,
+                         p->pages->num_blocks))
+            return 1;
     }
     return 0;
 }
@@ -719,10 +771,11 @@ static int points_outside(const problem *p, int64_t sequences, int64_t n, int64_
 int64_t int8_attention(const element *q, const int8_pages *pages, const int32_t *query_start,
                        const int32_t *seq_lens, const int64_t *tables, int64_t table_stride,
                        float scale, int64_t window, element *out, int64_t sequences, int64_t heads,
-                       int64_t kv_heads, int64_t d, int64_t n, int64_t columns) {
+                       int64_t kv_heads, int64_t d, int64_t n, int64_t columns,
+                       const tails *tails) {
     problem p = {q,      out,      pages,        query_start, seq_lens, tables, table_stride,
                  window, kv_heads, heads / kv_heads, d,           scale * 1.44269504f,
-                 find_tiles()};
+                 find_tiles(), tails};
     if (points_outside(&p, sequences, n, columns)) return 2;
     int64_t work = 0, kept = 0;
     for (int64_t b = 0; b < sequences; b++)

@@ -18,11 +18,11 @@ int64_t attend(const layer *l, const shape *s, const step *now, const element *q
     if (l->codes)
         return int8_attention(q, l->codes, now->query_start, now->seq_lens, now->tables,
                               now->table_stride, s->scale, l->window, out, now->sequences, s->heads,
-                              kv_heads, d, now->n, now->columns);
+                              kv_heads, d, now->n, now->columns, now->tails);
     int64_t status = decode_attention(
         q, l->k_cache, l->v_cache, s->cache_strides, s->block_size, now->query_start, now->seq_lens,
         now->tables, now->table_stride, s->scale, l->window, out, now->sequences, s->heads,
-        kv_heads, d, dv, now->n, s->num_blocks, now->columns);
+        kv_heads, d, dv, now->n, s->num_blocks, now->columns, now->tails);
     int64_t few = decode_queries(s->heads / kv_heads);
     if (status || now->max_query_len <= few) return status;
     return prefill_attention(q, l->k_cache, l->v_cache, s->cache_strides, s->block_size,

@@ -4,6 +4,7 @@
 #include "int8_cache.h"
 #include "latent.h"
 #include "matrix.h"
+#include "tails.h"
 
 /* Weights and KV cache of one layer; pointers that may be NULL are marked. Python fills it in, with
  * the same order of fields (`minillm/ops/cpu_layers.py`). */
@@ -42,6 +43,7 @@ typedef struct {
     const int32_t *query_start, *seq_lens;
     const int64_t *tables;       /* [sequences, columns] */
     int64_t table_stride;
+    const tails *tails;          /* NULL */
     element *x, *residual;       /* [n, hidden]: the embedding, later the output of a half layer */
     element *normed;             /* [n, hidden] */
     element *wide;               /* [n, (heads + 2 kv_heads) x head_dim] */
@@ -59,7 +61,7 @@ int64_t norm_rope_write(const element *, const element *, const element *, float
 int64_t decode_attention(const element *, const element *, const element *, const int64_t *,
                          int64_t, const int32_t *, const int32_t *, const int64_t *, int64_t, float,
                          int64_t, element *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                         int64_t, int64_t);
+                         int64_t, int64_t, const tails *);
 int64_t decode_queries(int64_t);
 int64_t prefill_attention(const element *, const element *, const element *, const int64_t *,
                           int64_t, const int32_t *, const int32_t *, const int64_t *, int64_t,

@@ -1,0 +1,135 @@
+"""Token trees: several continuations of a sequence, computed in one pass (SpecInfer, Miao et al.,
+2024; Medusa, Cai et al., 2024).
+
+    last token   draft 0   draft 2      nodes of the tree, parents before children
+          start ------+------- +
+                      +------ draft 3
+          +------- draft 1
+    slot         start  + 1  + 2  + 3  + 4      one after another
+    position     start  + 1  + 1  + 2  + 2      by depth: the first two drafts are alternatives
+
+A node attends to the sequence before `start` and to its ancestors. Each node is a sequence of one
+query in the batch, and its keys are read in the order of positions (`Tails`), as plain decoding
+would: a mask over the slots would give the same numbers but for the order of sums, which changes
+bits. A chain is a tree, and its batch has no `Tails`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minillm.models.batches import BlockTables, Numbers, make_batch
+from minillm.ops.batch import Batch, Tails
+from minillm.ops.transfers import upload
+
+MAX_NODES = 64  # of a tree, its root included
+ROOT = -1  # the parent of drafts behind the last token
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree of drafts; `parents[i]`, below i, is the parent of draft i: a draft or `ROOT`."""
+
+    parents: tuple[int, ...]
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Positions of the root, which is 0, and of the drafts, relative to the root."""
+        found = [0]
+        for parent in self.parents:
+            found.append(found[parent + 1] + 1)
+        return tuple(found)
+
+    @cached_property
+    def paths(self) -> NDArray[np.int32]:
+        """For each node the nodes of its path from the root on, numbered from the root, 0: [n, T].
+        The rest of a row is 0."""
+        found = np.zeros((1 + len(self.parents), 1 + max(self.depths)), dtype=np.int32)
+        for node, parent in enumerate(self.parents, start=1):
+            found[node] = found[parent + 1]
+            found[node, self.depths[node]] = node
+        return found
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each draft follows the one before."""
+        return self.parents == tuple(range(ROOT, len(self.parents) - 1))
+
+    @cached_property
+    def chain(self) -> tuple[int, ...]:
+        """The drafts of the path that goes from each node on to its first child."""
+        found, last = [], ROOT
+        for draft, parent in enumerate(self.parents):
+            if parent == last:
+                found.append(draft)
+                last = draft
+        return tuple(found)
+
+    def first(self, count: int) -> "Tree":
+        """The tree of the first `count` drafts."""
+        return self if count >= len(self.parents) else Tree(self.parents[:count])
+
+    def walk(self, samples: Sequence[int], drafts: Sequence[int]) -> list[int]:
+        """The accepted nodes, the root first: from each node on to the child that is the token
+        sampled there.
+
+        Args:
+            samples: the token sampled at each node, the root first.
+            drafts: the tokens of the drafts.
+        """
+        path = [0]
+        for node, (parent, token) in enumerate(zip(self.parents, drafts, strict=True), start=1):
+            if parent + 1 == path[-1] and samples[path[-1]] == token:
+                path.append(node)
+        return path
+
+
+def tree_batch(
+    tables: BlockTables,
+    block_size: int,
+    rows: Sequence[int],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    input_ids: Sequence[int],
+    trees: Sequence[Tree | None],
+) -> Batch:
+    """`make_batch` in which rows with a tree are its nodes, the root at position `start`."""
+    flat = make_batch(tables, block_size, rows, starts, counts, input_ids)
+    sizes = [1 if tree is None else len(tree.depths) for tree in trees]  # sequences of each row
+    row, place, first = (np.array(each, dtype=np.int64).repeat(sizes) for each in (
+        rows, range(len(rows)), np.cumsum(counts) - counts))  # fmt: skip
+    width = max(tree.paths.shape[1] for tree in trees if tree is not None)
+    lengths: Numbers = np.add(starts, counts).repeat(sizes)
+    tail_starts, order = lengths.copy(), np.zeros((len(row), width), dtype=np.int32)
+    tokens: Numbers = np.array(counts, dtype=np.int64).repeat(sizes)
+    positions, end = flat.positions.clone(), 0
+    for i, (tree, size) in enumerate(zip(trees, sizes, strict=True)):
+        begin, end = end, end + size
+        if tree is None:
+            continue
+        depths = np.array(tree.depths)
+        lengths[begin:end], tail_starts[begin:end] = starts[i] + depths + 1, starts[i]
+        order[begin:end, : tree.paths.shape[1]] = tree.paths
+        tokens[begin:end] = 1
+        at = int(first[begin])
+        (own,) = upload(positions.device, starts[i] + depths)
+        positions[at : at + size] = own
+    bounds = np.concatenate(([0], tokens.cumsum()))
+    query_start, seq_lens, tail_start, orders, last, of, index = upload(
+        positions.device, bounds.astype(np.int32), lengths.astype(np.int32),
+        tail_starts.astype(np.int32), order, bounds[1:] - 1, place, row,
+    )  # fmt: skip
+    del index
+    return replace(
+        flat,
+        positions=positions,
+        query_start=query_start,
+        seq_lens=seq_lens,
+        block_tables=flat.block_tables[of],
+        logits_indices=last,
+        max_query_len=int(tokens.max()),
+        tails=Tails(tail_start, orders),
+    )

@@ -1,0 +1,30 @@
+"""The order of keys of token trees as C reads it (`c/tails.h`)."""
+
+from ctypes import Structure
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minillm.ops.batch import Tails
+from minillm.ops.cpu_checks import check, check_integers
+from minillm.ops.cpu_structures import structure_of
+
+
+@dataclass(frozen=True)
+class TailsInC:
+    """`tails` of tails.h."""
+
+    starts: Tensor
+    order: Tensor
+    width: int
+
+
+def tails_in_c(tails: Tails | None, sequences: int) -> Structure | None:
+    """The order of keys of token trees (`tails.h`); the caller keeps its tensors alive."""
+    if tails is None:
+        return None
+    for name, each in zip(Tails._fields, tails, strict=True):
+        check_integers(name, each, torch.int32)
+        check(len(each) == sequences, name, each, f"[{sequences}, ..]")
+    return structure_of(TailsInC)(*(each.data_ptr() for each in tails), tails.order.shape[1])
