@@ -23,9 +23,6 @@ BUGS = {
                                "(block * heads + t->head) * size + at % size"),
     "scales of the cache": (CODES, r"load_scales\(now, now->pages->key_scale",
                             "load_scales(now, p->pages->key_scale"),
-    "tiles share a copy": (CODES, r"w->copies\[i\]\.key = take\(&memory, slots \* p->d / 4\);",
-                           "w->copies[i].key = i ? w->copies[0].key : "
-                           "take(\&memory, slots * p->d / 4);"),
     "tiles in order only": (CODES, r"tail\.start < at \+ found->count", "tail.start < at"),
 }  # fmt: skip
 
