@@ -5,8 +5,8 @@
     communication      communicator (and threads), shared_memory, sockets; pipes between stages
     a rank             place (topology), rank (model and runner), worker (process)
     the driver         executor (and threads), processes, rank_loop, rank_process, messages
-    start-up           launch, groups (one machine); nodes, node, handshake, fingerprint (several
-                       machines); ray_ranks
+    start-up           launch, groups (one machine); nodes, meeting, fingerprint (several machines);
+                       ray_ranks
 
 Reading order: communicator, split, shard, sampler, place, executor, launch; then the rest.
 """

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -53,15 +54,20 @@ def short(data: bytes) -> str:
     return sha256(data).hexdigest()[:12]
 
 
-def check_fingerprint(
-    theirs: dict[str, str], mine: dict[str, str], node: str, where: str, what: str = "model"
+def check_fingerprints(
+    theirs: Mapping[str, Any], sources: Mapping[str, ModelSource], load_format: str
 ) -> None:
-    """CheckpointError where this node's copy differs from that of the driver's node."""
-    names = [name for name in theirs | mine if theirs.get(name) != mine.get(name)]
-    if names:
-        here = " and ".join(f"{name} {mine.get(name, 'missing')}" for name in names)
-        there = " and ".join(f"{name} {theirs.get(name, 'missing')}" for name in names)
-        raise CheckpointError(
-            f"The {what} at {where} on node {socket.gethostname()} is another than the driver's: "
-            f"here {here}, on node {node} {there}; copy the same files to both."
-        )
+    """CheckpointError where a model of this node differs from that of the driver's node."""
+    for what, source in sources.items():
+        mine, their = fingerprint(source, load_format), theirs[what]
+        names = [name for name in their | mine if their.get(name) != mine.get(name)]
+        if names:
+            here, there = (
+                " and ".join(f"{name} {each.get(name, 'missing')}" for name in names)
+                for each in (mine, their)
+            )
+            raise CheckpointError(
+                f"The {what} {source.name} on node {socket.gethostname()} is another than the "
+                f"driver's: here {here}, on node {theirs['node']} {there}; copy the same files to "
+                "both."
+            )

@@ -1,11 +1,13 @@
 """Connections of ranks that are processes of one machine: the driver opens them, and each rank
 inherits the descriptors of its own."""
 
+from contextlib import closing
 from dataclasses import asdict
 from itertools import combinations
 from socket import socket, socketpair
 from typing import Any
 
+from minillm.parallel.meeting import Address, Meeting
 from minillm.parallel.place import Place, Topology
 from minillm.parallel.shared_memory import SharedGroup, shared_memory_works
 
@@ -60,7 +62,11 @@ class Groups:
 
 
 def join(plain: dict[str, Any]) -> Place:
-    """The place of the rank for which `Groups.of` returned `plain`."""
+    """The place of a rank, by the `group` of its `SetUp`: what `Groups.of` has returned, or a store
+    where it finds the others."""
+    if "store" in plain:
+        with closing(Meeting(Address(*plain["store"]), plain["rank"])) as met:
+            return met.join(plain)
     fds, topology = plain["fds"], Topology(**plain["topology"])
 
     def link(other: int) -> socket:

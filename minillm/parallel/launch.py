@@ -45,9 +45,10 @@ def open_ranks(
             "device='cpu'."
         )
     if backend == "external":
-        from minillm.parallel.nodes import open_nodes
+        from minillm.parallel.nodes import open_torchrun
 
-        return open_nodes(set_up)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return open_torchrun(set_up, environment(here))
     if backend == "ray":
         from minillm.parallel.ray_ranks import open_ray
 

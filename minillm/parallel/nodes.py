@@ -1,173 +1,185 @@
-"""Ranks on several machines, on the driver's side: they connect, and then serve as others do."""
+"""Ranks on several machines: they meet through a store (`meeting.py`), and then serve as others do.
 
-import logging
+torchrun starts the same program on every node. The one with RANK 0 is the driver, which starts rank
+0 as a process of its own; the others are ranks (`serve_torchrun`). Ray starts actors.
+"""
+
+import json
 import os
+import secrets
+import signal
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from datetime import timedelta
-from secrets import token_hex
-from time import monotonic
-from typing import Any
+from multiprocessing.connection import Connection
+from threading import Event, Thread
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
 
 from minillm.errors import ConfigError, NodeError
 from minillm.models.checkpoint import weight_files
-from minillm.parallel import processes
+from minillm.parallel import meeting, processes
 from minillm.parallel.fingerprint import fingerprint
-from minillm.parallel.handshake import Arrival, Listener, read_secret
-from minillm.parallel.messages import SetUp
+from minillm.parallel.meeting import Address, Meeting, check_versions, connect, hello
+from minillm.parallel.messages import Channel, SetUp
 from minillm.parallel.place import Topology
 from minillm.parallel.processes import RankProcesses
-from minillm.parallel.rank_process import Elsewhere, Rank
+from minillm.parallel.rank_process import Elsewhere, Rank, hang_up, start
+from minillm.parallel.worker import serve, wait_for_end
 
-logger = logging.getLogger(__name__)
-PATIENCE = 600.0  # seconds in which all ranks connect
-LOOK = 0.2  # seconds between checks of the ranks' launcher
-TORCHRUN_KEY = "minillm/address"
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
-
-def open_nodes(set_up: SetUp) -> RankProcesses:
-    """Ranks that are started by `minillm node` or torchrun."""
-    args = set_up.args
-    check_torchrun(args.num_ranks)
-    listener = Listener(args.master_addr, args.master_port, read_secret())
-    try:
-        where = f"{listener.address[0]}:{listener.address[1]}"
-        is_known = args.master_port or torchrun_store() is not None
-        level = logging.INFO if is_known else logging.WARNING
-        text = "Waiting for %d ranks at %s; start each with `minillm node --connect %s`."
-        logger.log(level, text, args.num_ranks, where, where)
-        publish(where)
-        arrived = gather(listener, args.num_ranks)
-    finally:
-        listener.close()
-    return serve(set_up, arrived)
+LOOK = 0.05  # seconds between checks of the ranks that start
 
 
-def serve(
-    set_up: SetUp, arrived: list[Arrival], release: Callable[[], None] = lambda: None
-) -> RankProcesses:
-    """The executor of ranks that have connected; `release` is called when they have ended."""
-    group = {
-        "topology": asdict(Topology.of(set_up.args)),
-        "patience": processes.CALL_PATIENCE * processes.STEP_PATIENCE,
-        "engine": token_hex(8),  # keeps the ranks of two engines apart
-        "addresses": [each.hello["address"] for each in arrived],
-    }
-
-    def spawn(rank: int) -> Rank:
-        link, node = arrived[rank].connection, str(arrived[rank].hello["node"])
-        return Rank(rank, Elsewhere(link), link, None, node=node)
-
-    try:
-        prints: dict[str, Any] = {"node": socket.gethostname()}
-        for name, source in set_up.sources.items():
-            weight_files(source)
-            prints[name] = fingerprint(source, set_up.args.load_format)
-        set_ups = [
-            replace(set_up, rank=rank, group=group | {"rank": rank}, fingerprint=prints)
-            for rank in range(len(arrived))
-        ]
-        return RankProcesses(set_ups, spawn, release)
-    except BaseException:
-        for each in arrived:
-            each.connection.close()
-        raise
+# ---- the driver --------------------------------------------------------------------------------
 
 
-def gather(listener: Listener, size: int, look: Callable[[], None] = lambda: None) -> list[Arrival]:
-    """All ranks in their order. `look` is called regularly, and raises if a rank cannot come.
-
-    Raises:
-        NodeError: ranks did not connect in time, or two have the same number.
-    """
-    arrived: list[Arrival] = []
-    end = monotonic() + PATIENCE
-    try:
-        while len(arrived) < size:
-            look()
-            if (found := listener.next(min(LOOK, end - monotonic()))) is not None:
-                arrived.append(found)
-                name, count = found.hello.get("node"), len(arrived)
-                logger.info("%d of %d ranks have arrived, the last from %s", count, size, name)
-            elif monotonic() > end:
-                raise NodeError(too_few(listener, arrived, size))
-        return in_order(arrived)
-    except BaseException:
-        for each in arrived:
-            each.connection.close()
-        raise
-
-
-def too_few(listener: Listener, arrived: list[Arrival], size: int) -> str:
-    """The message for ranks that did not connect."""
-    names = ", ".join(str(each.hello.get("node")) for each in arrived)
-    host, port = listener.address
-    return (
-        f"{len(arrived)} of {size} ranks connected to {host}:{port} in {PATIENCE:g} s"
-        f"{' (from ' + names + ')' if names else ''}; run `minillm node --connect {host}:{port}` "
-        "for each of the others, and see that its node reaches this one."
-    )
-
-
-def in_order(arrived: list[Arrival]) -> list[Arrival]:
-    """By the numbers that ranks give; without numbers, node by node."""
-    numbers = [each.hello.get("rank") for each in arrived]
-    if all(each is None for each in numbers):
-        nodes = [each.hello.get("node") for each in arrived]
-        return sorted(arrived, key=lambda each: nodes.index(each.hello.get("node")))
-    if sorted(map(str, numbers)) != sorted(map(str, range(len(arrived)))):
-        raise NodeError(
-            f"{len(arrived)} ranks say that they are number {', '.join(map(str, numbers))}; give "
-            f"each of the numbers from 0 to {len(arrived) - 1} to one of them, or none at all."
-        )
-    return sorted(arrived, key=lambda each: int(each.hello["rank"]))
-
-
-# ---- torchrun ----------------------------------------------------------------------------------
-
-
-def torchrun_store() -> Any:
-    """The store of torchrun on its first node; None outside of torchrun."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    from torch.distributed import TCPStore
-
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=PATIENCE))
-
-
-def check_torchrun(size: int) -> None:
-    """ConfigError if torchrun has started another number of ranks than the engine needs."""
-    world = os.environ.get("WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
-    if world is not None and int(world) != size:
+def open_torchrun(set_up: SetUp, environment: dict[str, str]) -> RankProcesses:
+    """The ranks of torchrun. In those of a number above 0 this does not return."""
+    address, size = meeting.torchrun_address(), set_up.args.num_ranks
+    world, rank = (int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "RANK"))
+    if world != size:
         raise ConfigError(
             f"torchrun has started {world} ranks, and the product of tensor_parallel_size, "
             f"pipeline_parallel_size and data_parallel_size is {size}; make them equal."
         )
+    if rank:  # this program runs on all nodes, and its engine is that of the first
+        serve_torchrun()
+        sys.exit(0)
+    address, store = address.open(hosts=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+    if store.add("engines", 1) > 1:
+        raise ConfigError("The ranks of torchrun serve one engine; start another torchrun.")
+    return open_nodes(set_up, address, store, lambda: start(0, (), environment))
 
 
-def publish(where: str) -> None:
-    """Tell the ranks of torchrun the driver's address. The store is not trusted: the handshake
-    authenticates both ends."""
-    with suppress(RuntimeError):
-        if (store := torchrun_store()) is not None:
-            store.set(TORCHRUN_KEY, where)
+def open_nodes(
+    set_up: SetUp,
+    address: Address,
+    store: "Store",
+    first: Callable[[], Rank] | None = None,
+    look: Callable[[], None] = lambda: None,
+    release: Callable[[], None] = lambda: None,
+) -> RankProcesses:
+    """The executor of ranks that meet in a store.
 
-
-def published() -> str:
-    """The driver's address, once it is known.
-
-    Raises NodeError outside of torchrun, or if no driver starts.
+    Args:
+        address: of the store.
+        first: starts rank 0, where the driver does.
+        look: called regularly until all are there; raises if one cannot come.
+        release: called when they have ended.
     """
+    key, size = secrets.token_hex(32), set_up.args.num_ranks
+    store.set("key", key)
+    group = {
+        "topology": asdict(Topology.of(set_up.args)),
+        "patience": processes.CALL_PATIENCE * processes.STEP_PATIENCE,
+        "store": address,
+    }
+    prints: dict[str, Any] = {"node": socket.gethostname()}
+    for name, source in set_up.sources.items():
+        weight_files(source)
+        prints[name] = fingerprint(source, set_up.args.load_format)
+    others: dict[int, tuple[Connection, str]] = {}
+    kept = [store]  # where this process hosts it, until the ranks have ended
+
+    def end() -> None:
+        kept.clear()
+        release()
+
     try:
-        store = torchrun_store()
-        if store is not None:
-            return str(store.get(TORCHRUN_KEY).decode())
-    except RuntimeError:
-        raise NodeError(
-            f"No driver said in {PATIENCE:g} s where it listens; see what the first node of "
-            "torchrun reports."
-        ) from None
-    raise NodeError("This is no rank of torchrun; say where the driver is with --connect.")
+        for rank in range(first is not None, size):
+            others[rank] = reached(store, key.encode(), rank, size, look)
+
+        def spawn(rank: int) -> Rank:
+            if rank not in others and first is not None:
+                return first()
+            link, node = others[rank]
+            return Rank(rank, Elsewhere(link), link, None, node=node)
+
+        set_ups = [
+            replace(set_up, rank=rank, group=group | {"rank": rank}, fingerprint=prints)
+            for rank in range(size)
+        ]
+        return RankProcesses(set_ups, spawn, end)
+    except BaseException:
+        for link, _ in others.values():
+            link.close()
+        raise
+
+
+def reached(
+    store: "Store", key: bytes, rank: int, size: int, look: Callable[[], None]
+) -> tuple[Connection, str]:
+    """The connection to a rank and the name of its node, once it is there.
+
+    Raises:
+        NodeError: it does not come in time, or has other versions.
+    """
+    end = monotonic() + meeting.PATIENCE
+    while not store.check([f"rank {rank}"]):
+        look()
+        if monotonic() > end:
+            raise NodeError(
+                f"Rank {rank} of {size} did not start in {meeting.PATIENCE:g} s; see that the same "
+                "command runs on all nodes, and that they reach each other."
+            )
+        sleep(LOOK)
+    theirs = json.loads(store.get(f"rank {rank}"))
+    check_versions(theirs, hello())
+    link = connect(store, key, meeting.DRIVER, rank)
+    return Connection(link.detach()), str(theirs["node"])
+
+
+# ---- a rank ------------------------------------------------------------------------------------
+
+
+def serve_torchrun() -> None:
+    """Serve one engine as the rank that torchrun has started, until its driver closes it."""
+    signals = signal.SIGINT, signal.SIGTERM  # torchrun sends them to all: the driver decides
+    serve_rank(meeting.torchrun_address(), int(os.environ["RANK"]), signals)
+
+
+def serve_rank(address: Address, rank: int, ignored: Sequence[signal.Signals] = ()) -> None:
+    """Serve one engine as a rank, until its driver closes it.
+
+    Args:
+        address: of the store.
+        rank: its number.
+        ignored: signals that no longer end this process once the driver has connected.
+
+    Raises:
+        NodeError: the driver does not come, or has ended.
+        MinillmError: any other failure of the rank, which the driver reports, too.
+    """
+    met = Meeting(address, rank)
+    try:
+        with Connection(met.link(meeting.DRIVER).detach()) as connection:
+            for each in ignored:
+                signal.signal(each, signal.SIG_IGN)
+            done = Event()
+            Thread(target=watch, args=(connection, done), daemon=True).start()
+            error = serve(Channel(connection), met.join)
+            done.set()
+            hang_up(connection)  # `watch` still holds it
+    finally:
+        met.close()
+    if isinstance(error, StopIteration | ConnectionError):
+        raise NodeError("The driver has ended; its own message says why.")
+    if error is not None:
+        raise error
+
+
+def watch(connection: Connection, done: Event) -> None:
+    """End this process when the driver has ended, also in the middle of a step."""
+    with suppress(OSError, ValueError):  # closed here
+        wait_for_end(connection)
+        if done.is_set():
+            return
+        with suppress(OSError):
+            sys.stderr.write("error: The driver has ended, and so this rank.\n")
+            sys.stderr.flush()
+        os._exit(1)

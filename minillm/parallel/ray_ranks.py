@@ -1,19 +1,16 @@
-"""Ranks that are Ray actors. Ray starts and ends them; plans go over our own sockets, because a
-call of an actor takes 3.7 ms and a socket 20 us.
+"""Ranks that are Ray actors. Ray starts and ends them; plans go over our own connections, because a
+call of an actor takes 3.7 ms and a socket 20 us. The driver hosts the store in which they meet.
 
-    driver --- placement group of n bundles, an actor in each ---> Ray
-    actor  --- connects, proves that it knows the secret ----------> driver, as any `minillm node`
-
-Ray passes the secret to its actors and is trusted: it pickles, and runs what its users send it.
+Ray is trusted: it pickles, and runs what its users send it.
 """
 
 import os
 from typing import Any
 
 from minillm.errors import NodeError, UnsupportedFeatureError, in_one_line
-from minillm.parallel.handshake import Listener, new_secret
+from minillm.parallel.meeting import Address
 from minillm.parallel.messages import SetUp
-from minillm.parallel.nodes import gather, serve
+from minillm.parallel.nodes import open_nodes
 from minillm.parallel.processes import RankProcesses
 
 PATIENCE = 60.0  # seconds for the placement group
@@ -27,7 +24,7 @@ class RayRanks:
         NodeError: the cluster has no room.
     """
 
-    def __init__(self, size: int, address: str, secret: bytes):
+    def __init__(self, size: int, address: Address):
         self._ray = ray = import_ray()
         self._started = not ray.is_initialized()
         if self._started:
@@ -36,7 +33,7 @@ class RayRanks:
         self._actors: list[Any] = []
         try:
             self._place(size)
-            self._start(size, address, secret)
+            self._start(size, address)
         except BaseException:
             self.close()
             raise
@@ -56,7 +53,7 @@ class RayRanks:
                 "free; add nodes, or use fewer ranks."
             ) from None
 
-    def _start(self, size: int, address: str, secret: bytes) -> None:
+    def _start(self, size: int, address: Address) -> None:
         ray = self._ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -64,9 +61,8 @@ class RayRanks:
         for rank in range(size):
             place = PlacementGroupSchedulingStrategy(self._group, rank)
             self._actors.append(actor.options(scheduling_strategy=place).remote())
-        self._calls = [
-            each.serve.remote(address, secret, rank) for rank, each in enumerate(self._actors)
-        ]
+        calls = [each.serve.remote(address, rank) for rank, each in enumerate(self._actors)]
+        self._calls = calls
 
     def look(self) -> None:
         """NodeError if an actor has ended before it connected."""
@@ -101,11 +97,11 @@ class RayRanks:
 class RayRank:
     """The actor."""
 
-    def serve(self, address: str, secret: bytes, rank: int) -> None:
-        """Connect to the driver and serve it until it closes."""
-        from minillm.parallel.node import serve_rank
+    def serve(self, address: Address, rank: int) -> None:
+        """Serve the driver until it closes."""
+        from minillm.parallel.nodes import serve_rank
 
-        serve_rank(address, secret, number=rank)
+        serve_rank(address, rank)
 
 
 def import_ray() -> Any:
@@ -123,16 +119,11 @@ def import_ray() -> Any:
 
 def open_ray(set_up: SetUp) -> RankProcesses:
     """Ranks that Ray starts, on the cluster that it knows, or on this machine alone."""
-    args, secret = set_up.args, new_secret()
-    listener = Listener(args.master_addr, args.master_port, secret)
+    args = set_up.args
+    address, store = Address(args.master_addr, args.master_port, "minillm").open(hosts=True)
+    actors = RayRanks(args.num_ranks, address)
     try:
-        host, port = listener.address
-        actors = RayRanks(args.num_ranks, f"{host}:{port}", secret)
-        try:
-            arrived = gather(listener, args.num_ranks, actors.look)
-            return serve(set_up, arrived, actors.close)
-        except BaseException:
-            actors.close()
-            raise
-    finally:
-        listener.close()
+        return open_nodes(set_up, address, store, look=actors.look, release=actors.close)
+    except BaseException:
+        actors.close()
+        raise

@@ -1,8 +1,8 @@
 """A communicator over stream sockets, one between each two ranks: between machines, and on one
 machine where memory cannot be shared.
 
-Each rank sends its part to all others and adds the parts in rank order. Connections between
-machines are authenticated (`handshake.py`).
+Each rank sends its part to all others and adds the parts in rank order. Between machines,
+`meeting.py` opens the connections.
 """
 
 import select
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minillm.parallel.communicator import PATIENCE, Communicator
-from minillm.parallel.handshake import HANG_UP
+from minillm.parallel.worker import HANG_UP
 
 HEADER = struct.Struct(">QQ")  # number of the call, bytes that follow
 

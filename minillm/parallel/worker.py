@@ -11,11 +11,11 @@ import logging
 import os
 import select
 import signal
-import socket
 import sys
 import traceback
 from contextlib import suppress
 from dataclasses import astuple
+from multiprocessing.connection import Connection
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -27,19 +27,18 @@ if TYPE_CHECKING:
     from minillm.parallel.place import Place
 
 LOOK = 1.0  # seconds between checks of the parent process
+HANG_UP = int(getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR)  # peer has closed
 
 
-def wait_for_end(connection: socket.socket, goes_on: "Callable[[], bool]" = lambda: True) -> None:
+def wait_for_end(connection: Connection, goes_on: "Callable[[], bool]" = lambda: True) -> None:
     """Return when the peer has closed the connection, or `goes_on` is false."""
-    from minillm.parallel.handshake import HANG_UP
-
     poll = select.poll()
     poll.register(connection, HANG_UP)
     while not poll.poll(LOOK * 1000) and goes_on():
         pass
 
 
-def watch(connection: socket.socket, parent: int) -> None:
+def watch(connection: Connection, parent: int) -> None:
     """End this process when the driver has ended. Where a fork of the driver still holds its end of
     the connection, the parent has changed."""
     wait_for_end(connection, lambda: os.getppid() == parent)
@@ -49,31 +48,27 @@ def watch(connection: socket.socket, parent: int) -> None:
 def main(number: int) -> None:
     """Run a rank in this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the driver decides what ends
-    connection = socket.socket(fileno=number)
-    connection.set_inheritable(False)
+    os.set_inheritable(number, False)
+    connection = Connection(number)
     Thread(target=watch, args=(connection, os.getppid()), daemon=True).start()
     os.dup2(2, 1)  # the driver reads stderr, so what libraries print goes there
     from minillm.parallel import groups
-    from minillm.parallel.messages import Channel, SetUp
+    from minillm.parallel.messages import Channel
 
-    code = 1 if serve(Channel(connection), SetUp.from_bytes, groups.join) else 0
+    code = 1 if serve(Channel(connection), groups.join) else 0
     sys.stderr.flush()
     os._exit(code)  # skips the interpreter's shutdown, which takes a quarter of a second
 
 
-def serve(
-    channel: "Channel",
-    read: "Callable[[bytes], SetUp]",
-    join: "Callable[[dict[str, Any]], Place]",
-) -> BaseException | None:
-    """`read` the first message, `join` the other ranks, and carry out orders until CLOSE; returns
-    the error that ended it, if any."""
-    from minillm.parallel.messages import Kind
+def serve(channel: "Channel", join: "Callable[[dict[str, Any]], Place]") -> BaseException | None:
+    """Read the set-up, `join` the other ranks, and carry out orders until CLOSE; returns the error
+    that ended it, if any."""
+    from minillm.parallel.messages import Kind, SetUp
 
     place: Place | None = None
     try:
         messages = channel.messages()
-        set_up = read(next(messages).body)
+        set_up = SetUp.from_bytes(next(messages).body)
         logging.basicConfig(level=set_up.log_level, handlers=[ToDriver(channel)], force=True)
         channel.send(Kind.NOTE, b'"joining the others"')
         place = join(set_up.group)
