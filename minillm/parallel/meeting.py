@@ -32,6 +32,7 @@ PATIENCE = 600.0  # seconds in which all ranks of an engine start
 SECONDS = 10.0  # time limit for a peer to prove that it knows the key
 SILENT = 30  # seconds after which a node that does not answer counts as gone
 DRIVER = 2**31  # its number: above those of all ranks, so it connects to them
+REFUSED = OSError, EOFError, ValueError, AuthenticationError  # of a peer without the key
 COMPARED = ("minillm", "torch", "byte_order")
 
 
@@ -137,7 +138,7 @@ class Meeting:
                 ) from None
             try:
                 self._arrived[greet(connection, self._key)] = connection
-            except (OSError, EOFError, AuthenticationError):  # none of this engine's
+            except REFUSED:  # none of this engine's
                 connection.close()
         return self._arrived.pop(other)
 
@@ -166,7 +167,7 @@ def connect(store: "Store", key: bytes, own: int, other: int) -> socket.socket:
     try:
         connection = socket.create_connection((host, port), SECONDS)
         greet(connection, key, own)
-    except (OSError, EOFError, AuthenticationError) as error:
+    except REFUSED as error:
         if connection is not None:
             connection.close()
         raise NodeError(
