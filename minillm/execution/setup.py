@@ -1,7 +1,7 @@
 """Builds the runner of an engine: prepared model, KV cache, proposer of drafts, CUDA graphs."""
 
 import logging
-from math import ceil
+from math import ceil, inf
 
 import torch
 
@@ -10,7 +10,7 @@ from minillm.api.speculative_config import SpeculativeConfig
 from minillm.cache.spec import cache_spec
 from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
 from minillm.execution.feature_runner import FeatureRunner
-from minillm.execution.graphs import CudaCapture, has_graphs
+from minillm.execution.graphs import MAX_SECONDS, CudaCapture, has_graphs
 from minillm.execution.runner import Runner
 from minillm.execution.warm_up import warm_up
 from minillm.layers.kv_cache import KVCache
@@ -67,9 +67,21 @@ def packs(args: EngineArgs, device: torch.device) -> bool:
 
 def records(args: EngineArgs, device: torch.device) -> bool:
     """Whether decode steps are captured as CUDA graphs. Deterministic mode cuts each batch into
-    tiles on the host, which a graph cannot repeat."""
-    special = args.enforce_eager or args.deterministic or args.num_ranks > 1
-    return has_graphs(device) and not special
+    tiles on the host, which a graph cannot repeat; so do exchanges of experts' rows."""
+    special = args.enforce_eager or args.deterministic or args.enable_expert_parallel
+    shares = args.num_ranks == args.tensor_parallel_size and (
+        args.distributed_executor_backend != "threads"
+    )
+    return has_graphs(device) and not special and shares
+
+
+def record_graphs(args: EngineArgs, runner: Runner, room: int | None) -> None:
+    """Capture the decode steps of a runner, in at most `room` bytes. Several ranks have no limits,
+    at which one of them would stop and the others wait for it."""
+    seconds = MAX_SECONDS if args.num_ranks == 1 else inf
+    speculation = speculation_of(args)
+    num_drafts = 0 if speculation is None else speculation.most
+    runner.use_graphs(CudaCapture(runner.device), room, num_drafts, seconds)
 
 
 def num_host_blocks(args: EngineArgs, plan: MemoryPlan) -> int:
@@ -108,10 +120,8 @@ def build_executor(
         runner.sampler.rule = build_rule(speculation)
         # The sampler of a rank is replaced later, so it is looked up when it is needed.
         runner.speculator.constrain = lambda *given: runner.sampler.edits.drafts(*given)
-    if records(args, model.device):
-        room = plan.graph_bytes + plan.reserve_bytes // 2
-        num_drafts = 0 if speculation is None else speculation.most
-        runner.use_graphs(CudaCapture(model.device), room, num_drafts)
+    if args.num_ranks == 1 and records(args, model.device):
+        record_graphs(args, runner, plan.graph_bytes + plan.reserve_bytes // 2)
     if has_graphs(model.device) and not args.deterministic and args.num_ranks == 1:
         warm_up(runner)
     return runner

@@ -61,15 +61,19 @@ class Groups:
         self._fds[one][str(other)], self._fds[other][str(one)] = (each.fileno() for each in ends)
 
 
-def join(plain: dict[str, Any]) -> Place:
+def join(plain: dict[str, Any], met: Meeting | None = None) -> Place:
     """The place of a rank, by the `group` of its `SetUp`: what `Groups.of` has returned, or a store
-    where it finds the others."""
-    if "store" in plain:
-        with closing(Meeting(Address(*plain["store"]), plain["rank"])) as met:
-            return met.join(plain)
-    fds, topology = plain["fds"], Topology(**plain["topology"])
+    where it finds the others, or has met them."""
+    if plain.get("backend"):
+        from minillm.parallel.device_groups import join_devices
+
+        return join_devices(plain)
+    topology, fds = Topology(**plain["topology"]), plain.get("fds", {})
 
     def link(other: int) -> socket:
-        return socket(fileno=fds[str(other)])
+        return socket(fileno=fds[str(other)]) if met is None else met.link(other)
 
+    if "store" in plain and met is None:
+        with closing(Meeting(Address(*plain["store"]), plain["rank"])) as met:
+            return topology.place_of_process(plain["rank"], plain["patience"], link)
     return topology.place_of_process(plain["rank"], plain["patience"], link, fds.get("memory"))

@@ -10,11 +10,12 @@ from minillm.api.arguments import EngineArgs
 from minillm.errors import UnsupportedFeatureError
 from minillm.execution.executor import Executor
 from minillm.models.checkpoint import ModelSource, weight_files
-from minillm.parallel import processes
+from minillm.parallel import device_groups, processes
 from minillm.parallel.communicator import PATIENCE
 from minillm.parallel.executor import RankThreads
 from minillm.parallel.groups import Groups
 from minillm.parallel.messages import SetUp
+from minillm.parallel.nodes import open_gpus, open_torchrun
 from minillm.parallel.place import Topology, thread_places
 from minillm.parallel.processes import RankProcesses
 from minillm.parallel.rank import build_rank
@@ -36,24 +37,20 @@ def open_ranks(
     """The ranks of an engine, each with the blocks of the plan."""
     level = logging.getLogger("minillm").getEffectiveLevel()
     set_up = SetUp(0, args, source, plan, str(device), draft, {}, level)
-    backend = args.distributed_executor_backend
+    backend, size = args.distributed_executor_backend, args.num_ranks
     if backend == "threads":
         return open_threads(set_up)
-    if device.type != "cpu":
-        raise UnsupportedFeatureError(
-            f"Ranks that are processes compute on the CPU in this version, not on {device}; use "
-            "device='cpu'."
-        )
-    if backend == "external":
-        from minillm.parallel.nodes import open_torchrun
-
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return open_torchrun(set_up, environment(here))
+    groups = device_groups.backend_of(device)
     if backend == "ray":
         from minillm.parallel.ray_ranks import open_ray
 
         return open_ray(set_up)
-    return open_processes(set_up)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if backend == "external" else size
+    if groups == "nccl":
+        device_groups.check_gpus(device, here)
+    if backend == "external":
+        return open_torchrun(set_up, environment(here))
+    return open_gpus(set_up, environment(here)) if groups else open_processes(set_up)
 
 
 def open_threads(set_up: SetUp) -> RankThreads:

@@ -23,7 +23,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minillm.errors import ConfigError, NodeError, in_one_line
-from minillm.parallel.place import Place, Topology
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -115,11 +114,6 @@ class Meeting:
         except BaseException:
             self.close()
             raise
-
-    def join(self, plain: dict[str, Any]) -> Place:
-        """This rank's place, by the `group` of its `SetUp`."""
-        topology = Topology(**plain["topology"])
-        return topology.place_of_process(self.rank, plain["patience"], self.link)
 
     def link(self, other: int) -> socket.socket:
         """The connection to another rank, or to the `DRIVER`."""

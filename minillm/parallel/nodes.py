@@ -10,18 +10,23 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from threading import Event, Thread
 from time import monotonic, sleep
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from minillm.errors import ConfigError, NodeError
 from minillm.models.checkpoint import weight_files
-from minillm.parallel import meeting, processes
+from minillm.parallel import device_groups, meeting, processes
 from minillm.parallel.fingerprint import fingerprint
+from minillm.parallel.groups import join
 from minillm.parallel.meeting import Address, Meeting, check_versions, connect, hello
 from minillm.parallel.messages import Channel, SetUp
 from minillm.parallel.place import Topology
@@ -36,6 +41,14 @@ LOOK = 0.05  # seconds between checks of the ranks that start
 
 
 # ---- the driver --------------------------------------------------------------------------------
+
+
+def open_gpus(set_up: SetUp, environment: dict[str, str]) -> RankProcesses:
+    """Processes of this machine whose groups meet in a store: one for each GPU."""
+    address, store = Address("127.0.0.1", 0, "minillm").open(hosts=True)
+    every = range(set_up.args.num_ranks)
+    own = {rank: partial(start, rank, (), environment) for rank in every}
+    return open_nodes(set_up, address, store, own)
 
 
 def open_torchrun(set_up: SetUp, environment: dict[str, str]) -> RankProcesses:
@@ -53,14 +66,14 @@ def open_torchrun(set_up: SetUp, environment: dict[str, str]) -> RankProcesses:
     address, store = address.open(hosts=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
     if store.add("engines", 1) > 1:
         raise ConfigError("The ranks of torchrun serve one engine; start another torchrun.")
-    return open_nodes(set_up, address, store, lambda: start(0, (), environment))
+    return open_nodes(set_up, address, store, {0: partial(start, 0, (), environment)})
 
 
 def open_nodes(
     set_up: SetUp,
     address: Address,
     store: "Store",
-    first: Callable[[], Rank] | None = None,
+    own: Mapping[int, Callable[[], Rank]] = MappingProxyType({}),
     look: Callable[[], None] = lambda: None,
     release: Callable[[], None] = lambda: None,
 ) -> RankProcesses:
@@ -68,7 +81,7 @@ def open_nodes(
 
     Args:
         address: of the store.
-        first: starts rank 0, where the driver does.
+        own: starts those that the driver starts, by their numbers.
         look: called regularly until all are there; raises if one cannot come.
         release: called when they have ended.
     """
@@ -78,6 +91,9 @@ def open_nodes(
         "topology": asdict(Topology.of(set_up.args)),
         "patience": processes.CALL_PATIENCE * processes.STEP_PATIENCE,
         "store": address,
+        "backend": device_groups.backend_of(torch.device(set_up.device)),
+        "device": set_up.device,
+        "ordered": set_up.args.deterministic,
     }
     prints: dict[str, Any] = {"node": socket.gethostname()}
     for name, source in set_up.sources.items():
@@ -91,12 +107,13 @@ def open_nodes(
         release()
 
     try:
-        for rank in range(first is not None, size):
-            others[rank] = reached(store, key.encode(), rank, size, look)
+        for rank in range(size):
+            if rank not in own:
+                others[rank] = reached(store, key.encode(), rank, size, look)
 
         def spawn(rank: int) -> Rank:
-            if rank not in others and first is not None:
-                return first()
+            if rank in own:
+                return own[rank]()
             link, node = others[rank]
             return Rank(rank, Elsewhere(link), link, None, node=node)
 
@@ -162,7 +179,7 @@ def serve_rank(address: Address, rank: int, ignored: Sequence[signal.Signals] = 
                 signal.signal(each, signal.SIG_IGN)
             done = Event()
             Thread(target=watch, args=(connection, done), daemon=True).start()
-            error = serve(Channel(connection), met.join)
+            error = serve(Channel(connection), partial(join, met=met))
             done.set()
             hang_up(connection)  # `watch` still holds it
     finally:

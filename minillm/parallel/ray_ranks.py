@@ -17,19 +17,20 @@ PATIENCE = 60.0  # seconds for the placement group
 
 
 class RayRanks:
-    """A placement group, and an actor in each of its bundles of one CPU.
+    """A placement group, and an actor in each of its bundles of one CPU, and one GPU if `on_gpus`.
 
     Raises:
         UnsupportedFeatureError: Ray is not installed.
         NodeError: the cluster has no room.
     """
 
-    def __init__(self, size: int, address: Address):
+    def __init__(self, size: int, address: Address, on_gpus: bool = False):
         self._ray = ray = import_ray()
         self._started = not ray.is_initialized()
         if self._started:
             ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
         self._group: Any = None
+        self._each = {"CPU": 1} | ({"GPU": 1} if on_gpus else {})
         self._actors: list[Any] = []
         try:
             self._place(size)
@@ -42,13 +43,14 @@ class RayRanks:
         ray = self._ray
         from ray.util.placement_group import placement_group
 
-        self._group = placement_group([{"CPU": 1}] * size, strategy="PACK")
+        self._group = placement_group([self._each] * size, strategy="PACK")
         try:
             ray.get(self._group.ready(), timeout=PATIENCE)
         except ray.exceptions.GetTimeoutError:
             free = ray.available_resources().get("CPU", 0)
             raise NodeError(
-                f"Ray found no room for {size} ranks of one CPU each in {PATIENCE:g} s: "
+                f"Ray found no room for {size} ranks of one {' and one '.join(self._each)} each in "
+                f"{PATIENCE:g} s: "
                 f"{ray.cluster_resources().get('CPU', 0):g} CPUs are in the cluster, {free:g} are "
                 "free; add nodes, or use fewer ranks."
             ) from None
@@ -57,7 +59,8 @@ class RayRanks:
         ray = self._ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(RayRank)
+        options = {"num_cpus": 1, "num_gpus": self._each.get("GPU", 0)}
+        actor = ray.remote(max_restarts=0, max_task_retries=0, **options)(RayRank)
         for rank in range(size):
             place = PlacementGroupSchedulingStrategy(self._group, rank)
             self._actors.append(actor.options(scheduling_strategy=place).remote())
@@ -101,6 +104,7 @@ class RayRank:
         """Serve the driver until it closes."""
         from minillm.parallel.nodes import serve_rank
 
+        os.environ["LOCAL_RANK"] = "0"  # of several GPUs, Ray shows an actor its own
         serve_rank(address, rank)
 
 
@@ -121,7 +125,7 @@ def open_ray(set_up: SetUp) -> RankProcesses:
     """Ranks that Ray starts, on the cluster that it knows, or on this machine alone."""
     args = set_up.args
     address, store = Address(args.master_addr, args.master_port, "minillm").open(hosts=True)
-    actors = RayRanks(args.num_ranks, address)
+    actors = RayRanks(args.num_ranks, address, set_up.device != "cpu")
     try:
         return open_nodes(set_up, address, store, look=actors.look, release=actors.close)
     except BaseException:

@@ -18,10 +18,10 @@ KEY = b"the key of these tests"
 
 
 @pytest.fixture
-def store() -> Iterator[tuple[Address, Store]]:
+def store() -> tuple[Address, Store]:
     address, found = Address("127.0.0.1", 0, "tests").open(hosts=True)
     found.set("key", KEY.decode())
-    yield address, found
+    return address, found
 
 
 @pytest.fixture
