@@ -131,7 +131,7 @@ def run(argv: Sequence[str] | None) -> int:
         terminal.flush()  # --help raises SystemExit; an output error must still be reported
     with notes_on_stderr():
         if joins_torchrun(args):
-            from minillm.parallel.nodes import serve_torchrun
+            from minillm.parallel.worker import serve_torchrun
 
             serve_torchrun()
             return 0

@@ -13,14 +13,12 @@ import json
 import os
 import socket
 import struct
-import sys
 from contextlib import suppress
 from datetime import timedelta
-from importlib.metadata import version
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from minillm.errors import ConfigError, NodeError, in_one_line
 
@@ -32,7 +30,6 @@ SECONDS = 10.0  # time limit for a peer to prove that it knows the key
 SILENT = 30  # seconds after which a node that does not answer counts as gone
 DRIVER = 2**31  # its number: above those of all ranks, so it connects to them
 REFUSED = OSError, EOFError, ValueError, AuthenticationError  # of a peer without the key
-COMPARED = ("minillm", "torch", "byte_order")
 
 
 class Address(NamedTuple):
@@ -43,15 +40,17 @@ class Address(NamedTuple):
     prefix: str
 
     def open(self, hosts: bool = False) -> "tuple[Address, Store]":
-        """A connection to the store, which this process `hosts` or another one; and its address,
-        where port 0 has become a number. Raises NodeError.
-        """
+        """A connection to the store, which this process `hosts` at this address only, or another
+        one; and the address, where port 0 has become a number. Raises NodeError."""
         from torch.distributed import PrefixStore, TCPStore
 
         try:
-            time = timedelta(seconds=PATIENCE)
-            store = TCPStore(*self[:2], None, hosts, time, wait_for_workers=False)
-        except (RuntimeError, ValueError) as error:
+            port, end, time = self.port, None, timedelta(seconds=PATIENCE)
+            if hosts:  # by itself a TCPStore listens at all addresses
+                listener = socket.create_server(self[:2])
+                port, end = listener.getsockname()[1], listener.detach()
+            store = TCPStore(self.host, port, None, hosts, time, False, master_listen_fd=end)
+        except (RuntimeError, ValueError, OSError) as error:
             raise NodeError(
                 f"The store of the ranks at {self.host}:{self.port} cannot be "
                 f"{'opened' if hosts else 'reached'}: {in_one_line(error)}"
@@ -73,29 +72,6 @@ def torchrun_address() -> Address:
     return Address(host, port, f"minillm {attempt}")
 
 
-def hello(**more: Any) -> dict[str, Any]:
-    """What the other nodes have to know of this one."""
-    return {
-        "minillm": sys.modules["minillm"].__version__,
-        "torch": ".".join(version("torch").split(".")[:2]),
-        "byte_order": sys.byteorder,
-        "node": socket.gethostname(),
-        **more,
-    }
-
-
-def check_versions(theirs: dict[str, Any], mine: dict[str, Any]) -> None:
-    """NodeError if another node has other versions."""
-    if found := [name for name in COMPARED if theirs.get(name) != mine[name]]:
-        texts = [
-            f"node {each['node']} has " + " and ".join(f"{name} {each.get(name)}" for name in found)
-            for each in (theirs, mine)
-        ]
-        raise NodeError(
-            f"The nodes do not match: {', '.join(texts)}; install the same versions on all nodes."
-        )
-
-
 class Meeting:
     """A rank's connections to the driver and to the other ranks. Raises NodeError.
 
@@ -110,7 +86,8 @@ class Meeting:
         self._listener = socket.create_server((way_to(*address[:2]), 0))
         try:
             self._key = get(self._store, "key", "the driver")
-            self._store.set(f"rank {rank}", json.dumps(hello(address=self._listener.getsockname())))
+            where = {"node": socket.gethostname(), "address": self._listener.getsockname()}
+            self._store.set(f"rank {rank}", json.dumps(where))
         except BaseException:
             self.close()
             raise

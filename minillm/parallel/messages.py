@@ -23,7 +23,7 @@ from typing import Any
 from minillm.api.arguments import EngineArgs
 from minillm.errors import CheckpointError, ModelNotFoundError, UnsupportedFeatureError
 from minillm.models.checkpoint import ModelSource, open_model
-from minillm.parallel.fingerprint import check_fingerprints
+from minillm.parallel.fingerprint import check_models, check_versions
 from minillm.plan.cost import BatchFit, MemoryPlan, PlanSettings
 from minillm.speculative.setup import DraftSource, speculation_of
 
@@ -96,7 +96,7 @@ class SetUp:
         args, source, plan, device, draft: those of the engine, equal on all ranks.
         group: its connections to the other ranks, as plain data.
         log_level: of the logger "minillm".
-        fingerprint: of the models, for ranks on other machines.
+        fingerprint: of the driver's node, for ranks on others.
     """
 
     rank: int
@@ -107,7 +107,7 @@ class SetUp:
     draft: DraftSource | None
     group: dict[str, Any]
     log_level: int
-    fingerprint: dict[str, Any] | None = None
+    fingerprint: dict[str, str] | None = None
 
     @property
     def sources(self) -> dict[str, ModelSource]:
@@ -129,14 +129,16 @@ class SetUp:
     def from_bytes(cls, data: bytes) -> "SetUp":
         """The inverse of `to_bytes`. Opens the models' folders."""
         plain = json.loads(data)
+        if prints := plain["fingerprint"]:
+            check_versions(prints)
         plain["args"] = EngineArgs(**plain["args"])
         plain["source"] = source_from_plain(**plain["source"])
         plain["plan"] = plan_from_plain(plain["plan"])
         if draft := plain["draft"]:
             plain["draft"] = DraftSource(source_from_plain(**draft["source"]), draft["context"])
         made = cls(**plain)
-        if made.fingerprint is not None:
-            check_fingerprints(made.fingerprint, made.sources, made.args.load_format)
+        if prints:
+            check_models(prints, made.sources, made.args.load_format)
         return made
 
 

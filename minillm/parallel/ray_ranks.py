@@ -8,9 +8,9 @@ import os
 from typing import Any
 
 from minillm.errors import NodeError, UnsupportedFeatureError, in_one_line
+from minillm.parallel.launch import open_nodes
 from minillm.parallel.meeting import Address
 from minillm.parallel.messages import SetUp
-from minillm.parallel.nodes import open_nodes
 from minillm.parallel.processes import RankProcesses
 
 PATIENCE = 60.0  # seconds for the placement group
@@ -102,7 +102,7 @@ class RayRank:
 
     def serve(self, address: Address, rank: int) -> None:
         """Serve the driver until it closes."""
-        from minillm.parallel.nodes import serve_rank
+        from minillm.parallel.worker import serve_rank
 
         os.environ["LOCAL_RANK"] = "0"  # of several GPUs, Ray shows an actor its own
         serve_rank(address, rank)

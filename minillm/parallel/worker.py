@@ -16,13 +16,14 @@ import traceback
 from contextlib import suppress
 from dataclasses import astuple
 from multiprocessing.connection import Connection
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from minillm.execution.runner import Runner
+    from minillm.parallel.meeting import Address
     from minillm.parallel.messages import Channel, Message, SetUp
     from minillm.parallel.place import Place
 
@@ -30,7 +31,7 @@ LOOK = 1.0  # seconds between checks of the parent process
 HANG_UP = int(getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR)  # peer has closed
 
 
-def wait_for_end(connection: Connection, goes_on: "Callable[[], bool]" = lambda: True) -> None:
+def wait_for_end(connection: Connection, goes_on: "Callable[[], bool]") -> None:
     """Return when the peer has closed the connection, or `goes_on` is false."""
     poll = select.poll()
     poll.register(connection, HANG_UP)
@@ -38,11 +39,15 @@ def wait_for_end(connection: Connection, goes_on: "Callable[[], bool]" = lambda:
         pass
 
 
-def watch(connection: Connection, parent: int) -> None:
-    """End this process when the driver has ended. Where a fork of the driver still holds its end of
-    the connection, the parent has changed."""
-    wait_for_end(connection, lambda: os.getppid() == parent)
-    os._exit(1)
+def watch(connection: Connection, goes_on: "Callable[[], bool]", done: Event) -> None:
+    """End this process when the driver has ended, also in the middle of a step."""
+    with suppress(OSError, ValueError):  # closed here
+        wait_for_end(connection, goes_on)
+        if not done.is_set():
+            with suppress(OSError):
+                sys.stderr.write("error: The driver has ended, and so this rank.\n")
+                sys.stderr.flush()
+            os._exit(1)
 
 
 def main(number: int) -> None:
@@ -50,7 +55,12 @@ def main(number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the driver decides what ends
     os.set_inheritable(number, False)
     connection = Connection(number)
-    Thread(target=watch, args=(connection, os.getppid()), daemon=True).start()
+    parent = os.getppid()  # which changes where a fork of the driver still holds its end
+
+    def goes_on() -> bool:
+        return os.getppid() == parent
+
+    Thread(target=watch, args=(connection, goes_on, Event()), daemon=True).start()
     os.dup2(2, 1)  # the driver reads stderr, so what libraries print goes there
     from minillm.parallel import groups
     from minillm.parallel.messages import Channel
@@ -136,6 +146,49 @@ class ToDriver(logging.Handler):
         plain = record.levelno, record.name, record.getMessage()
         with suppress(OSError):  # the driver is gone
             self.channel.send(Kind.LOG, json.dumps(plain).encode())
+
+
+def serve_torchrun() -> None:
+    """Serve one engine as the rank that torchrun has started, until its driver closes it."""
+    from minillm.parallel.meeting import torchrun_address
+
+    signals = signal.SIGINT, signal.SIGTERM  # torchrun sends them to all: the driver decides
+    serve_rank(torchrun_address(), int(os.environ["RANK"]), signals)
+
+
+def serve_rank(address: "Address", rank: int, ignored: "Sequence[signal.Signals]" = ()) -> None:
+    """Serve one engine as a rank, until its driver closes it.
+
+    Args:
+        address: of the store.
+        rank: its number.
+        ignored: signals that no longer end this process once the driver has connected.
+
+    Raises:
+        NodeError: the driver does not come, or has ended.
+        MinillmError: any other failure of the rank, which the driver reports, too.
+    """
+    from minillm.errors import NodeError
+    from minillm.parallel.groups import join
+    from minillm.parallel.meeting import DRIVER, Meeting
+    from minillm.parallel.messages import Channel
+    from minillm.parallel.rank_process import hang_up
+
+    met, done = Meeting(address, rank), Event()
+    try:
+        with Connection(met.link(DRIVER).detach()) as connection:
+            for each in ignored:
+                signal.signal(each, signal.SIG_IGN)
+            Thread(target=watch, args=(connection, lambda: True, done), daemon=True).start()
+            error = serve(Channel(connection), lambda plain: join(plain, met))
+            done.set()
+            hang_up(connection)  # `watch` still holds it
+    finally:
+        met.close()
+    if isinstance(error, StopIteration | ConnectionError):
+        raise NodeError("The driver has ended; its own message says why.")
+    if error is not None:
+        raise error
 
 
 if __name__ == "__main__":

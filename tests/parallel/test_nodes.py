@@ -23,9 +23,9 @@ from torch.distributed import TCPStore
 
 from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError, ConfigError, NodeError
-from minillm.parallel import meeting, nodes, worker
+from minillm.parallel import fingerprint, launch, meeting, worker
 from minillm.parallel.meeting import Address, torchrun_address
-from minillm.parallel.nodes import serve_rank
+from minillm.parallel.worker import serve_rank
 from tests.engine.small import make
 from tests.models.tiny import Tiny
 from tests.parallel.test_processes import alone, children, generate, open_files, wait_until
@@ -39,7 +39,7 @@ EXTERNAL = {"distributed_executor_backend": "external"}
 def lend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Future[None]]]]:
     """Start the ranks of the next engine as torchrun would, those after the first as threads of
     this process: `lend(2)`."""
-    monkeypatch.setattr(nodes, "watch", lambda *_: None)  # it ends the process
+    monkeypatch.setattr(worker, "watch", lambda *_: None)  # it ends the process
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     monkeypatch.setattr(worker.gc, "freeze", lambda: None)
     before = open_files()
@@ -129,9 +129,9 @@ def other_values(to: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (other_config, r"here config \w{12}, on node .* config \w{12};"),
-        (other_tensors, r"here tensors \d+ of \w{12} and content .* tensors \d+ of"),
-        (other_values, r"here content 1 files of \w{12}, on node .* content 1 files of \w{12};"),
+        (other_config, r"here config \w{12} and weights \w{12}, on node .* config \w{12} and"),
+        (other_tensors, r"here config \w{12} and weights \w{12}, on node .* config \w{12} and"),
+        (other_values, r"here config \w{12} and weights \w{12}, on node .* config \w{12} and"),
         (shutil.rmtree, r"^Node \S+ does not have the driver's model: .* Copy it to the same pl"),
     ],
 )
@@ -139,14 +139,14 @@ def test_another_checkpoint(change, what, folder, lend, tmp_path, monkeypatch):
     """Of a node: it changes after the driver has looked at it."""
     own = tmp_path / "own"
     shutil.copytree(folder, own)
-    seen = nodes.fingerprint
+    seen = fingerprint.fingerprint
 
-    def fingerprint(*given: Any) -> dict[str, str]:
+    def then_change(*given: Any) -> dict[str, str]:
         found = seen(*given)
         change(own)
         return found
 
-    monkeypatch.setattr(nodes, "fingerprint", fingerprint)
+    monkeypatch.setattr(launch, "fingerprint", then_change)
     ranks = lend(2)
     with pytest.raises(CheckpointError, match=what) as caught:
         make(own, tensor_parallel_size=2, **EXTERNAL)
@@ -155,13 +155,15 @@ def test_another_checkpoint(change, what, folder, lend, tmp_path, monkeypatch):
 
 
 def test_other_versions(folder, lend, monkeypatch):
-    real = meeting.hello
-    monkeypatch.setattr(meeting, "hello", lambda **more: real(**more, torch="1.0"))
-    monkeypatch.setattr(meeting, "PATIENCE", 5.0)
+    real = fingerprint.version
+    monkeypatch.setattr(
+        launch, "fingerprint", lambda *_: {"versions": "minillm 0, torch 1.0", "node": "alpha"}
+    )
     ranks = lend(2)
-    with pytest.raises(NodeError, match=r"^The nodes do not match: node .* has torch 1\.0, node "):
+    with pytest.raises(NodeError, match=r"^The nodes do not match: .* torch 1\.0; install the s"):
         make(folder, tensor_parallel_size=2, **EXTERNAL)
     assert isinstance(ranks[0].exception(LIMIT), NodeError)
+    assert ".".join(real("torch").split(".")[:2]) in fingerprint.fingerprint({})["versions"]
 
 
 def test_ranks_that_do_not_come(folder, lend, monkeypatch):
