@@ -31,23 +31,18 @@ LOOK = 1.0  # seconds between checks of the parent process
 HANG_UP = int(getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR)  # peer has closed
 
 
-def wait_for_end(connection: Connection, goes_on: "Callable[[], bool]") -> None:
-    """Return when the peer has closed the connection, or `goes_on` is false."""
+def watch(connection: Connection, parent: int | None, done: Event) -> None:
+    """End this process when the driver has ended, also in the middle of a step: it has closed the
+    connection, or, where a fork of it still holds its end, is no longer the `parent`."""
     poll = select.poll()
     poll.register(connection, HANG_UP)
-    while not poll.poll(LOOK * 1000) and goes_on():
+    while not poll.poll(LOOK * 1000) and parent in (None, os.getppid()):
         pass
-
-
-def watch(connection: Connection, goes_on: "Callable[[], bool]", done: Event) -> None:
-    """End this process when the driver has ended, also in the middle of a step."""
-    with suppress(OSError, ValueError):  # closed here
-        wait_for_end(connection, goes_on)
-        if not done.is_set():
-            with suppress(OSError):
-                sys.stderr.write("error: The driver has ended, and so this rank.\n")
-                sys.stderr.flush()
-            os._exit(1)
+    if not done.is_set():
+        with suppress(OSError):
+            sys.stderr.write("error: The driver has ended, and so this rank.\n")
+            sys.stderr.flush()
+        os._exit(1)
 
 
 def main(number: int) -> None:
@@ -55,12 +50,7 @@ def main(number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the driver decides what ends
     os.set_inheritable(number, False)
     connection = Connection(number)
-    parent = os.getppid()  # which changes where a fork of the driver still holds its end
-
-    def goes_on() -> bool:
-        return os.getppid() == parent
-
-    Thread(target=watch, args=(connection, goes_on, Event()), daemon=True).start()
+    Thread(target=watch, args=(connection, os.getppid(), Event()), daemon=True).start()
     os.dup2(2, 1)  # the driver reads stderr, so what libraries print goes there
     from minillm.parallel import groups
     from minillm.parallel.messages import Channel
@@ -179,7 +169,7 @@ def serve_rank(address: "Address", rank: int, ignored: "Sequence[signal.Signals]
         with Connection(met.link(DRIVER).detach()) as connection:
             for each in ignored:
                 signal.signal(each, signal.SIG_IGN)
-            Thread(target=watch, args=(connection, lambda: True, done), daemon=True).start()
+            Thread(target=watch, args=(connection, None, done), daemon=True).start()
             error = serve(Channel(connection), lambda plain: join(plain, met))
             done.set()
             hang_up(connection)  # `watch` still holds it
