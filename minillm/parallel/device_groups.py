@@ -21,6 +21,9 @@ from minillm.parallel.pipes import Pipe
 from minillm.parallel.place import Place, Topology
 from minillm.parallel.sockets import as_bytes
 
+# Its name in torch 2.13, and in older versions.
+all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
+
 
 def backend_of(device: torch.device) -> str | None:
     """The backend of ranks on this device; None for those that communicate as on CPUs."""
@@ -93,7 +96,7 @@ class GroupCommunicator(Communicator):
         own = part.to(self._device)
         parts = own.new_empty((self.size, *part.shape))
         if own.numel():
-            self._call(distributed.all_gather_into_tensor, as_bytes(parts), as_bytes(own))
+            self._call(all_gather, as_bytes(parts), as_bytes(own))
         return parts.to(part.device)
 
     def distribute(self, rows: Tensor, counts: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import signal
 import sys
 
 import torch
+from torch import distributed
 
 from minillm.parallel.communicator import CommunicationError, ThreadGroup
 from minillm.parallel.device_groups import join_devices
@@ -53,6 +54,7 @@ def main(plain: dict) -> None:
     for x in sent:
         if place.before is not None:
             assert same_bits(place.before.receive(tuple(x.shape), x.dtype), x)
+    distributed.barrier()  # all has arrived
     print("right", flush=True)
     if place.rank == plain["topology"]["size"] * plain["topology"]["num_stages"] - 1:
         os.kill(os.getpid(), signal.SIGKILL)
