@@ -24,7 +24,7 @@ from minillm.errors import ConfigError
 from minillm.execution.collect import failure, give_tokens, store_prompt_logprobs
 from minillm.execution.executor import Capacity, Executor
 from minillm.execution.flight import Flight, StepResult
-from minillm.execution.graphs import MAX_SECONDS, Capture, DecodeGraphs, record_draft
+from minillm.execution.graphs import Capture, DecodeGraphs, record_draft
 from minillm.execution.state import DeviceRows, RowStates, SequenceRow
 from minillm.layers.kv_cache import KVCache
 from minillm.models.batches import make_batch
@@ -69,21 +69,17 @@ class Runner:
 
     @torch.inference_mode()
     def use_graphs(
-        self,
-        capture: Capture,
-        max_bytes: int | None = None,
-        num_drafts: int = 0,
-        max_seconds: float = MAX_SECONDS,
+        self, capture: Capture, max_bytes: float | None = None, num_drafts: int = 0
     ) -> None:
         """Capture CUDA graphs of decode steps, and of steps that verify up to `num_drafts` drafts
-        per row, in at most `max_bytes` and about `max_seconds`. Later steps replay them."""
+        per row, in at most `max_bytes`. Later steps replay them."""
         if isinstance(self.model, Decoder):
             parts = self.model, self.kv, self.rows, capture
             if num_drafts:  # the larger graphs first: the smaller ones reuse their memory
                 self.verify_graphs = DecodeGraphs(*parts, 1 + num_drafts)
-                self.verify_graphs.record_all(max_bytes, max_seconds)
+                self.verify_graphs.record_all(max_bytes)
             self.graphs = DecodeGraphs(*parts)
-            self.graphs.record_all(max_bytes, max_seconds)
+            self.graphs.record_all(max_bytes)
             record_draft(self.speculator, self.rows, capture, max_bytes)
 
     # ---- the executor --------------------------------------------------------------------

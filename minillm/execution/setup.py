@@ -10,7 +10,7 @@ from minillm.api.speculative_config import SpeculativeConfig
 from minillm.cache.spec import cache_spec
 from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
 from minillm.execution.feature_runner import FeatureRunner
-from minillm.execution.graphs import MAX_SECONDS, CudaCapture, has_graphs
+from minillm.execution.graphs import CudaCapture, has_graphs
 from minillm.execution.runner import Runner
 from minillm.execution.warm_up import warm_up
 from minillm.layers.kv_cache import KVCache
@@ -75,13 +75,12 @@ def records(args: EngineArgs, device: torch.device) -> bool:
     return has_graphs(device) and not special and shares
 
 
-def record_graphs(args: EngineArgs, runner: Runner, room: int | None) -> None:
-    """Capture the decode steps of a runner, in at most `room` bytes. Several ranks have no limits,
-    at which one of them would stop and the others wait for it."""
-    seconds = MAX_SECONDS if args.num_ranks == 1 else inf
-    speculation = speculation_of(args)
+def record_graphs(args: EngineArgs, runner: Runner, room: int) -> None:
+    """Capture the decode steps of a runner, in at most `room` bytes. Several ranks have no limit of
+    bytes or time, at which one of them would stop and the others wait for it."""
+    speculation, limit = speculation_of(args), room if args.num_ranks == 1 else inf
     num_drafts = 0 if speculation is None else speculation.most
-    runner.use_graphs(CudaCapture(runner.device), room, num_drafts, seconds)
+    runner.use_graphs(CudaCapture(runner.device), limit, num_drafts)
 
 
 def num_host_blocks(args: EngineArgs, plan: MemoryPlan) -> int:

@@ -21,9 +21,6 @@ from minillm.parallel.pipes import Pipe
 from minillm.parallel.place import Place, Topology
 from minillm.parallel.sockets import as_bytes
 
-# Its name in torch 2.13, and in older versions.
-all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
-
 
 def backend_of(device: torch.device) -> str | None:
     """The backend of ranks on this device; None for those that communicate as on CPUs."""
@@ -96,7 +93,10 @@ class GroupCommunicator(Communicator):
         own = part.to(self._device)
         parts = own.new_empty((self.size, *part.shape))
         if own.numel():
-            self._call(all_gather, as_bytes(parts), as_bytes(own))
+            # Its name in torch 2.13, and in older versions.
+            old = distributed.all_gather_into_tensor
+            gather = getattr(distributed, "all_gather_single", old)
+            self._call(gather, as_bytes(parts), as_bytes(own))
         return parts.to(part.device)
 
     def distribute(self, rows: Tensor, counts: Tensor) -> Tensor:

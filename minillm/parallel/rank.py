@@ -63,7 +63,7 @@ def build_rank(set_up: SetUp, place: Place) -> Runner:
         runner.sampler = ShardedSampler(runner.rows.num_rows, width, device, place.communicator)
         runner.sampler.rule = sampler.rule
     if records(args, device):
-        record_graphs(args, runner, None)
+        record_graphs(args, runner, 0)
         agree_on_graphs(runner, place.communicator)
     tokenizer = partial(open_tokenizer, args, source)
     runner.sampler.edits.grammars = Grammars(tokenizer, source.config.vocab_size)
