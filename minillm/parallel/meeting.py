@@ -5,8 +5,8 @@
     rank n    connects to ranks with lower numbers, and accepts those with higher ones, for data
 
 Both ends of a connection prove that they know a random key (`multiprocessing.connection`), which is
-in the store. So a process that reaches the store is trusted, and traffic is neither encrypted nor signed:
-nodes need a private network.
+in the store. So a process that reaches the store is trusted, and traffic is neither encrypted nor
+signed: nodes need a private network.
 """
 
 import json
