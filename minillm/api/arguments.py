@@ -152,9 +152,9 @@ class EngineArgs(CheckedArguments):
     how often each was chosen (`EplbConfig`), for example
     ``{"step_interval": 3000, "num_redundant_experts": 2}``; it changes no token.
     `distributed_executor_backend` runs ranks as processes ("mp", the default), as threads of this
-    process ("threads", for tests and experiments), or on other machines, started by `minillm node`
-    or torchrun ("external") or by Ray ("ray"). Ranks on other machines connect to `master_addr`, an
-    address of this machine, and `master_port`; port 0 lets the system choose one.
+    process ("threads", for tests and experiments), or on other machines, started by torchrun
+    ("external") or by Ray ("ray"). Ranks of Ray connect to `master_addr`, an address of this
+    machine, and `master_port`; port 0 lets the system choose one.
     An `AsyncLLMEngine` logs its statistics every ten seconds (INFO, "minillm.serving.stat_logger")
     unless `disable_log_stats`.
 

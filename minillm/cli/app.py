@@ -5,10 +5,11 @@ or measures it. The module is imported by name.
 """
 
 import logging
+import os
 import re
 import sys
 import warnings
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -30,7 +31,6 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "compare": "compare quantised versions of a model: quality, bytes, speed",
         "quantize": "quantise the weights of a model into a new folder",
         "train": "train draft heads for a model",
-        "node": "run one rank of a multi-node engine on this machine",
         "trace": "show a recorded trace as a web page, table or Perfetto file",
     }
 )
@@ -45,6 +45,10 @@ examples:
   minillm info preset:llama-3.1-8b     show the architecture and its memory
   minillm plan preset:llama-3.1-70b    show what fits on this machine
 """
+NO_NODE = (
+    "'minillm node' was removed; start several machines with torchrun, which runs the same command "
+    "on each: torchrun --nnodes 2 ... -m minillm generate ... -tp 2."
+)
 
 
 class Parser(ArgumentParser):
@@ -65,6 +69,8 @@ class Parser(ArgumentParser):
         bad = re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if bad:
             what, given, names = bad[1], bad[2], re.findall(r"[\w-]+", bad[3])
+            if what == "COMMAND" and given == "node":
+                self.exit(2, f"error: {NO_NODE}\n")
             noun = {"COMMAND": "command", "WHAT": "benchmark"}.get(what)
             message = f"{what} is {given!r}; it must be one of {', '.join(names)}."
             if noun:
@@ -124,9 +130,24 @@ def run(argv: Sequence[str] | None) -> int:
     finally:
         terminal.flush()  # --help raises SystemExit; an output error must still be reported
     with notes_on_stderr():
+        if joins_torchrun(args):
+            from minillm.parallel.worker import serve_torchrun
+
+            serve_torchrun()
+            return 0
         code: int = command_module(args.command or "demo").run(args, terminal)
         terminal.flush()
     return code
+
+
+def joins_torchrun(args: Namespace) -> bool:
+    """Whether torchrun has started this process as a rank; in the first of its processes, which is
+    the driver, the arguments say that torchrun has started the others."""
+    engine = hasattr(args, "distributed_executor_backend")
+    if not engine or os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
+        return False
+    args.distributed_executor_backend = args.distributed_executor_backend or "external"
+    return os.environ["RANK"] != "0" and args.distributed_executor_backend == "external"
 
 
 @contextmanager

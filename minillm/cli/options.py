@@ -52,11 +52,10 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     ("eplb_config", "JSON", json_object,
      'expert load balancing, such as {"step_interval": 3000, "num_redundant_experts": 2}'),
     ("distributed_executor_backend", "NAME", str,
-     "where ranks run: mp (processes), threads (of this process), external (started by 'minillm "
-     "node') or ray (mp)"),
-    ("master_addr", "HOST", str, "external: interface where ranks connect (127.0.0.1)"),
-    ("master_port", "PORT", int,
-     "external: port where ranks connect (0: the system chooses one)"),
+     "where ranks run: mp (processes), threads (of this process), external (started by torchrun, "
+     "its default) or ray (mp)"),
+    ("master_addr", "HOST", str, "ray: address of this machine where ranks connect (127.0.0.1)"),
+    ("master_port", "PORT", int, "ray: port where ranks connect (0: the system chooses one)"),
     ("speculative_config", "JSON", json_object,
      'speculative decoding, such as {"method": "ngram", "num_speculative_tokens": 4} or {"model": '
      '"tiny-draft", "num_speculative_tokens": "auto"}; methods: ngram, suffix, draft_model, '

@@ -24,6 +24,7 @@ with fewer tokens is padded on the left:
 import logging
 from collections.abc import Callable, Sequence
 from copy import copy
+from math import inf
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -228,13 +229,14 @@ class DecodeGraphs:
         self._host.fill(0)
         self._host[self.query_len : 2 * self.query_len] = -1
 
-    def record_all(self, max_bytes: int | None = None, max_seconds: float = MAX_SECONDS) -> None:
+    def record_all(self, max_bytes: float | None = None, max_seconds: float = MAX_SECONDS) -> None:
         """Capture all sizes, the largest first: smaller graphs reuse its memory.
 
         If capturing a size fails, its batches use the next larger graph. When time or memory run
         out, the remaining smaller sizes are not captured.
         """
         began, sizes = perf_counter(), bucket_sizes(self.rows.num_rows)[::-1]
+        max_seconds = inf if max_bytes == inf else max_seconds
         for size in tqdm(sizes, "Capturing CUDA graphs", delay=2, disable=None):
             if perf_counter() - began > max_seconds or (max_bytes and self.num_bytes > max_bytes):
                 logger.warning(
@@ -288,7 +290,7 @@ class DecodeGraphs:
 
 
 def record_draft(
-    speculator: Speculator | None, rows: DeviceRows, capture: Capture, max_bytes: int | None
+    speculator: Speculator | None, rows: DeviceRows, capture: Capture, max_bytes: float | None
 ) -> None:
     """Capture the decode steps of a draft model, if there is one: one step for each draft of a row
     but the first."""

@@ -72,7 +72,7 @@ class Runner:
 
     @torch.inference_mode()
     def use_graphs(
-        self, capture: Capture, max_bytes: int | None = None, num_drafts: int = 0
+        self, capture: Capture, max_bytes: float | None = None, num_drafts: int = 0
     ) -> None:
         """Capture CUDA graphs of decode steps, and of steps that verify up to `num_drafts` drafts
         per row, in at most `max_bytes`. Later steps replay them."""

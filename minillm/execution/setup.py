@@ -1,7 +1,7 @@
 """Builds the runner of an engine: prepared model, KV cache, proposer of drafts, CUDA graphs."""
 
 import logging
-from math import ceil
+from math import ceil, inf
 
 import torch
 
@@ -68,9 +68,20 @@ def packs(args: EngineArgs, device: torch.device) -> bool:
 
 def records(args: EngineArgs, device: torch.device) -> bool:
     """Whether decode steps are captured as CUDA graphs. Deterministic mode cuts each batch into
-    tiles on the host, which a graph cannot repeat."""
-    special = args.enforce_eager or args.deterministic or args.num_ranks > 1
-    return has_graphs(device) and not special
+    tiles on the host, which a graph cannot repeat; so do exchanges of experts' rows."""
+    special = args.enforce_eager or args.deterministic or args.enable_expert_parallel
+    shares = args.num_ranks == args.tensor_parallel_size and (
+        args.distributed_executor_backend != "threads"
+    )
+    return has_graphs(device) and not special and shares
+
+
+def record_graphs(args: EngineArgs, runner: Runner, room: int) -> None:
+    """Capture the decode steps of a runner, in at most `room` bytes. Several ranks have no limit of
+    bytes or time, at which one of them would stop and the others wait for it."""
+    speculation, limit = speculation_of(args), room if args.num_ranks == 1 else inf
+    num_drafts = 0 if speculation is None else speculation.most
+    runner.use_graphs(CudaCapture(runner.device), limit, num_drafts)
 
 
 def num_host_blocks(args: EngineArgs, plan: MemoryPlan) -> int:
@@ -115,10 +126,8 @@ def build_executor(
         runner.speculator.constrain = lambda *given: runner.sampler.edits.drafts(*given)
         if model.device.type == "cpu" and args.num_ranks == 1 and runner.sampler.rule is None:
             runner.speculator.takes_tree = lambda row: not runner.sampler.edits.follows(row)
-    if records(args, model.device):
-        room = plan.graph_bytes + plan.reserve_bytes // 2
-        num_drafts = 0 if speculation is None else speculation.most
-        runner.use_graphs(CudaCapture(model.device), room, num_drafts)
+    if args.num_ranks == 1 and records(args, model.device):
+        record_graphs(args, runner, plan.graph_bytes + plan.reserve_bytes // 2)
     if has_graphs(model.device) and not args.deterministic and args.num_ranks == 1:
         warm_up(runner)
     return runner

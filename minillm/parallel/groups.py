@@ -1,11 +1,13 @@
 """Connections of ranks that are processes of one machine: the driver opens them, and each rank
 inherits the descriptors of its own."""
 
+from contextlib import closing
 from dataclasses import asdict
 from itertools import combinations
 from socket import socket, socketpair
 from typing import Any
 
+from minillm.parallel.meeting import Address, Meeting
 from minillm.parallel.place import Place, Topology
 from minillm.parallel.shared_memory import SharedGroup, shared_memory_works
 
@@ -59,11 +61,19 @@ class Groups:
         self._fds[one][str(other)], self._fds[other][str(one)] = (each.fileno() for each in ends)
 
 
-def join(plain: dict[str, Any]) -> Place:
-    """The place of the rank for which `Groups.of` returned `plain`."""
-    fds, topology = plain["fds"], Topology(**plain["topology"])
+def join(plain: dict[str, Any], met: Meeting | None = None) -> Place:
+    """The place of a rank, by the `group` of its `SetUp`: what `Groups.of` has returned, or a store
+    where it finds the others, or has met them."""
+    if plain.get("backend"):
+        from minillm.parallel.device_groups import join_devices
+
+        return join_devices(plain)
+    topology, fds = Topology(**plain["topology"]), plain.get("fds", {})
 
     def link(other: int) -> socket:
-        return socket(fileno=fds[str(other)])
+        return socket(fileno=fds[str(other)]) if met is None else met.link(other)
 
+    if "store" in plain and met is None:
+        with closing(Meeting(Address(*plain["store"]), plain["rank"])) as met:
+            return topology.place_of_process(plain["rank"], plain["patience"], link)
     return topology.place_of_process(plain["rank"], plain["patience"], link, fds.get("memory"))

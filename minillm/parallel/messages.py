@@ -1,4 +1,4 @@
-"""The protocol between the driver and its ranks: framed messages over a socket.
+"""The protocol between the driver and its ranks: messages over a `multiprocessing` connection.
 
     driver --> rank    SET_UP, PLAN, RESET, STATS, CLOSE
     rank --> driver    DONE: the answer to one of these, with its number
@@ -12,19 +12,22 @@ import json
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from enum import IntEnum
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from minillm.api.arguments import EngineArgs
-from minillm.errors import UnsupportedFeatureError
+from minillm.errors import CheckpointError, ModelNotFoundError, UnsupportedFeatureError
 from minillm.models.checkpoint import ModelSource, open_model
+from minillm.parallel.fingerprint import check_models, check_versions
 from minillm.plan.cost import BatchFit, MemoryPlan, PlanSettings
 from minillm.speculative.setup import DraftSource, speculation_of
 
-HEADER = struct.Struct(">IBI")  # bytes of the body, kind, number
+HEADER = struct.Struct(">BI")  # kind, number
 
 
 class Kind(IntEnum):
@@ -54,47 +57,34 @@ class Message:
         """The body of a NOTE, LOG or ERROR."""
         return json.loads(self.body)
 
-    @property
-    def frame(self) -> bytes:
-        """The bytes that are sent."""
-        return HEADER.pack(len(self.body), self.kind, self.number) + self.body
+    def send(self, connection: Connection) -> None:
+        """Send it."""
+        connection.send_bytes(HEADER.pack(self.kind, self.number) + self.body)
 
-
-class Frames:
-    """Splits a stream of bytes into messages."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def add(self, data: bytes) -> Iterator[Message]:
-        """The messages that these bytes complete."""
-        self._data += data
-        start = 0
-        while len(self._data) >= start + HEADER.size:
-            size, kind, number = HEADER.unpack_from(self._data, start)
-            end = start + HEADER.size + size
-            if len(self._data) < end:
-                break
-            yield Message(Kind(kind), number, bytes(self._data[start + HEADER.size : end]))
-            start = end
-        del self._data[:start]
+    @classmethod
+    def receive(cls, connection: Connection) -> "Message":
+        """The next one. Raises EOFError where the peer has closed the connection."""
+        data = connection.recv_bytes()
+        kind, number = HEADER.unpack_from(data)
+        return cls(Kind(kind), number, data[HEADER.size :])
 
 
 class Channel:
-    """A rank's end of the socket. Any thread may send."""
+    """A rank's end of the connection. Any thread may send."""
 
-    def __init__(self, connection: socket.socket):
-        self._socket, self._lock, self._frames = connection, Lock(), Frames()
+    def __init__(self, connection: Connection):
+        self._connection, self._lock = connection, Lock()
 
     def send(self, kind: Kind, body: bytes = b"", number: int = 0) -> None:
         """Send a message."""
         with self._lock:
-            self._socket.sendall(Message(kind, number, body).frame)
+            Message(kind, number, body).send(self._connection)
 
     def messages(self) -> Iterator[Message]:
-        """The driver's messages, until it closes the socket."""
-        while data := self._socket.recv(1 << 16):
-            yield from self._frames.add(data)
+        """The driver's messages, until it closes the connection."""
+        with suppress(EOFError):
+            while True:
+                yield Message.receive(self._connection)
 
 
 @dataclass(frozen=True)
@@ -106,7 +96,7 @@ class SetUp:
         args, source, plan, device, draft: those of the engine, equal on all ranks.
         group: its connections to the other ranks, as plain data.
         log_level: of the logger "minillm".
-        fingerprint: of the models, for ranks on other machines.
+        fingerprint: of the driver's node, for ranks on others.
     """
 
     rank: int
@@ -117,7 +107,7 @@ class SetUp:
     draft: DraftSource | None
     group: dict[str, Any]
     log_level: int
-    fingerprint: dict[str, Any] | None = None
+    fingerprint: dict[str, str] | None = None
 
     @property
     def sources(self) -> dict[str, ModelSource]:
@@ -139,12 +129,17 @@ class SetUp:
     def from_bytes(cls, data: bytes) -> "SetUp":
         """The inverse of `to_bytes`. Opens the models' folders."""
         plain = json.loads(data)
+        if prints := plain["fingerprint"]:
+            check_versions(prints)
         plain["args"] = EngineArgs(**plain["args"])
         plain["source"] = source_from_plain(**plain["source"])
         plain["plan"] = plan_from_plain(plain["plan"])
         if draft := plain["draft"]:
             plain["draft"] = DraftSource(source_from_plain(**draft["source"]), draft["context"])
-        return cls(**plain)
+        made = cls(**plain)
+        if prints:
+            check_models(prints, made.sources, made.args.load_format)
+        return made
 
 
 def args_to_plain(args: EngineArgs) -> dict[str, Any]:
@@ -179,8 +174,16 @@ def source_to_plain(source: ModelSource) -> dict[str, Any]:
 
 
 def source_from_plain(name: str, where: str, hub_id: str | None) -> ModelSource:
-    """The same model; `where` names the same commit of a model from a hub."""
-    return replace(open_model(where), name=name, hub_id=hub_id)
+    """The same model; `where` names the same commit of a model from a hub. On a node that does not
+    have that folder, the model of the same name."""
+    try:
+        found = open_model(where if Path(where).is_dir() else hub_id or name)
+    except ModelNotFoundError as error:
+        raise CheckpointError(
+            f"Node {socket.gethostname()} does not have the driver's model: {error} Copy it to the "
+            "same place."
+        ) from None
+    return replace(found, name=name, hub_id=hub_id)
 
 
 def plan_from_plain(plain: dict[str, Any]) -> MemoryPlan:

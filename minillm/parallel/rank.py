@@ -10,7 +10,7 @@ from minillm.api.arguments import EngineArgs
 from minillm.config import ModelConfig
 from minillm.errors import UnsupportedFeatureError
 from minillm.execution.runner import Runner
-from minillm.execution.setup import build_executor, open_tokenizer
+from minillm.execution.setup import build_executor, open_tokenizer, record_graphs, records
 from minillm.layers.linear_methods import Matrix
 from minillm.models.checkpoint import ModelSource
 from minillm.models.decoder import Decoder
@@ -62,6 +62,9 @@ def build_rank(set_up: SetUp, place: Place) -> Runner:
         sampler, width = runner.sampler, source.config.vocab_size
         runner.sampler = ShardedSampler(runner.rows.num_rows, width, device, place.communicator)
         runner.sampler.rule = sampler.rule
+    if records(args, device):
+        record_graphs(args, runner, 0)
+        agree_on_graphs(runner, place.communicator)
     tokenizer = partial(open_tokenizer, args, source)
     runner.sampler.edits.grammars = Grammars(tokenizer, source.config.vocab_size)
     if placement is not None and args.eplb is not None:
@@ -85,6 +88,17 @@ def agree(tiled: TiledDecoder, communicator: Communicator) -> None:
     masks = communicator.gather(torch.tensor([size in own for size in TILES], dtype=torch.uint8))
     common = [size for size, each in zip(TILES, masks.T, strict=True) if each.all()]
     tiled.use(common or (1,))
+
+
+def agree_on_graphs(runner: Runner, communicator: Communicator) -> None:
+    """Restrict all ranks to the graphs that each of them has: a replay pads a step's rows, and a
+    rank that did not would make calls of another size."""
+    for graphs in (runner.graphs, runner.verify_graphs):
+        if graphs is not None:
+            every = range(graphs.rows.num_rows + 1)
+            own = torch.tensor([size in graphs.sizes for size in every], dtype=torch.uint8)
+            common = communicator.gather(own).all(dim=0)
+            graphs.sizes = tuple(size for size in graphs.sizes if common[size])
 
 
 def initial_placement(args: EngineArgs, config: ModelConfig, place: Place) -> Placement | None:

@@ -5,19 +5,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import IO, NamedTuple
 
 from minillm import errors
 from minillm.errors import EngineDeadError, MinillmError
 from minillm.parallel.communicator import CommunicationError
-from minillm.parallel.messages import Frames
 
 WORKER = "minillm.parallel.worker"
-KEPT_LINES = 20  # of a rank's standard error
 
 
 @dataclass(eq=False)
@@ -25,15 +24,13 @@ class Rank:
     """A process and its state."""
 
     number: int
-    process: "subprocess.Popen[bytes] | Elsewhere"
-    connection: socket.socket
-    stderr: IO[bytes] | None
+    process: "subprocess.Popen[str] | Elsewhere"
+    connection: Connection
+    stderr: IO[str] | None
     doing: str = "starting"
-    frames: Frames = field(default_factory=Frames)
-    unsent: deque[memoryview] = field(default_factory=deque)
-    lines: deque[str] = field(default_factory=lambda: deque([""], KEPT_LINES))
+    last_line: str = ""  # of its standard error
     error: Sequence[str] | None = None  # type, message, traceback
-    is_open: bool = True  # its end of the socket
+    is_open: bool = True  # its end of the connection
     node: str = ""  # the machine of a rank that is not a child of this process
 
     @property
@@ -55,18 +52,13 @@ class Rank:
         except OSError:
             return False
 
-    @property
-    def last_line(self) -> str:
-        """The last line of its standard error."""
-        return next((line for line in reversed(self.lines) if line.strip()), "").strip()
-
 
 class Elsewhere:
     """A process of another machine or another parent, which ends when its connection does."""
 
     pid = 0
 
-    def __init__(self, connection: socket.socket):
+    def __init__(self, connection: Connection):
         self._connection = connection
 
     def poll(self) -> int | None:
@@ -74,21 +66,26 @@ class Elsewhere:
         return None
 
     def terminate(self) -> None:
-        """Close the connection."""
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        """End the connection."""
+        hang_up(self._connection)
 
     kill = terminate
 
 
+def hang_up(connection: Connection) -> None:
+    """End a connection also for threads that wait for it, which `close` does not."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
 def start(number: int, fds: Sequence[int], environment: Mapping[str, str]) -> Rank:
-    """Start a worker that inherits a socket to this process, and `fds`.
+    """Start a worker that inherits a connection to this process, and `fds`.
 
     It imports modules from this process's paths only (-P). A session of its own keeps a terminal's
     Ctrl-C from it.
     """
     paths = os.pathsep.join(os.path.abspath(each) for each in sys.path)
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", WORKER, str(theirs.fileno())],
@@ -97,6 +94,8 @@ def start(number: int, fds: Sequence[int], environment: Mapping[str, str]) -> Ra
             pass_fds=(theirs.fileno(), *fds),
             env={**environment, "PYTHONPATH": paths},
             start_new_session=True,
+            text=True,
+            errors="replace",
         )
     return Rank(number, process, ours, process.stderr)
 

@@ -1,42 +1,40 @@
-"""Ranks that are Ray actors. Ray starts and ends them; plans go over our own sockets, because a
-call of an actor takes 3.7 ms and a socket 20 us.
+"""Ranks that are Ray actors. Ray starts and ends them; plans go over our own connections, because a
+call of an actor takes 3.7 ms and a socket 20 us. The driver hosts the store in which they meet.
 
-    driver --- placement group of n bundles, an actor in each ---> Ray
-    actor  --- connects, proves that it knows the secret ----------> driver, as any `minillm node`
-
-Ray passes the secret to its actors and is trusted: it pickles, and runs what its users send it.
+Ray is trusted: it pickles, and runs what its users send it.
 """
 
 import os
 from typing import Any
 
 from minillm.errors import NodeError, UnsupportedFeatureError, in_one_line
-from minillm.parallel.handshake import Listener, new_secret
+from minillm.parallel.launch import open_nodes
+from minillm.parallel.meeting import Address
 from minillm.parallel.messages import SetUp
-from minillm.parallel.nodes import gather, serve
 from minillm.parallel.processes import RankProcesses
 
 PATIENCE = 60.0  # seconds for the placement group
 
 
 class RayRanks:
-    """A placement group, and an actor in each of its bundles of one CPU.
+    """A placement group, and an actor in each of its bundles of one CPU, and one GPU if `on_gpus`.
 
     Raises:
         UnsupportedFeatureError: Ray is not installed.
         NodeError: the cluster has no room.
     """
 
-    def __init__(self, size: int, address: str, secret: bytes):
+    def __init__(self, size: int, address: Address, on_gpus: bool = False):
         self._ray = ray = import_ray()
         self._started = not ray.is_initialized()
         if self._started:
             ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
         self._group: Any = None
+        self._each = {"CPU": 1} | ({"GPU": 1} if on_gpus else {})
         self._actors: list[Any] = []
         try:
             self._place(size)
-            self._start(size, address, secret)
+            self._start(size, address)
         except BaseException:
             self.close()
             raise
@@ -45,28 +43,29 @@ class RayRanks:
         ray = self._ray
         from ray.util.placement_group import placement_group
 
-        self._group = placement_group([{"CPU": 1}] * size, strategy="PACK")
+        self._group = placement_group([self._each] * size, strategy="PACK")
         try:
             ray.get(self._group.ready(), timeout=PATIENCE)
         except ray.exceptions.GetTimeoutError:
             free = ray.available_resources().get("CPU", 0)
             raise NodeError(
-                f"Ray found no room for {size} ranks of one CPU each in {PATIENCE:g} s: "
+                f"Ray found no room for {size} ranks of one {' and one '.join(self._each)} each in "
+                f"{PATIENCE:g} s: "
                 f"{ray.cluster_resources().get('CPU', 0):g} CPUs are in the cluster, {free:g} are "
                 "free; add nodes, or use fewer ranks."
             ) from None
 
-    def _start(self, size: int, address: str, secret: bytes) -> None:
+    def _start(self, size: int, address: Address) -> None:
         ray = self._ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(RayRank)
+        options = {"num_cpus": 1, "num_gpus": self._each.get("GPU", 0)}
+        actor = ray.remote(max_restarts=0, max_task_retries=0, **options)(RayRank)
         for rank in range(size):
             place = PlacementGroupSchedulingStrategy(self._group, rank)
             self._actors.append(actor.options(scheduling_strategy=place).remote())
-        self._calls = [
-            each.serve.remote(address, secret, rank) for rank, each in enumerate(self._actors)
-        ]
+        calls = [each.serve.remote(address, rank) for rank, each in enumerate(self._actors)]
+        self._calls = calls
 
     def look(self) -> None:
         """NodeError if an actor has ended before it connected."""
@@ -101,11 +100,12 @@ class RayRanks:
 class RayRank:
     """The actor."""
 
-    def serve(self, address: str, secret: bytes, rank: int) -> None:
-        """Connect to the driver and serve it until it closes."""
-        from minillm.parallel.node import serve_rank
+    def serve(self, address: Address, rank: int) -> None:
+        """Serve the driver until it closes."""
+        from minillm.parallel.worker import serve_rank
 
-        serve_rank(address, secret, number=rank)
+        os.environ["LOCAL_RANK"] = "0"  # of several GPUs, Ray shows an actor its own
+        serve_rank(address, rank)
 
 
 def import_ray() -> Any:
@@ -123,16 +123,11 @@ def import_ray() -> Any:
 
 def open_ray(set_up: SetUp) -> RankProcesses:
     """Ranks that Ray starts, on the cluster that it knows, or on this machine alone."""
-    args, secret = set_up.args, new_secret()
-    listener = Listener(args.master_addr, args.master_port, secret)
+    args = set_up.args
+    address, store = Address(args.master_addr, args.master_port, "minillm").open(hosts=True)
+    actors = RayRanks(args.num_ranks, address, set_up.device != "cpu")
     try:
-        host, port = listener.address
-        actors = RayRanks(args.num_ranks, f"{host}:{port}", secret)
-        try:
-            arrived = gather(listener, args.num_ranks, actors.look)
-            return serve(set_up, arrived, actors.close)
-        except BaseException:
-            actors.close()
-            raise
-    finally:
-        listener.close()
+        return open_nodes(set_up, address, store, look=actors.look, release=actors.close)
+    except BaseException:
+        actors.close()
+        raise

@@ -1,14 +1,14 @@
 """A communicator over stream sockets, one between each two ranks: between machines, and on one
 machine where memory cannot be shared.
 
-Each rank sends its part to all others and adds the parts in rank order. Connections between
-machines are authenticated (`handshake.py`).
+Each rank sends its part to all others and adds the parts in rank order. Between machines,
+`meeting.py` opens the connections.
 """
 
 import select
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from time import monotonic
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minillm.parallel.communicator import PATIENCE, Communicator
-from minillm.parallel.handshake import HANG_UP
+from minillm.parallel.worker import HANG_UP
 
 HEADER = struct.Struct(">QQ")  # number of the call, bytes that follow
 
@@ -77,30 +77,20 @@ class SocketCommunicator(Communicator):
             rank: Swap(connection, self._num_calls, view(parts[rank]), view(places[rank]))
             for rank, connection in self._others.items()
         }
-        others, end = list(self._others.values()), monotonic() + self.patience
-        while True:
-            for rank, swap in list(swaps.items()):
-                try:
-                    if swap.go_on():
-                        del swaps[rank]
-                except OSError:  # the connection has ended
-                    self.close()
-                    raise self.stopped() from None
-                if swap.differs:
-                    self.close()
-                    theirs = f"rank {rank}: call %d with %d bytes" % swap.found
-                    raise self.unequal(
-                        [f"here call {self._num_calls} with {swap.size} bytes", theirs]
-                    )
-            if not swaps:
-                return
-            moving = {each.connection: bool(each.unsent) for each in swaps.values()}
-            ready = wait({each: moving.get(each) for each in others}, end - monotonic())
-            if not ready:
-                raise self.waited(self.patience, list(swaps))
-            if any(each not in moving for each in ready):  # a rank ended after its own swap
-                self.close()
-                raise self.stopped()
+        end = monotonic() + self.patience
+        try:
+            while unfinished := [rank for rank, swap in swaps.items() if not swap.go_on()]:
+                ready = wait(swaps.values(), end - monotonic())
+                if not ready:
+                    raise self.waited(self.patience, unfinished)
+                if any(each.is_done for each in ready):  # that rank has ended after its own swap
+                    raise ConnectionError
+        except OSError:  # the connection has ended
+            self.close()
+            raise self.stopped() from None
+        except Unequal as error:
+            self.close()
+            raise self.unequal(error.args) from None
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -113,55 +103,62 @@ def view(x: Tensor) -> memoryview:
     return memoryview(as_bytes(x).numpy())  # type: ignore[arg-type]
 
 
-def wait(sending: Mapping[socket.socket, bool | None], seconds: float) -> list[socket.socket]:
-    """Sockets that are readable, writable (True), or, where nothing is left to transfer (None),
-    closed by the peer; empty after the timeout."""
+def wait(swaps: Iterable["Swap"], seconds: float) -> list["Swap"]:
+    """Those that can go on, or, of those that are done, whose peer has closed the connection; empty
+    after the timeout. Raises OSError where another thread has closed one."""
     poll, known = select.poll(), {}
-    for each, sends in sending.items():
-        events = select.POLLIN | select.POLLOUT * bool(sends)
-        if (number := each.fileno()) < 0:  # closed by another thread
-            return [each]
-        poll.register(number, HANG_UP if sends is None else events)
+    for each in swaps:
+        events = select.POLLIN | select.POLLOUT * bool(each.unsent)
+        if (number := each.connection.fileno()) < 0:
+            raise ConnectionError
+        poll.register(number, HANG_UP if each.is_done else events)
         known[number] = each
     return [known[number] for number, _ in poll.poll(max(seconds, 0) * 1000)]
 
 
+class Unequal(Exception):
+    """Two ranks are in different calls; the arguments describe this rank's and the other's."""
+
+
 class Swap:
-    """The unfinished transfer with one other rank in one call."""
+    """The transfer with one other rank in one call."""
 
     def __init__(self, connection: socket.socket, call: int, part: memoryview, place: memoryview):
-        self.connection, self.size = connection, len(place)
-        self.own = call, len(place)
+        self.connection, self.expected = connection, HEADER.pack(call, len(place))
         self.head = bytearray(HEADER.size)
         self.unsent = [memoryview(HEADER.pack(call, len(part))), part]
         self.missing = [memoryview(self.head), place]
 
     @property
-    def found(self) -> tuple[int, int]:
-        """Call number and bytes in the other rank's header."""
-        call, size = HEADER.unpack(self.head)
-        return call, size
-
-    @property
-    def differs(self) -> bool:
-        """Whether the other rank's header has arrived and describes another call."""
-        return len(self.missing) < 2 and self.found != self.own
+    def is_done(self) -> bool:
+        """Whether all is sent and received."""
+        return not self.unsent and not self.missing
 
     def go_on(self) -> bool:
-        """Transfer without blocking; whether all is done. Raises OSError at end of stream."""
+        """Transfer without blocking; whether all is done.
+
+        Raises:
+            OSError: the peer has closed the connection.
+            Unequal: it has made another call.
+        """
         with suppress(BlockingIOError):
             while self.unsent:
-                count = self.connection.sendmsg(self.unsent)
-                while self.unsent and count >= len(self.unsent[0]):
-                    count -= len(self.unsent.pop(0))
-                if self.unsent:
-                    self.unsent[0] = self.unsent[0][count:]
+                advance(self.unsent, self.connection.sendmsg(self.unsent))
         with suppress(BlockingIOError):
-            while self.missing and not self.differs:
-                count = self.connection.recv_into(self.missing[0]) if len(self.missing[0]) else 0
-                if not count and len(self.missing[0]):
+            while self.missing:
+                count = self.connection.recvmsg_into(self.missing)[0]
+                if not count:
                     raise ConnectionError
-                self.missing[0] = self.missing[0][count:]
-                if not len(self.missing[0]):
-                    self.missing.pop(0)
-        return not self.unsent and not self.missing
+                advance(self.missing, count)
+                if len(self.missing) < 2 and self.head != self.expected:
+                    calls = HEADER.unpack(self.expected), HEADER.unpack(self.head)
+                    raise Unequal(*(f"call {call} with {size} bytes" for call, size in calls))
+        return self.is_done
+
+
+def advance(left: list[memoryview], count: int) -> None:
+    """Remove the first `count` bytes."""
+    while left and count >= len(left[0]):
+        count -= len(left.pop(0))
+    if left:
+        left[0] = left[0][count:]

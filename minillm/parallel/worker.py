@@ -11,69 +11,64 @@ import logging
 import os
 import select
 import signal
-import socket
 import sys
 import traceback
 from contextlib import suppress
 from dataclasses import astuple
-from threading import Thread
+from multiprocessing.connection import Connection
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from minillm.execution.runner import Runner
+    from minillm.parallel.meeting import Address
     from minillm.parallel.messages import Channel, Message, SetUp
     from minillm.parallel.place import Place
 
 LOOK = 1.0  # seconds between checks of the parent process
+HANG_UP = int(getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR)  # peer has closed
 
 
-def wait_for_end(connection: socket.socket, goes_on: "Callable[[], bool]" = lambda: True) -> None:
-    """Return when the peer has closed the connection, or `goes_on` is false."""
-    from minillm.parallel.handshake import HANG_UP
-
+def watch(connection: Connection, parent: int | None, done: Event) -> None:
+    """End this process when the driver has ended, also in the middle of a step: it has closed the
+    connection, or, where a fork of it still holds its end, is no longer the `parent`."""
     poll = select.poll()
     poll.register(connection, HANG_UP)
-    while not poll.poll(LOOK * 1000) and goes_on():
+    while not poll.poll(LOOK * 1000) and parent in (None, os.getppid()):
         pass
-
-
-def watch(connection: socket.socket, parent: int) -> None:
-    """End this process when the driver has ended. Where a fork of the driver still holds its end of
-    the connection, the parent has changed."""
-    wait_for_end(connection, lambda: os.getppid() == parent)
-    os._exit(1)
+    if not done.is_set():
+        with suppress(OSError):
+            sys.stderr.write("error: The driver has ended, and so this rank.\n")
+            sys.stderr.flush()
+        os._exit(1)
 
 
 def main(number: int) -> None:
     """Run a rank in this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the driver decides what ends
-    connection = socket.socket(fileno=number)
-    connection.set_inheritable(False)
-    Thread(target=watch, args=(connection, os.getppid()), daemon=True).start()
+    os.set_inheritable(number, False)
+    connection = Connection(number)
+    Thread(target=watch, args=(connection, os.getppid(), Event()), daemon=True).start()
     os.dup2(2, 1)  # the driver reads stderr, so what libraries print goes there
     from minillm.parallel import groups
-    from minillm.parallel.messages import Channel, SetUp
+    from minillm.parallel.messages import Channel
 
-    code = 1 if serve(Channel(connection), SetUp.from_bytes, groups.join) else 0
+    code = 1 if serve(Channel(connection), groups.join) else 0
     sys.stderr.flush()
     os._exit(code)  # skips the interpreter's shutdown, which takes a quarter of a second
 
 
-def serve(
-    channel: "Channel",
-    read: "Callable[[bytes], SetUp]",
-    join: "Callable[[dict[str, Any]], Place]",
-) -> BaseException | None:
-    """`read` the first message, `join` the other ranks, and carry out orders until CLOSE; returns
-    the error that ended it, if any."""
-    from minillm.parallel.messages import Kind
+def serve(channel: "Channel", join: "Callable[[dict[str, Any]], Place]") -> BaseException | None:
+    """Read the set-up, `join` the other ranks, and carry out orders until CLOSE; returns the error
+    that ended it, if any."""
+    from minillm.parallel.messages import Kind, SetUp
 
     place: Place | None = None
     try:
         messages = channel.messages()
-        set_up = read(next(messages).body)
+        set_up = SetUp.from_bytes(next(messages).body)
         logging.basicConfig(level=set_up.log_level, handlers=[ToDriver(channel)], force=True)
         channel.send(Kind.NOTE, b'"joining the others"')
         place = join(set_up.group)
@@ -141,6 +136,49 @@ class ToDriver(logging.Handler):
         plain = record.levelno, record.name, record.getMessage()
         with suppress(OSError):  # the driver is gone
             self.channel.send(Kind.LOG, json.dumps(plain).encode())
+
+
+def serve_torchrun() -> None:
+    """Serve one engine as the rank that torchrun has started, until its driver closes it."""
+    from minillm.parallel.meeting import torchrun_address
+
+    signals = signal.SIGINT, signal.SIGTERM  # torchrun sends them to all: the driver decides
+    serve_rank(torchrun_address(), int(os.environ["RANK"]), signals)
+
+
+def serve_rank(address: "Address", rank: int, ignored: "Sequence[signal.Signals]" = ()) -> None:
+    """Serve one engine as a rank, until its driver closes it.
+
+    Args:
+        address: of the store.
+        rank: its number.
+        ignored: signals that no longer end this process once the driver has connected.
+
+    Raises:
+        NodeError: the driver does not come, or has ended.
+        MinillmError: any other failure of the rank, which the driver reports, too.
+    """
+    from minillm.errors import NodeError
+    from minillm.parallel.groups import join
+    from minillm.parallel.meeting import DRIVER, Meeting
+    from minillm.parallel.messages import Channel
+    from minillm.parallel.rank_process import hang_up
+
+    met, done = Meeting(address, rank), Event()
+    try:
+        with Connection(met.link(DRIVER).detach()) as connection:
+            for each in ignored:
+                signal.signal(each, signal.SIG_IGN)
+            Thread(target=watch, args=(connection, None, done), daemon=True).start()
+            error = serve(Channel(connection), lambda plain: join(plain, met))
+            done.set()
+            hang_up(connection)  # `watch` still holds it
+    finally:
+        met.close()
+    if isinstance(error, StopIteration | ConnectionError):
+        raise NodeError("The driver has ended; its own message says why.")
+    if error is not None:
+        raise error
 
 
 if __name__ == "__main__":

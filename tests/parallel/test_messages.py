@@ -1,7 +1,9 @@
 """What travels between a driver and its ranks arrives as it was sent."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from minillm import AsyncEngineArgs
 from minillm.api.arguments import EngineArgs
 from minillm.engine.setup import plan_memory
 from minillm.models.checkpoint import open_model
-from minillm.parallel.messages import Frames, Kind, Message, SetUp
+from minillm.parallel.messages import Channel, Kind, Message, SetUp
 from minillm.speculative.setup import open_draft
 
 DRAFTED = {"model": "preset:smollm2-135m", "num_speculative_tokens": 3}
@@ -52,12 +54,14 @@ def test_what_belongs_to_the_driver_is_not_sent():
     assert SetUp.from_bytes(sent.to_bytes()).args == EngineArgs("tiny", tensor_parallel_size=3)
 
 
-def test_frames_in_pieces_of_any_size():
+def test_messages_arrive_in_order_and_as_they_were():
+    """Also more than a socket holds."""
     sent = [Message(Kind.PLAN, 2**32 - 1, b"[1, 2]"), Message(Kind.CLOSE, 0, b"")]
-    sent.append(Message(Kind.DONE, 7, bytes(range(256)) * 3))
-    data = b"".join(each.frame for each in sent)
-    for size in (1, 2, 8, 9, 10, 100, len(data)):
-        frames, found = Frames(), []
-        for start in range(0, len(data), size):
-            found += frames.add(data[start : start + size])
-        assert found == sent
+    sent.append(Message(Kind.DONE, 7, bytes(range(256)) * 5000))
+    ours, theirs = Pipe()
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(lambda: [each.send(ours) for each in sent])
+        assert [Message.receive(theirs) for _ in sent] == sent
+        done.result()
+        ours.close()
+        assert list(Channel(theirs).messages()) == []

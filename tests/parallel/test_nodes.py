@@ -1,5 +1,5 @@
-"""Ranks that connect: as threads here, where only the connections are in question; as processes of
-two network namespaces, where the whole is.
+"""Ranks that meet in a store: as threads here, where only the connections are in question; as
+processes of two network namespaces, where the whole is.
 """
 
 import contextlib
@@ -7,65 +7,60 @@ import gc
 import json
 import logging
 import os
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError, ConfigError, NodeError
-from minillm.parallel import node, nodes, worker
-from minillm.parallel.handshake import Arrival
-from minillm.parallel.node import serve_rank, split_address
+from minillm.parallel import fingerprint, launch, meeting, worker
+from minillm.parallel.meeting import Address, torchrun_address
+from minillm.parallel.worker import serve_rank
 from tests.engine.small import make
 from tests.models.tiny import Tiny
-from tests.parallel.test_processes import alone, generate, open_files, wait_until
+from tests.parallel.test_processes import alone, children, generate, open_files, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-SECRET = "a secret of these tests"
 LIMIT = 120.0  # seconds; what takes longer hangs
 EXTERNAL = {"distributed_executor_backend": "external"}
 
 
-@pytest.fixture(autouse=True)
-def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINILLM_SECRET", SECRET)
-
-
 @pytest.fixture
-def lend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Future[None]]]]:
-    """Start ranks for the next engine, as threads of this process: `lend(2)`."""
-    addresses: Queue[str] = Queue()
-    monkeypatch.setattr(node, "watch", lambda *_: None)  # it ends the process
+def lend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Future[None]]]]:
+    """Start the ranks of the next engine as torchrun would, those after the first as threads of
+    this process: `lend(2)`."""
+    monkeypatch.setattr(worker, "watch", lambda *_: None)  # it ends the process
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     monkeypatch.setattr(worker.gc, "freeze", lambda: None)
     before = open_files()
+    stores = []
     with ThreadPoolExecutor(8) as pool:
 
-        def start(size: int, *each: dict[str, Any]) -> list[Future[None]]:
-            options = [*each, *({} for _ in range(size - len(each)))]
-
-            def publish(where: str) -> None:
-                for _ in options:
-                    addresses.put(where)
-
-            monkeypatch.setattr(nodes, "publish", publish)
-            return [
-                pool.submit(lambda more: serve_rank(addresses.get(), SECRET.encode(), **more), each)
-                for each in options
-            ]
+        def start(size: int, lent: int | None = None) -> list[Future[None]]:
+            store = TCPStore("127.0.0.1", 0, None, True, timedelta(10), wait_for_workers=False)
+            stores.append(store)
+            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "RANK": 0}
+            variables |= {"WORLD_SIZE": size, "TORCHELASTIC_USE_AGENT_STORE": True}
+            for name, each in variables.items():
+                monkeypatch.setenv(name, str(each))
+            address = torchrun_address()
+            return [pool.submit(serve_rank, address, n) for n in range(1, lent or size)]
 
         yield start
+    stores.clear()
     gc.collect()  # errors know what was open
     wait_until(lambda: open_files() <= before, f"more than {before} files are open")
+    wait_until(lambda: not children(os.getpid()), "processes are left")
 
 
 # ---- the tokens of one rank --------------------------------------------------------------------
@@ -80,12 +75,10 @@ def test_the_tokens_of_one_rank(sizes, folder, lend, caplog):
     with make(folder, max_model_len=96, **EXTERNAL, **more) as llm:
         assert generate(llm) == expected
         assert generate(llm) == expected
-        assert llm.engine.runner.process_ids == []
+        assert llm.engine.runner.process_ids == children(os.getpid())
     for each in ranks:
         assert each.result(LIMIT) is None
-    assert "Waiting for" in caplog.text
-    assert "rank 0: loading the model" in caplog.messages
-    assert SECRET not in caplog.text
+    assert "rank 1: loading the model" in caplog.messages
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -99,13 +92,15 @@ def test_copies(shares, lend, tmp_path):
         assert generate(llm) == expected
 
 
-def test_numbers_that_ranks_say_and_two_engines(folder, lend):
-    """Both with the same secret; and rank 1 of the first takes no part in the second."""
+def test_two_stores_and_one_engine_for_each(folder, lend):
+    """Rank 1 of the first engine takes no part in the second."""
     expected = alone(folder)
     engines = []
-    for order in ((1, 0), (0, 1)):
-        lend(2, *({"number": each} for each in order))
+    for _ in range(2):
+        lend(2)
         engines.append(make(folder, max_model_len=96, tensor_parallel_size=2, **EXTERNAL))
+    with pytest.raises(ConfigError, match="serve one engine"):
+        make(folder, tensor_parallel_size=2, **EXTERNAL)
     for llm in reversed(engines):
         assert generate(llm) == expected
     engines[0].close()
@@ -114,13 +109,6 @@ def test_numbers_that_ranks_say_and_two_engines(folder, lend):
 
 
 # ---- what cannot be ----------------------------------------------------------------------------
-
-
-def changed(folder: Path, to: Path, change: Callable[[Path], None]) -> Path:
-    """A copy of a model, changed."""
-    shutil.copytree(folder, to)
-    change(to)
-    return to
 
 
 def other_config(to: Path) -> None:
@@ -141,96 +129,87 @@ def other_values(to: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (other_config, r"here config \w{12}, on node .* config \w{12};"),
-        (other_tensors, r"here tensors \d+ of \w{12} and content .* tensors \d+ of"),
-        (other_values, r"here content 1 files of \w{12}, on node .* content 1 files of \w{12};"),
-        (shutil.rmtree, r"^Node \S+ does not have the model of node .*--model"),
+        (other_config, r"here config \w{12} and weights \w{12}, on node .* config \w{12} and"),
+        (other_tensors, r"here config \w{12} and weights \w{12}, on node .* config \w{12} and"),
+        (other_values, r"here config \w{12} and weights \w{12}, on node .* config \w{12} and"),
+        (shutil.rmtree, r"^Node \S+ does not have the driver's model: .* Copy it to the same pl"),
     ],
 )
 def test_another_checkpoint(change, what, folder, lend, tmp_path, monkeypatch):
-    monkeypatch.setattr(node, "START_PATIENCE", 0.5)  # the first rank waits for the second
-    other = changed(folder, tmp_path / "other", change)
-    ranks = lend(2, {"number": 0}, {"number": 1, "model": str(other)})
+    """Of a node: it changes after the driver has looked at it."""
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    seen = fingerprint.fingerprint
+
+    def then_change(*given: Any) -> dict[str, str]:
+        found = seen(*given)
+        change(own)
+        return found
+
+    monkeypatch.setattr(launch, "fingerprint", then_change)
+    ranks = lend(2)
     with pytest.raises(CheckpointError, match=what) as caught:
-        make(folder, tensor_parallel_size=2, **EXTERNAL)
+        make(own, tensor_parallel_size=2, **EXTERNAL)
     assert "\n" not in str(caught.value)
-    assert isinstance(ranks[1].exception(LIMIT), CheckpointError)
-    assert ranks[0].exception(LIMIT) is not None
+    assert isinstance(ranks[0].exception(LIMIT), CheckpointError)
 
 
 def test_other_versions(folder, lend, monkeypatch):
-    real = node.connect
-    monkeypatch.setattr(node, "connect", lambda *a, **more: real(*a, **more, torch="1.0"))
+    real = fingerprint.version
+    monkeypatch.setattr(
+        launch, "fingerprint", lambda *_: {"versions": "minillm 0, torch 1.0", "node": "alpha"}
+    )
     ranks = lend(2)
-    with pytest.raises(NodeError, match=r"^The nodes do not match: node .* has torch 1\.0, node "):
+    with pytest.raises(NodeError, match=r"^The nodes do not match: .* torch 1\.0; install the s"):
         make(folder, tensor_parallel_size=2, **EXTERNAL)
-    for each in ranks:
-        assert isinstance(each.exception(LIMIT), NodeError)
+    assert isinstance(ranks[0].exception(LIMIT), NodeError)
+    assert ".".join(real("torch").split(".")[:2]) in fingerprint.fingerprint({})["versions"]
 
 
 def test_ranks_that_do_not_come(folder, lend, monkeypatch):
-    monkeypatch.setattr(nodes, "PATIENCE", 1.0)
-    ranks = lend(1)
-    name = socket.gethostname()
-    with pytest.raises(
-        NodeError, match=rf"^1 of 2 ranks connected to 127.0.0.1:\d+ in 1 s \(from {name}\)"
-    ):
-        make(folder, tensor_parallel_size=2, **EXTERNAL)
-    assert "The driver at 127.0.0.1:" in str(ranks[0].exception(LIMIT))
-
-
-def test_two_ranks_with_one_number(folder, lend):
-    ranks = lend(2, {"number": 1}, {"number": 1})
-    with pytest.raises(NodeError, match=r"^2 ranks say that they are number 1, 1; .* 0 to 1 "):
-        make(folder, tensor_parallel_size=2, **EXTERNAL)
-    for each in ranks:
-        assert isinstance(each.exception(LIMIT), NodeError)
+    monkeypatch.setattr(meeting, "PATIENCE", 1.0)
+    lend(3, lent=2)
+    with pytest.raises(NodeError, match=r"^Rank 2 of 3 did not start in 1 s; see that the same"):
+        make(Tiny("llama", {"num_hidden_layers": 3}).write(folder.parent / "three").folder,
+             pipeline_parallel_size=3, **EXTERNAL)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("given", "what"),
     [
         ({}, "needs ranks; set tensor_parallel_size"),
-        ({"tensor_parallel_size": 2, "master_addr": "192.0.2.7"}, "^Cannot listen at 192.0.2.7:0"),
+        ({"tensor_parallel_size": 2}, "^distributed_executor_backend='external' needs the varia"),
         ({"tensor_parallel_size": 2, "master_port": 70_000}, "from 0 to 65535"),
-        ({"tensor_parallel_size": 2, "master_port": -1}, "master_port"),
         ({"tensor_parallel_size": 2, "master_addr": ""}, "master_addr is ''"),
     ],
 )
 def test_bad_arguments(given, what, folder):
-    with pytest.raises((ConfigError, NodeError), match=what):
+    with pytest.raises(ConfigError, match=what):
         make(folder, **EXTERNAL, **given)
 
 
-def test_no_secret_and_other_sizes_than_torchrun_has(folder, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("WORLD_SIZE", "3")
+def test_other_sizes_than_torchrun_has_and_a_store_that_is_not_there(folder, lend, monkeypatch):
+    lend(3, lent=1)
     with pytest.raises(ConfigError, match=r"^torchrun has started 3 ranks, .* is 2;"):
         make(folder, tensor_parallel_size=2, **EXTERNAL)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    monkeypatch.delenv("MINILLM_SECRET")
-    with pytest.raises(ConfigError, match=r"^The secret that nodes share is not set; on every"):
-        make(folder, tensor_parallel_size=2, **EXTERNAL)
-
-
-@pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:x", "host:0", "host:70000"])
-def test_bad_addresses(text):
-    with pytest.raises(ConfigError, match="write HOST:PORT"):
-        split_address(text)
+    monkeypatch.setattr(meeting, "PATIENCE", 1.0)
+    with pytest.raises(NodeError, match=r"^The store of the ranks at 127.0.0.1:9 cannot be reac"):
+        Address("127.0.0.1", 9, "").open()
+    with pytest.raises(NodeError, match=r"^The store of the ranks at no.such.host.invalid:9 "):
+        Address("no.such.host.invalid", 9, "").open()
 
 
 # ---- between two network namespaces ------------------------------------------------------------
 
-DRIVER = """
+PROGRAM = """
 import json, sys
 from minillm import LLM, SamplingParams
 from minillm.errors import EngineDeadError
-from minillm.parallel import nodes
+from minillm.parallel import processes
 
-addr, prompts, sizes = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-nodes.publish = lambda where: print(where, flush=True)
-sizes |= {"distributed_executor_backend": "external", "master_addr": addr}
-llm = LLM("tiny", dtype="float32", **sizes)
+processes.STEP_PATIENCE = float(sys.argv[3])
+prompts, sizes = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+llm = LLM("tiny", dtype="float32", distributed_executor_backend="external", **sizes)
 greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 found = llm.generate(prompts, greedy, use_tqdm=False)
 print(json.dumps([each.outputs[0].token_ids for each in found]), flush=True)
@@ -279,44 +258,46 @@ def python(stack: contextlib.ExitStack, *command: str, **more: Any) -> subproces
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "places"),
+    ("sizes", "places", "number", "what"),
     [
-        ({"tensor_parallel_size": 2}, "ab"),
-        ({"pipeline_parallel_size": 2}, "ba"),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "abba"),
+        ({"tensor_parallel_size": 2}, "ab", signal.SIGKILL, "is gone .*connection has ended"),
+        ({"pipeline_parallel_size": 2}, "ab", signal.SIGSTOP, "did not answer in time, so all"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "abba", signal.SIGKILL, "gone"),
     ],
 )
-def test_two_machines_and_a_rank_that_is_killed(sizes, places, namespaces):
-    """Sums and boundaries cross the wire; the loopback would not do."""
-    expected = []
+def test_two_machines_and_a_rank_that_ends(sizes, places, number, what, namespaces):
+    """Sums and boundaries cross the wire; the loopback would not do. The same program runs on both
+    machines, with the variables of torchrun."""
     with LLM("tiny", dtype="float32") as llm:
         greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
         found = llm.generate(TEXTS, greedy, use_tqdm=False)
         expected = [list(each.outputs[0].token_ids) for each in found]
     there = dict(zip("ab", namespaces, strict=True))
+    given = json.dumps(TEXTS), json.dumps(sizes), "6" if number == signal.SIGSTOP else "300"
+    variables = {"MASTER_ADDR": "10.200.0.1", "MASTER_PORT": "29500"}
+    variables |= {"WORLD_SIZE": str(len(places))}
     with contextlib.ExitStack() as stack:
-        given = "10.200.0.1", json.dumps(TEXTS), json.dumps(sizes)
-        driver = python(stack, *there["a"], sys.executable, "-c", DRIVER, *given)
-        address = driver.stdout.readline().strip()
-        assert address.startswith("10.200.0.1:")
-        node = sys.executable, "-m", "minillm", "node", "--connect", address, "--rank"
-        ranks = [python(stack, *there[p], *node, str(n)) for n, p in enumerate(places)]
+        driver, *ranks = [
+            python(stack, *there[place], sys.executable, "-c", PROGRAM, *given,
+                   env=os.environ | variables | {"RANK": str(rank)})
+            for rank, place in enumerate(places)
+        ]  # fmt: skip
         assert json.loads(driver.stdout.readline()) == expected
-        for each in (driver, *ranks):
-            assert SECRET not in Path(f"/proc/{each.pid}/cmdline").read_text()
-        ranks[1].send_signal(signal.SIGKILL)
+        (first,) = children(driver.pid)
+        ranks[0].send_signal(number)
         driver.stdin.write("\n")
         driver.stdin.flush()
-        name = socket.gethostname()
         said = driver.stdout.readline()
-        assert said.startswith(f"Rank 1 of {len(ranks)} (node {name}) is gone ")
-        assert said.endswith("its connection has ended.\n")
+        assert said.startswith(f"Rank 1 of {len(places)} ")
+        assert re.search(what, said), said
         _, errors = driver.communicate(timeout=LIMIT)
         assert driver.returncode == 0, errors
+        assert not os.path.exists(f"/proc/{first}")
+        if number == signal.SIGSTOP:
+            ranks[0].send_signal(signal.SIGCONT)
         for each in ranks:
-            _, errors = each.communicate(timeout=LIMIT)
-            assert SECRET not in errors
-        assert [each.returncode != 0 for each in ranks] == [True] * len(ranks)
+            each.communicate(timeout=LIMIT)
+            assert each.returncode != 0
 
 
 @pytest.mark.slow
@@ -325,14 +306,12 @@ def test_torchrun_on_two_machines(namespaces):
     with LLM("tiny") as llm:
         greedy = SamplingParams(temperature=0, max_tokens=12)
         expected = llm.generate([TEXTS[0]], greedy, use_tqdm=False)[0].outputs[0].text
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])  # in another namespace it is free
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node"]
-    command += ["1", "--master-addr", "10.200.0.1", "--master-port", port, "--node-rank"]
+    command += ["1", "--master-addr", "10.200.0.1", "--master-port", "29500", "--node-rank"]
     generates = ["generate", TEXTS[0], "--temperature", "0", "--max-tokens", "12", "-tp", "2"]
     with contextlib.ExitStack() as stack:
         running = [
-            python(stack, *place, *command, str(n), "-m", "minillm", "node", *generates)
+            python(stack, *place, *command, str(n), "-m", "minillm", *generates)
             for n, place in enumerate(namespaces)
         ]
         said = [each.communicate(timeout=LIMIT) for each in running]
@@ -341,16 +320,27 @@ def test_torchrun_on_two_machines(namespaces):
     assert said[1][0] == ""
 
 
-def test_the_order_of_ranks():
-    """By the numbers that they say; else those of a node together, as they came."""
+@pytest.mark.slow
+def test_torchrun_that_is_interrupted_while_it_serves():
+    """All processes end, in the time that torchrun gives them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", "-m", "minillm", "serve", "--model", "tiny", "-tp", "2", "--port", "0"]
+    with contextlib.ExitStack() as stack:
+        torchrun = python(stack, *command, stderr=subprocess.STDOUT)
+        for line in torchrun.stdout:
+            if "http://127.0.0.1" in line:
+                break
+        with_them = [torchrun.pid, *(c for p in children(torchrun.pid) for c in [p, *children(p)])]
+        assert len(with_them) >= 4
+        torchrun.send_signal(signal.SIGINT)
+        torchrun.communicate(timeout=25)
+        for each in with_them:
+            assert not os.path.exists(f"/proc/{each}")
 
-    def order(*hellos: tuple[str, int | None]) -> list[tuple[str, int | None]]:
-        arrived = [Arrival({"node": n, "rank": r}, socket.socket()) for n, r in hellos]
-        for each in arrived:
-            each.connection.close()
-        return [(each.hello["node"], each.hello["rank"]) for each in nodes.in_order(arrived)]
 
-    assert order(("b", 2), ("a", 0), ("b", 1)) == [("a", 0), ("b", 1), ("b", 2)]
-    assert order(("b", None), ("a", None), ("b", None)) == [("b", None), ("b", None), ("a", None)]
-    with pytest.raises(NodeError):
-        order(("a", None), ("b", 1))
+def test_removed_and_bad_commands():
+    command = [sys.executable, "-m", "minillm", "node", "--connect", "10.0.0.1:1"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert said.stderr.startswith("error: 'minillm node' was removed; ")
+    assert "torchrun --nnodes 2" in said.stderr
