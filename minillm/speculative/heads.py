@@ -204,13 +204,13 @@ def mean_accuracy(given: Any, num_heads: int) -> trees.Table | None:
     """The mean over temperatures of `rank_accuracy` of a `heads.json`, [heads, ranks]: how often
     each rank of each head is the token that comes, by falling rate. None if it has another form."""
     try:
-        table = np.array(list(given.values()), dtype=np.float64).mean(axis=0)
+        tables = np.array(list(given.values()), dtype=np.float64)
     except (AttributeError, TypeError, ValueError):
         return None
-    right = table.ndim == 2 and len(table) == num_heads and table.size
-    if not right or not ((table >= 0) & (table <= 1)).all():
+    right = tables.ndim == 3 and tables.size and tables.shape[1] == num_heads
+    if not right or not ((tables >= 0) & (tables <= 1)).all():
         return None
-    return np.minimum.accumulate(table, axis=1).tolist()
+    return np.minimum.accumulate(tables.mean(axis=0), axis=1).tolist()
 
 
 def tensors_of(module: nn.Module) -> dict[str, CheckpointTensor]:

@@ -167,7 +167,7 @@ def test_one_rejection_must_not_stop_the_batch(folder):
 def test_a_draft_that_lies_about_its_dist_is_seen(folder):
     class Liar(Sampled):
         def draft(self, row):
-            tokens, dists = super().draft(row)
+            tokens, dists, _ = super().draft(row)
             return Draft(tokens, dists.sqrt() / dists.sqrt().sum(-1, keepdim=True))
 
     llm = engine(folder, Liar(DRAFT), 1)
@@ -223,7 +223,7 @@ def test_without_dists_tokens_are_those_of_plain_decoding(folder):
 def test_what_is_no_dist_is_refused(folder, wrong, message, caplog):
     class Confused(Sampled):
         def draft(self, row):
-            tokens, dists = super().draft(row)
+            tokens, dists, _ = super().draft(row)
             return Draft(tokens, wrong(dists))
 
     llm = engine(folder, Confused(DRAFT), 3)

@@ -197,10 +197,13 @@ def test_trees_change_no_token(cell):
     assert counters.num_accepted_tokens / counters.num_drafts > 0.8
 
 
-@pytest.mark.parametrize("cell", [Cell("bytes", chunk=7, cache="hash", pool="swap"),
-                                  Cell("llama", FAST, cache="radix", kv="int8")], ids=str)  # fmt: skip # noqa: E501
+TREE_CELLS = [Cell("bytes", chunk=7, cache="hash", pool="swap"),
+              Cell("llama", FAST, cache="radix", kv="int8")]  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", TREE_CELLS, ids=str)
 def test_trees_of_heads_change_no_token(cell):
-    config = {"method": "medusa", "model": heads_of(cell.model), "tree": PATHS}
+    config = {"method": "medusa", "model": heads_of(cell.model, "medusa"), "tree": PATHS}
     counters = check(cell, config).engine.scheduler.counters
     assert counters.num_accepted_tokens > 0
 
@@ -399,9 +402,9 @@ def test_accuracies_are_a_mean_of_temperatures(folder, tmp_path):
     assert json.loads((heads / "heads.json").read_text())["rank_accuracy"]["0"] == TABLE
 
 
-def test_a_gpu_takes_no_tree_yet(folder, tmp_path, monkeypatch):
+def test_a_gpu_takes_no_tree_yet(tmp_path):
     """Without a GPU: the check at the start reads the device of the model."""
-    source = heads_module.HeadsSource(tmp_path, 4, 24, 32, ((0,),))
+    source = heads_module.HeadsSource("medusa", tmp_path, 4, None, tree=((0,),))
     on_gpu = type("Model", (), {"device": torch.device("cuda")})()
     from minillm.speculative.setup import build_heads
 
@@ -409,7 +412,7 @@ def test_a_gpu_takes_no_tree_yet(folder, tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match="verified on a CPU and this engine is on cuda; leave out"
     ):
-        build_heads(config, source, on_gpu, None, False)
+        build_heads(config, source, on_gpu, None, False, None, 1)
 
 
 ANSWERS = {
