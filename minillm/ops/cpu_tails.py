@@ -13,7 +13,7 @@ from minillm.ops.cpu_structures import structure_of
 
 @dataclass(frozen=True)
 class TailsInC:
-    """`tails` of tails.h."""
+    """`batch_tails` of tails.h."""
 
     starts: Tensor
     order: Tensor

@@ -20,6 +20,7 @@ AXES: dict[str, Sequence] = {
     "drafts": ("none", "draft model", "medusa", "eagle", *SOUND), "ranks": tuple(RANKS),
 }  # fmt: skip
 TRIES = 60  # random cells for each row of a table, of which the best is taken
+MORE = 5  # times so many, if none of them is allowed
 
 
 def allowed(cell: Cell) -> bool:
@@ -93,7 +94,9 @@ def table(seed: int, small: bool = False) -> list[Cell]:
     for pair in all_pairs(small):
         if pair not in met:
             one, this, other, that = pair
-            found = list(random_cells(dice, **{one: this, other: that}))
+            for _ in range(MORE):
+                if found := list(random_cells(dice, **{one: this, other: that})):
+                    break
             if found:
                 cells.append(max(found, key=gain))
                 met |= pairs(cells[-1])

@@ -272,7 +272,7 @@ STRUCTURES = {
     "matrix": structure_of(MatrixParts), "int8_pages": structure_of(Int8Pages),
     "latent_weights": structure_of(LatentWeights), "latent_shape": structure_of(LatentShape),
     "expert_weights": structure_of(ExpertWeights), "expert_shape": structure_of(ExpertShape),
-    "tails": structure_of(TailsInC),
+    "batch_tails": structure_of(TailsInC),
 }  # fmt: skip
 
 

@@ -168,10 +168,10 @@ IN_C: dict[str, tuple[str, str, Callable, str]] = {  # pattern, mistake, who not
         r"states\[d \+ 1\] \* old", "states[d + 1]", threads, "native"
     ),
     "what is hidden is seen": (
-        r"if \(!whole\) hide\(x, seen, -INFINITY\);", "", random_cases, "native"
+        r"if \(!is_whole\) hide\(x, seen, -INFINITY\);", "", random_cases, "native"
     ),
     "scales of unused slots count": (
-        r"if \(!whole\) hide\(w, seen, 0\);", "", random_cases, "native"
+        r"if \(!is_whole\) hide\(w, seen, 0\);", "", random_cases, "native"
     ),
     "a window is too wide": (
         r"end - p->window : 0", "end - p->window - 1 : 0", random_cases, "native"
@@ -190,7 +190,7 @@ IN_C: dict[str, tuple[str, str, Callable, str]] = {  # pattern, mistake, who not
         r" \^ \(int32_t\)0x80808080", "", random_cases, "tiles in C"
     ),
     "lanes see what is hidden": (
-        r"if \(!whole\) x\[i\] = where", "if (0) x[i] = where", random_cases, "tiles in C"
+        r"if \(!is_whole\) x\[i\] = where", "if (0) x[i] = where", random_cases, "tiles in C"
     ),
     "lanes have scales of unused slots": (
         r", v\[i\] = \(vec\)\(\(ints\)v\[i\] & shown\)", "", random_cases, "tiles in C"

@@ -289,7 +289,8 @@ def train_heads(
     tensors = {name: each.bfloat16().contiguous() for name, each in trainer.tensors.items()}
     save_file(tensors, out / WEIGHTS, {"format": "pt"})
     (out / HEADS_FILE).write_text(json.dumps(card, indent=2) + "\n")
-    say("Ranking tokens")
-    card["rank_accuracy"] = rank_accuracy(model, out, text)  # by an engine with the new heads
-    (out / HEADS_FILE).write_text(json.dumps(card, indent=2) + "\n")
+    if recipe.method == "medusa":  # for token trees, by an engine with the new heads
+        say("Ranking tokens")
+        card["rank_accuracy"] = rank_accuracy(model, out, text)
+        (out / HEADS_FILE).write_text(json.dumps(card, indent=2) + "\n")
     return card

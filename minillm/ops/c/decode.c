@@ -49,7 +49,7 @@ typedef struct {
     const int64_t *table;
     int64_t block_size, length, queries, window, kv_heads, group, d, dv;
     float scale;
-    tail tail;
+    row_tail tail;
 } problem;
 
 /* Positions begin to end - 1. */
@@ -360,7 +360,7 @@ typedef struct {
     const int32_t *query_start, *seq_lens;
     const int64_t *tables;
     int64_t table_stride;
-    const tails *tails;
+    const batch_tails *tails;
 } batch;
 
 /* Sequence b of a batch; `queries` is 0 if it has too many for this kernel. */
@@ -450,7 +450,7 @@ int64_t decode_attention(const element *q, const element *k_cache, const element
                          const int32_t *seq_lens, const int64_t *tables, int64_t table_stride,
                          float scale, int64_t window, element *out, int64_t sequences,
                          int64_t heads, int64_t kv_heads, int64_t d, int64_t dv, int64_t n,
-                         int64_t num_blocks, int64_t columns, const tails *tails) {
+                         int64_t num_blocks, int64_t columns, const batch_tails *tails) {
     problem all = {
         .k = {k_cache, strides[0], strides[1], strides[2]},
         .v = {v_cache, strides[3], strides[4], strides[5]},

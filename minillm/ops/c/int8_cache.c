@@ -122,7 +122,7 @@ typedef struct {
     int64_t table_stride, window, kv_heads, group, d;
     float factor; /* of scores, whose weights are powers of 2 */
     int amx;
-    const tails *tails; /* NULL */
+    const batch_tails *tails; /* NULL */
 } problem;
 
 /* Rows `begin` to `end` - 1 of some KV heads of a sequence, over some parts. Row r is query r / group,
@@ -194,7 +194,7 @@ static void copy_codes(const int8_pages *from, int64_t source, int8_pages *to, i
 }
 
 /* Copy a tile with positions of a tail, so that they are in order. */
-static void untangle(const problem *p, const task *t, tail tail, tile *found) {
+static void untangle(const problem *p, const task *t, row_tail tail, tile *found) {
     int64_t size = p->pages->block_size, heads = p->kv_heads;
     const int64_t *table = p->tables + t->sequence * p->table_stride;
     for (int64_t i = 0; i < found->count; i++) {
@@ -208,7 +208,7 @@ static void untangle(const problem *p, const task *t, tail tail, tile *found) {
 static void find_tile(const problem *p, const task *t, int64_t at, int64_t end, tile *found) {
     int64_t size = p->pages->block_size, origin = 0;
     const int64_t *table = p->tables + t->sequence * p->table_stride;
-    tail tail = tail_of(p->tails, t->sequence);
+    row_tail tail = tail_of(p->tails, t->sequence);
     found->at = at;
     found->count = end - at < TILE ? end - at : TILE;
     found->pages = p->pages;
@@ -321,19 +321,19 @@ static inline float weigh(const int32_t *scores, float factor, const float *key_
                           uint8_t *weights, float *shrink) {
     enum { VECTORS_OF_TILE = TILE / LANES };
     vec x[VECTORS_OF_TILE], w[VECTORS_OF_TILE], most = (vec){0} - INFINITY, tops = {0};
-    int whole = seen.begin == 0 && seen.end == TILE;
+    int is_whole = seen.begin == 0 && seen.end == TILE;
     for (int i = 0; i < VECTORS_OF_TILE; i++)
         x[i] = __builtin_convertvector(load_ints(scores + i * LANES), vec) * factor *
                load_vec(key_scales + i * LANES);
-    if (!whole) hide(x, seen, -INFINITY);
+    if (!is_whole) hide(x, seen, -INFINITY);
     for (int i = 0; i < VECTORS_OF_TILE; i++) most = larger(most, x[i]);
     float new = largest(most);
     new = *best > new ? *best : new;
     float origin = new == -INFINITY ? 0.f : new; /* -inf - -inf would be NaN */
     for (int i = 0; i < VECTORS_OF_TILE; i++) x[i] = powers(x[i] - origin);
-    if (!whole) hide(x, seen, 0);
+    if (!is_whole) hide(x, seen, 0);
     for (int i = 0; i < VECTORS_OF_TILE; i++) w[i] = x[i] * load_vec(value_scales + i * LANES);
-    if (!whole) hide(w, seen, 0);
+    if (!is_whole) hide(w, seen, 0);
     for (int i = 0; i < VECTORS_OF_TILE; i++) tops = larger(tops, w[i]);
     float top = largest(tops), inverse = top > TINY && top < INFINITY ? LEVELS / top : 0.f;
     for (int i = 0; i < VECTORS_OF_TILE; i++) {
@@ -405,10 +405,10 @@ static void weigh_lanes(scratch *w, int64_t row, const range *seen, const float 
                         int64_t rows, float *states, int64_t d) {
     int32_t begins[LANES], ends[LANES];
     float bests[LANES], totals[LANES];
-    int whole = rows >= LANES;
+    int is_whole = rows >= LANES;
     for (int l = 0; l < LANES; l++) {
         begins[l] = (int32_t)seen[l].begin, ends[l] = (int32_t)seen[l].end;
-        whole &= seen[l].begin == 0 && seen[l].end == TILE;
+        is_whole &= seen[l].begin == 0 && seen[l].end == TILE;
         bests[l] = l < rows ? states[l * STATE(d) + d] : -INFINITY;
         totals[l] = l < rows ? states[l * STATE(d) + d + 1] : 0;
     }
@@ -418,7 +418,7 @@ static void weigh_lanes(scratch *w, int64_t row, const range *seen, const float 
     for (int i = 0; i < TILE; i++) {
         ints score = load_ints(w->scores + i * BLOCK_ROWS + row);
         x[i] = __builtin_convertvector(score, vec) * factor * w->key_scales[i];
-        if (!whole) x[i] = where((begin <= i) & (i < end), x[i], (vec){0} - INFINITY);
+        if (!is_whole) x[i] = where((begin <= i) & (i < end), x[i], (vec){0} - INFINITY);
         most = larger(most, x[i]);
     }
     stay_awake();
@@ -426,7 +426,7 @@ static void weigh_lanes(scratch *w, int64_t row, const range *seen, const float 
     for (int i = 0; i < TILE; i++) {
         x[i] = powers(x[i] - origin);
         v[i] = x[i] * w->value_scales[i];
-        if (!whole) {
+        if (!is_whole) {
             ints shown = (begin <= i) & (i < end);
             x[i] = (vec)((ints)x[i] & shown), v[i] = (vec)((ints)v[i] & shown);
         }
@@ -772,7 +772,7 @@ int64_t int8_attention(const element *q, const int8_pages *pages, const int32_t 
                        const int32_t *seq_lens, const int64_t *tables, int64_t table_stride,
                        float scale, int64_t window, element *out, int64_t sequences, int64_t heads,
                        int64_t kv_heads, int64_t d, int64_t n, int64_t columns,
-                       const tails *tails) {
+                       const batch_tails *tails) {
     problem p = {q,      out,      pages,        query_start, seq_lens, tables, table_stride,
                  window, kv_heads, heads / kv_heads, d,           scale * 1.44269504f,
                  find_tiles(), tails};

@@ -18,7 +18,7 @@ void store_codes(const int8_pages *, int64_t slot, int64_t head, int64_t kv_head
 
 int64_t int8_attention(const element *, const int8_pages *, const int32_t *, const int32_t *,
                        const int64_t *, int64_t, float, int64_t, element *, int64_t, int64_t,
-                       int64_t, int64_t, int64_t, int64_t, const tails *);
+                       int64_t, int64_t, int64_t, int64_t, const batch_tails *);
 
 int64_t norm_rope_write_int8(const element *, const element *, const element *, float,
                              const float *, const float *, int64_t, const int8_pages *,

@@ -43,7 +43,7 @@ typedef struct {
     const int32_t *query_start, *seq_lens;
     const int64_t *tables;       /* [sequences, columns] */
     int64_t table_stride;
-    const tails *tails;          /* NULL */
+    const batch_tails *tails;    /* NULL */
     element *x, *residual;       /* [n, hidden]: the embedding, later the output of a half layer */
     element *normed;             /* [n, hidden] */
     element *wide;               /* [n, (heads + 2 kv_heads) x head_dim] */
@@ -61,7 +61,7 @@ int64_t norm_rope_write(const element *, const element *, const element *, float
 int64_t decode_attention(const element *, const element *, const element *, const int64_t *,
                          int64_t, const int32_t *, const int32_t *, const int64_t *, int64_t, float,
                          int64_t, element *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                         int64_t, int64_t, const tails *);
+                         int64_t, int64_t, const batch_tails *);
 int64_t decode_queries(int64_t);
 int64_t prefill_attention(const element *, const element *, const element *, const int64_t *,
                           int64_t, const int32_t *, const int32_t *, const int64_t *, int64_t,
