@@ -48,7 +48,7 @@ FLOORS = {
 LINES = {
     "minillm": 56_723, "minillm without minillm/lab": 36_000, "minillm/lab": 20_723,
     "kernels": 12_423, "notebooks": 2_178,
-    "exercises/minillm_exercises": 18_169, "tests": 73_992,
+    "exercises/minillm_exercises": 18_169, "tests": 73_995,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

@@ -180,7 +180,7 @@ IN_C: dict[str, tuple[str, str, Callable, str]] = {  # pattern, mistake, who not
         r"row / p->group \+ 1;", "row / p->group + 2;", random_cases, "native"
     ),
     "values with the scales of keys": (
-        r"now, p->pages->value_scale", "now, p->pages->key_scale", random_cases, "native"
+        r"now, now->pages->value_scale", "now, now->pages->key_scale", random_cases, "native"
     ),
     "the first head's codes": (
         r"offset = h \* p->pages->block_size \* d", "offset = 0", random_cases, "native"

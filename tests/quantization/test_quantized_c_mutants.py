@@ -8,6 +8,7 @@ from tests.ops.test_c_mutants import build_with
 from tests.quantization import test_quantized_products as products
 
 AVX2 = c_variants.PATHS["AVX2"]
+BASELINE = c_variants.PRODUCT_PATHS["baseline"]
 TILES = c_variants.PRODUCT_PATHS["tiles in C"]
 TWICE = "int8, a scale per row, rounded twice"
 MISTAKEN = ("quantized.c", "integers.h")
@@ -48,7 +49,8 @@ MUTANTS = {  # pattern, mistake, case of test_quantized_products, flags
         r"parts \+ \(k >> 5\)", "parts + (at->k >> 5)", "int8, a scale per row", ()
     ),
     "sum of x of another group": (
-        r"steps \+ \(k >> shift\)", "steps + (at->k >> shift)", "int8, a scale per row", ()
+        r"steps \+ \(k >> shift\)", "steps + (at->k >> shift)", "int8, a scale per row",
+        BASELINE,  # where codes are unsigned
     ),
     "one scale for a row of x": (
         r"(?=float inverse = )",

@@ -8,7 +8,7 @@ import pytest
 
 from minillm.serving import reply_parser
 from minillm.structured import lark
-from tests.planted import broken
+from tests.planting import broken
 from tests.serving import test_reply_parser as tests
 from tests.serving.test_reply_parser import Guidance, guidance  # noqa: F401
 

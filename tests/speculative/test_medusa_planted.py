@@ -7,17 +7,18 @@ import minillm.execution.setup
 import minillm.speculative.setup
 from minillm.execution import feature_runner
 from minillm.speculative import features, heads, medusa
-from tests.planted import plant
+from tests.planting import plant
 from tests.speculative import headed, test_medusa
 from tests.speculative.headed import write_heads
 
 FORMULA, HISTORY, OTHER = "formula", "history", "other model"
 BUGS = {
-    "the state of the last token": (medusa, "token_ids) - 2", "token_ids) - 1", FORMULA),
-    "the state before": (medusa, "token_ids) - 2", "token_ids) - 3", FORMULA),
+    "the state of the last token": (medusa, "2, 1) for row in", "1, 1) for row in", FORMULA),
+    "the state before": (medusa, "2, 1) for row in", "3, 1) for row in", FORMULA),
     "a smaller skip": (medusa, "skip[:, i] +", "skip[:, i] * 0.9 +", FORMULA),
     "the hidden layer of another head": (medusa, "inner[i]", "inner[i - 1]", FORMULA),
-    "drafts of another row": (medusa, "for row in rows]", "for row in ordered]", HISTORY),
+    "drafts of another row": (medusa, "seq_id] for row in rows]", "seq_id] for row in ordered]",
+                              HISTORY),
     "positions of another row": (features, "start - first", "start[::-1] - first", FORMULA),
     "copies do not carry states": (features, "if plan.copies:", "if False:", HISTORY),
     "swaps do not carry states": (features, "and plan.swap_in:", "and False:", HISTORY),

@@ -3,7 +3,7 @@
 import pytest
 
 from minillm.speculative import suffix
-from tests.planted import plant
+from tests.planting import plant
 from tests.speculative import test_suffix
 
 TREE = test_suffix.test_guesses_are_those_of_a_suffix_tree

@@ -15,7 +15,7 @@ from minillm.lab.comparison import candidates, metrics, run, sizes, table, windo
 from minillm.lab.comparison.candidates import open_candidate, parse
 from minillm.models.checkpoint import ASSETS, open_model
 from tests.lab.comparison import checks
-from tests.planted import broken
+from tests.planting import broken
 
 TINY = str(ASSETS / "tiny")
 
