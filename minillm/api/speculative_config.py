@@ -14,6 +14,7 @@ HEAD_METHODS = ("medusa", "eagle")  # trained for one target model
 METHODS = ("ngram", "suffix", "draft_model", *HEAD_METHODS)
 REJECTION_METHODS = ("strict", "standard", "synthetic")
 MAX_DRAFTS = 15  # decode attention takes up to 16 query positions per row
+COUNTS = f"a whole number from 1 to {MAX_DRAFTS} (to {MOST_NODES} with a tree) or 'auto'"
 # (method, key of this method only, its default)
 OWN_KEYS = (
     ("ngram", "prompt_lookup_max", None),
@@ -72,7 +73,7 @@ class SpeculativeConfig(CheckedArguments):
     num_speculative_tokens: int | str = checked(
         MISSING,
         Integral | str,
-        f"a whole number from 1 to {MAX_DRAFTS} or 'auto'",
+        COUNTS,
         lambda k: k == AUTO or (is_whole(k) and 1 <= k <= MOST_NODES),
     )
     method: Any = checked(
@@ -160,8 +161,8 @@ class SpeculativeConfig(CheckedArguments):
         """Check the tree, and that there is one if there are more drafts than a chain has."""
         if self.tree is None and not self.adapts and self.most > MAX_DRAFTS:
             raise ConfigError(
-                f"speculative_config's 'num_speculative_tokens' is {self.most}; it must be a whole "
-                f"number from 1 to {MAX_DRAFTS} or 'auto'."
+                f"speculative_config's 'num_speculative_tokens' is {self.most}; it must be "
+                f"{COUNTS}."
             )
         if self.tree is None:
             return

@@ -8,7 +8,7 @@ from minillm.errors import ConfigError
 
 AUTO_TREE = "auto"
 AUTO_NODES = 31  # maximum drafts per row of a tree that is built from measured accuracies
-MOST_NODES = 63  # of a given one: with the last token as many as a 64-bit mask has bits
+MOST_NODES = 63  # of a given one: 64 positions with the last token
 MOST_RANK = 15
 
 

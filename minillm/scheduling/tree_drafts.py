@@ -50,10 +50,10 @@ class TreeSurvival(Survival):
     def curves(self, seq_ids: list[int]) -> list[Curve]:
         """Predictions for each of these sequences."""
         shared, none = self._factor.accepted / self._factor.expected, Factor(0.0, KEEP_ONE)
+        weight = SHARED_WEIGHT * self.values[0] or 1.0  # of values that are all 0
         found = []
         for seq_id in seq_ids:
             own = self._factors.get(seq_id, none)
-            weight = SHARED_WEIGHT * self.values[0]
             factor = (own.accepted + weight * shared) / (own.expected + weight)
             survival = [min(1.0, factor * value) for value in self.values]
             before = [1.0, *survival[:-1]]

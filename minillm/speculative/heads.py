@@ -180,21 +180,19 @@ def heads_tree(
     """
     if config.tree is None:
         return None, ()
-    table = mean_accuracy(data.get("rank_accuracy"), most)
-    if table is None and config.adapts:
-        raise ConfigError(
-            f"{name} has no valid rank_accuracy in {HEADS_FILE}, which an adaptive tree is built "
-            "from; give a tree and a number for num_speculative_tokens, or train the heads again."
-        )
-    if config.tree == AUTO_TREE:
-        paths = trees.grown(table or (), config.most)
-    else:
-        paths = trees.in_order(config.tree, table)
-    if (depth := max(map(len, paths))) > most:
+    given = () if config.tree == AUTO_TREE else config.tree
+    if (depth := max(map(len, given), default=0)) > most:
         raise ConfigError(
             f"speculative_config's 'tree' has a path of {depth} ranks and {name} has {most} heads; "
             f"give paths of at most {most}."
         )
+    table = mean_accuracy(data.get("rank_accuracy"), most)
+    if table is None and (config.adapts or not given):
+        raise ConfigError(
+            f"{name} has no valid rank_accuracy in {HEADS_FILE}, which an adaptive tree is built "
+            "from; give a tree and a number for num_speculative_tokens, or train the heads again."
+        )
+    paths = trees.in_order(given, table) if given else trees.grown(table or (), config.most)
     paths = paths[: config.most]
     values = trees.values(paths, table) if table and config.adapts else ()
     return tuple(paths), tuple(values)
@@ -202,13 +200,14 @@ def heads_tree(
 
 def mean_accuracy(given: Any, num_heads: int) -> trees.Table | None:
     """The mean over temperatures of `rank_accuracy` of a `heads.json`, [heads, ranks]: how often
-    each rank of each head is the token that comes, by falling rate. None if it has another form."""
+    each rank of each head is the token that comes, by falling rate. None if it has another form, or
+    no token ever came."""
     try:
         tables = np.array(list(given.values()), dtype=np.float64)
     except (AttributeError, TypeError, ValueError):
         return None
     right = tables.ndim == 3 and tables.size and tables.shape[1] == num_heads
-    if not right or not ((tables >= 0) & (tables <= 1)).all():
+    if not right or not ((tables >= 0) & (tables <= 1)).all() or not tables[:, 0, 0].any():
         return None
     return np.minimum.accumulate(tables.mean(axis=0), axis=1).tolist()
 

@@ -23,7 +23,7 @@ class Silent:
 BAD = [
     ("ngram", ConfigError, "'ngram'; it must be a dictionary such as"),
     ({"method": "ngram"}, ConfigError, "no 'num_speculative_tokens'; set it to a whole number"),
-    (NGRAM | {"num_speculative_tokens": 0}, ConfigError, "is 0; .* from 1 to 15 or 'auto'"),
+    (NGRAM | {"num_speculative_tokens": 0}, ConfigError, "is 0; .* from 1 to 15 .* or 'auto'"),
     (NGRAM | {"num_speculative_tokens": None}, ConfigError, "is None; .* from 1 to 15"),
     (NGRAM | {"num_speculative_tokens": 16}, ConfigError, "is 16; .* from 1 to 15"),
     (NGRAM | {"num_speculative_tokens": True}, ConfigError, "is True; .* whole number"),

@@ -330,6 +330,8 @@ def test_values_are_corrected_by_what_is_accepted():
     assert two[0] < 0.2
     assert other[1] / other[0] == pytest.approx(0.5)
     assert sum(other) == pytest.approx(1.0, abs=0.25)  # of both, one each
+    none = TreeDrafts([0.0, 0.0]).acceptance  # a tree of ranks that never came
+    assert none.curves([1])[0].survival == [0.0, 0.0]
     policy.acceptance.discount()
     policy.acceptance.keep([2])
     assert policy.acceptance.curves([1])[0].survival == pytest.approx(other, abs=0.05)
@@ -359,9 +361,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "twice": ({"tree": [[0], [0]]}, r"path \[0\] twice"),
     "too many": ({"tree": [[a, b] for a in range(8) for b in range(8)]}, "64 paths; .* most 63"),
     "too deep": ({"tree": [[0] * i for i in range(1, 6)]}, "of 5 ranks and .* has 4 heads; give"),
+    "too deep for its accuracies": (
+        {"tree": [[0] * i for i in range(1, 6)], "rank_accuracy": {"0": TABLE}},
+        "of 5 ranks and .* has 4 heads; give",
+    ),
     "ngram": ({"method": "ngram", "model": None, "tree": [[0]]}, "a tree belongs to 'medusa'"),
     "standard": ({"rejection_sample_method": "standard", "tree": [[0]]}, "is verified 'strict'"),
     "no accuracies": ({"tree": "auto"}, "no valid rank_accuracy in heads.json, .* train the heads"),
+    "none for a number": (
+        {"tree": "auto", "num_speculative_tokens": 4},
+        "no valid rank_accuracy",
+    ),
     "none for a size": (
         {"tree": [[0]], "num_speculative_tokens": "auto"},
         "no valid rank_accuracy",
@@ -376,9 +386,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_tree(folder, tmp_path, name):
-    heads = write_heads(folder, tmp_path / "heads")
     wrong, message = REFUSED[name]
-    config = {"method": "medusa", "model": str(heads)} | wrong
+    table = wrong.get("rank_accuracy")  # of heads.json
+    heads = write_heads(folder, tmp_path / "heads", rank_accuracy=table)
+    config = {"method": "medusa", "model": str(heads)} | wrong | {"rank_accuracy": None}
     config = {key: value for key, value in config.items() if value is not None}
     with pytest.raises(ConfigError, match=message) as error:
         make(folder, speculative_config=config)
@@ -386,7 +397,8 @@ def test_what_is_no_tree(folder, tmp_path, name):
 
 
 @pytest.mark.parametrize("table", [None, 7, {}, {"0": [[0.1]]}, {"0": [[2.0]] * COUNT},
-                                   {"0": [["a"]] * COUNT}, {"0": [[]] * COUNT}])  # fmt: skip
+                                   {"0": [["a"]] * COUNT}, {"0": [[]] * COUNT},
+                                   {"0": [[0.0]] * COUNT}])  # fmt: skip
 def test_accuracies_of_another_form(folder, tmp_path, table):
     heads = write_heads(folder, tmp_path / "heads", rank_accuracy=table)
     with pytest.raises(ConfigError, match="no valid rank_accuracy"):
