@@ -28,3 +28,15 @@ def plant(patch: pytest.MonkeyPatch, module: ModuleType, right: str, wrong: str)
     for name, value in list(vars(module).items()):
         patch.setattr(module, name, value)  # put back at the end
     exec(code, vars(module))
+
+
+def plant_everywhere(patch: pytest.MonkeyPatch, module: ModuleType, right: str, wrong: str) -> None:
+    """`plant`, also into what other modules have imported from it."""
+    before = dict(vars(module))
+    plant(patch, module, right, wrong)
+    ours = [user for name, user in sys.modules.items() if name.startswith(("minillm", "tests"))]
+    for user in ours:
+        for name, value in list(vars(user).items()) if user is not module else ():
+            own = getattr(value, "__module__", None) == module.__name__
+            if own and before.get(name) is value:
+                patch.setattr(user, name, vars(module)[name])

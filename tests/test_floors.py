@@ -46,9 +46,9 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 56_723, "minillm without minillm/lab": 36_000, "minillm/lab": 20_723,
+    "minillm": 56_715, "minillm without minillm/lab": 35_992, "minillm/lab": 20_723,
     "kernels": 12_423, "notebooks": 2_178,
-    "exercises/minillm_exercises": 18_169, "tests": 73_995,
+    "exercises/minillm_exercises": 18_169, "tests": 73_973,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

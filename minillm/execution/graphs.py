@@ -233,7 +233,7 @@ class DecodeGraphs:
         """Capture all sizes, the largest first: smaller graphs reuse its memory.
 
         If capturing a size fails, its batches use the next larger graph. When time or memory run
-        out, the remaining smaller sizes are not captured.
+        out, the remaining smaller sizes are not captured; infinite bytes have infinite time, too.
         """
         began, sizes = perf_counter(), bucket_sizes(self.rows.num_rows)[::-1]
         max_seconds = inf if max_bytes == inf else max_seconds

@@ -111,9 +111,10 @@ def build_executor(
     runner = kind(runs, kv, host, num_rows, ceil(max_model_len / plan.settings.block_size))
     if (speculation := speculation_of(args)) is not None:
         if isinstance(draft, HeadsSource):
-            features = getattr(runner, "features", None) or Features(
-                kv, host, runner.rows.tables, model.config.hidden_size
-            )
+            if isinstance(runner, FeatureRunner):  # which writes them; an EAGLE layer does itself
+                features = runner.features
+            else:
+                features = Features(kv, host, runner.rows.tables, model.config.hidden_size)
             parts = features, packs(args, model.device), kv, plan.settings.max_num_batched_tokens
             proposer = build_heads(speculation, draft, model, *parts)
         elif isinstance(draft, DraftSource):

@@ -25,7 +25,6 @@ from minillm.models.batches import BlockTables, Numbers, make_batch
 from minillm.ops.batch import Batch, Tails
 from minillm.ops.transfers import upload
 
-MAX_NODES = 64  # of a tree, its root included
 ROOT = -1  # the parent of drafts behind the last token
 
 
@@ -68,10 +67,6 @@ class Tree:
                 last = draft
         return tuple(found)
 
-    def first(self, count: int) -> "Tree":
-        """The tree of the first `count` drafts."""
-        return self if count >= len(self.parents) else Tree(self.parents[:count])
-
     def walk(self, samples: Sequence[int], drafts: Sequence[int]) -> list[int]:
         """The accepted nodes, the root first: from each node on to the child that is the token
         sampled there.
@@ -99,30 +94,26 @@ def tree_batch(
     """`make_batch` in which rows with a tree are its nodes, the root at position `start`."""
     flat = make_batch(tables, block_size, rows, starts, counts, input_ids)
     sizes = [1 if tree is None else len(tree.depths) for tree in trees]  # sequences of each row
-    row, place, first = (np.array(each, dtype=np.int64).repeat(sizes) for each in (
-        rows, range(len(rows)), np.cumsum(counts) - counts))  # fmt: skip
+    place = np.arange(len(rows)).repeat(sizes)
     width = max(tree.paths.shape[1] for tree in trees if tree is not None)
     lengths: Numbers = np.add(starts, counts).repeat(sizes)
-    tail_starts, order = lengths.copy(), np.zeros((len(row), width), dtype=np.int32)
+    tail_starts, order = lengths.copy(), np.zeros((len(place), width), dtype=np.int32)
     tokens: Numbers = np.array(counts, dtype=np.int64).repeat(sizes)
-    positions, end = flat.positions.clone(), 0
+    spans = [np.arange(start, start + n) for start, n in zip(starts, counts, strict=True)]
+    end = 0
     for i, (tree, size) in enumerate(zip(trees, sizes, strict=True)):
         begin, end = end, end + size
         if tree is None:
             continue
-        depths = np.array(tree.depths)
-        lengths[begin:end], tail_starts[begin:end] = starts[i] + depths + 1, starts[i]
+        spans[i] = starts[i] + np.array(tree.depths)
+        lengths[begin:end], tail_starts[begin:end] = spans[i] + 1, starts[i]
         order[begin:end, : tree.paths.shape[1]] = tree.paths
         tokens[begin:end] = 1
-        at = int(first[begin])
-        (own,) = upload(positions.device, starts[i] + depths)
-        positions[at : at + size] = own
     bounds = np.concatenate(([0], tokens.cumsum()))
-    query_start, seq_lens, tail_start, orders, last, of, index = upload(
-        positions.device, bounds.astype(np.int32), lengths.astype(np.int32),
-        tail_starts.astype(np.int32), order, bounds[1:] - 1, place, row,
+    positions, query_start, seq_lens, tail_start, orders, last, of = upload(
+        flat.positions.device, np.concatenate(spans), bounds.astype(np.int32),
+        lengths.astype(np.int32), tail_starts.astype(np.int32), order, bounds[1:] - 1, place,
     )  # fmt: skip
-    del index
     return replace(
         flat,
         positions=positions,

@@ -5,6 +5,7 @@ more in numpy, from the formulas of EAGLE-3 (Li et al., 2025) and of the layer t
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from minillm import LLM
 from minillm.models.checkpoint import open_model
-from minillm.sampling.sampler import SamplingRow, sample
 from minillm.speculative.eagle import Eagle, layer_config
 from minillm.speculative.heads import HeadsSource, base_hash, tensors_of
-from tests.speculative.headed import with_heads
+from tests.speculative.headed import Watch, with_heads
 
 K = 4
 SPREAD = 1.5  # of the weights: drafts that differ from each other
@@ -155,39 +155,14 @@ class Formula:
         return found
 
 
-class Watch:
-    """Compares every draft of an engine with that of the formula."""
+class EagleWatch(Watch):
+    """The formula of an EAGLE layer."""
 
     def __init__(self, llm: LLM, layer: Path, monkeypatch: pytest.MonkeyPatch):
-        self.llm, self.wrong, self.total = llm, [], 0
+        super().__init__(llm, monkeypatch)
         self.formula, eagle = Formula(llm.engine.source.folder, layer), eagle_of(llm)
         for tensor in (*eagle.features.pages.tensors, *eagle.shadow.kv.tensors):
             tensor.fill_(torch.nan)
-        propose = eagle.propose
 
-        def watched(rows: Any) -> Any:
-            answers = propose(rows)
-            for row, draft in zip(rows, answers, strict=True):
-                self.check(row, list(draft.token_ids))
-            return answers
-
-        monkeypatch.setattr(eagle, "propose", watched)
-
-    def check(self, row: Any, found: list[int]) -> None:
-        ids = list(row.token_ids)
-        for i, logits in enumerate(self.formula.logits(ids, found)):
-            chosen = SamplingRow(
-                params=row.new.params, seed=row.new.seed, sample_index=row.new.sample_index,
-                position=len(ids) + i, prompt_token_ids=[], output_token_ids=[], stop_ids=(),
-                token_ids=[],
-            )  # fmt: skip
-            expected = sample(torch.tensor(logits).float()[None], [chosen]).token_ids[0]
-            self.total += 1
-            if found[i] != expected:
-                self.wrong.append((ids, i, found[i], expected))
-
-    def assert_right(self, least: int) -> None:
-        """Drafts are those of the formula, but for near ties."""
-        eagle_of(self.llm)
-        assert self.total >= least
-        assert len(self.wrong) <= self.total / 200, self.wrong[:3]
+    def logits(self, ids: list[int], drafts: list[int]) -> Iterable[np.ndarray]:
+        return self.formula.logits(ids, drafts)

@@ -1,6 +1,7 @@
 """Random Medusa heads for any model, and an engine whose every draft is computed again."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,12 @@ def formula(heads: Path, head: int, hidden: np.ndarray, output: np.ndarray) -> n
 
 
 class Watch:
-    """Compares every draft with that of the formula, from hidden states of a pass over the text."""
+    """Compares every draft of an engine with the best token of the `logits` of a formula."""
 
-    def __init__(self, llm: LLM, heads: Path, monkeypatch: pytest.MonkeyPatch):
-        self.llm, self.heads, self.wrong, self.total = llm, heads, [], 0
-        medusa = medusa_of(llm)
-        medusa.features.states.fill_(torch.nan)
-        tensors = load_file(llm.engine.source.folder / "model.safetensors")
-        tied = llm.engine.source.config.tie_word_embeddings
-        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        self.output = tensors[name].double().numpy()
-        propose = medusa.propose
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch):
+        self.llm, self.wrong, self.total = llm, [], 0
+        self.proposer = llm.engine.runner.speculator.proposer
+        propose = self.proposer.propose
 
         def watched(rows: Any) -> Any:
             answers = propose(rows)
@@ -80,14 +76,15 @@ class Watch:
                 self.check(row, list(draft.token_ids))
             return answers
 
-        monkeypatch.setattr(medusa, "propose", watched)
+        monkeypatch.setattr(self.proposer, "propose", watched)
+
+    def logits(self, ids: list[int], drafts: list[int]) -> Iterable[np.ndarray]:
+        """[V] for each draft after `ids`, given the drafts before it."""
+        raise NotImplementedError
 
     def check(self, row: Any, found: list[int]) -> None:
-        ids, forward = list(row.token_ids), self.llm.engine.forward_pass
-        alone, _ = forward.run([Chunk(0, 0, ids[:-1])], forward.allocate(1, len(ids)))
-        assert len(found) == min(row.num_drafts, COUNT)
-        for i, token in enumerate(found):
-            logits = formula(self.heads, i, alone[-1].double().numpy(), self.output)
+        ids = list(row.token_ids)
+        for i, logits in enumerate(self.logits(ids, found)):
             chosen = SamplingRow(
                 params=row.new.params, seed=row.new.seed, sample_index=row.new.sample_index,
                 position=len(ids) + i, prompt_token_ids=[], output_token_ids=[], stop_ids=(),
@@ -95,11 +92,34 @@ class Watch:
             )  # fmt: skip
             expected = sample(torch.tensor(logits).float()[None], [chosen]).token_ids[0]
             self.total += 1
-            if token != expected:
-                self.wrong.append((ids, i, token, expected))
+            if found[i] != expected:
+                self.wrong.append((ids, i, found[i], expected))
 
     def assert_right(self, least: int) -> None:
-        """Drafts are those of the formula, but for near ties."""
-        medusa_of(self.llm)
+        """Drafts are those of the formula, but for near ties; the proposer has not failed."""
+        assert self.llm.engine.runner.speculator.proposer is self.proposer
         assert self.total >= least
         assert len(self.wrong) <= self.total / 200, self.wrong[:3]
+
+
+class HeadWatch(Watch):
+    """The formula of heads, from hidden states of a pass over the text."""
+
+    def __init__(self, llm: LLM, heads: Path, monkeypatch: pytest.MonkeyPatch):
+        super().__init__(llm, monkeypatch)
+        self.heads = heads
+        medusa_of(llm).features.states.fill_(torch.nan)
+        tensors = load_file(llm.engine.source.folder / "model.safetensors")
+        tied = llm.engine.source.config.tie_word_embeddings
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        self.output = tensors[name].double().numpy()
+
+    def check(self, row: Any, found: list[int]) -> None:
+        assert len(found) == min(row.num_drafts, COUNT)
+        super().check(row, found)
+
+    def logits(self, ids: list[int], drafts: list[int]) -> Iterable[np.ndarray]:
+        forward = self.llm.engine.forward_pass
+        alone, _ = forward.run([Chunk(0, 0, ids[:-1])], forward.allocate(1, len(ids)))
+        hidden = alone[-1].double().numpy()
+        return [formula(self.heads, i, hidden, self.output) for i in range(len(drafts))]

@@ -5,7 +5,7 @@ and its noise is the target's. So acceptance of exactly 1 convicts what no token
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -29,6 +29,26 @@ LONG = [(7 * i * i + i) % 251 for i in range(300)]
 
 def params_of(max_tokens: int, **fields: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def run_history(
+    engine: Any, choose: random.Random, count: int, longest: int, how: Callable[[int], Any]
+) -> None:
+    """Requests with common beginnings, some of them aborted, until the engine is idle. `how` has
+    the sampling parameters of each, `longest` is one more than its most tokens."""
+    for i in range(count):
+        start = choose.choice((0, 0, 50, 100))
+        prompt = LONG[start : start + choose.randrange(1, 40)]
+        given = how(i)  # may choose, too
+        params = params_of(choose.randrange(1, longest), **given)
+        engine.add(engine.make_request(str(i), None, prompt, params))
+        for _ in range(choose.randrange(6)):
+            engine.step()
+        if choose.random() < 0.2:
+            engine.abort(str(choose.randrange(i + 1)))
+    while engine.has_work:
+        engine.step()
+    assert_idle(engine)
 
 
 def generate(llm: LLM, prompts: Sequence[Sequence[int]], params: Any) -> list[list[list[int]]]:
@@ -203,20 +223,8 @@ def test_in_any_history(folder, monkeypatch, seed):
     watch(llm, monkeypatch)
     engine = llm.engine
     engine.scheduler.drafts = Toggled(seed)
-    for i in range(30):
-        start = choose.choice((0, 0, 50, 100))
-        prompt = LONG[start : start + choose.randrange(1, 40)]
-        how = {"n": choose.choice((1, 1, 3)), "temperature": 1.0, "seed": i}
-        params = params_of(choose.randrange(1, 50), **how)
-        engine.add(engine.make_request(str(i), None, prompt, params))
-        for _ in range(choose.randrange(6)):
-            engine.step()
-        if choose.random() < 0.2:
-            engine.abort(str(choose.randrange(i + 1)))
-    while engine.has_work:
-        engine.step()
+    run_history(engine, choose, 30, 50, lambda i: {"n": choose.choice((1, 1, 3)), "seed": i})
     assert_all_accepted(llm, least=100)
-    assert_idle(engine)
     assert set(draft_of(llm).shadow._tables) <= set(engine.scheduler._dropped)
 
 

@@ -23,11 +23,11 @@ from minillm.models.all_layers import AllLayers
 from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.ops import cpu
 from minillm.ops.batch import Batch
-from tests.engine.small import assert_idle, make
+from tests.engine.small import make
 from tests.matrix.cells import Cell, check
 from tests.models.tiny import Tiny
 from tests.pairs import some
-from tests.speculative.eagled import K, Watch, eagle_of, with_eagle, write_eagle
+from tests.speculative.eagled import EagleWatch, K, eagle_of, with_eagle, write_eagle
 from tests.speculative.test_draft_model import (
     LONG,
     SAMPLED,
@@ -35,6 +35,7 @@ from tests.speculative.test_draft_model import (
     generate,
     params_of,
     record_chunks,
+    run_history,
 )
 
 
@@ -52,7 +53,7 @@ PROMPTS = [LONG[:9], LONG[20:21], LONG[40:60]]
 @pytest.mark.parametrize("how", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
 def test_drafts_are_those_of_the_formula(folder, layer, monkeypatch, how):
     params, llm = params_of(30, **how), with_eagle(folder, layer)
-    watch = Watch(llm, layer, monkeypatch)
+    watch = EagleWatch(llm, layer, monkeypatch)
     found = generate(llm, PROMPTS, params)
     assert found == generate(make(folder, max_model_len=128), PROMPTS, params)
     watch.assert_right(least=100)
@@ -60,7 +61,7 @@ def test_drafts_are_those_of_the_formula(folder, layer, monkeypatch, how):
 
 def test_after_drafts_were_accepted(folder, layer, monkeypatch):
     llm = with_eagle(folder, layer, config=ACCEPTED)
-    watch = Watch(llm, layer, monkeypatch)
+    watch = EagleWatch(llm, layer, monkeypatch)
     generate(llm, PROMPTS, params_of(60, **SAMPLED))
     assert llm.engine.scheduler.counters.num_accepted_tokens > 50
     watch.assert_right(least=150)
@@ -72,7 +73,7 @@ def test_of_other_layers(tmp_path, monkeypatch, family):
     model = Tiny(family, {"num_hidden_layers": 4}).write(tmp_path / "model").folder
     layer = write_eagle(model, tmp_path / "layer")
     llm = with_eagle(model, layer, max_model_len=96)
-    watch = Watch(llm, layer, monkeypatch)
+    watch = EagleWatch(llm, layer, monkeypatch)
     if family == "llama" and cpu.functions(torch.float32) is not None:
         assert isinstance(llm.engine.runner.model.all_layers.inner, AllLayers)
     generate(llm, [[5, 6, 7], [8] * 20], params_of(20, **SAMPLED))
@@ -83,7 +84,7 @@ def test_of_other_layers(tmp_path, monkeypatch, family):
 def test_where_c_does_not_run_all_layers(folder, layer, monkeypatch, path):
     """Sums of fixed order, and torch operations only."""
     llm = with_eagle(folder, layer, **{path: True})
-    watch = Watch(llm, layer, monkeypatch)
+    watch = EagleWatch(llm, layer, monkeypatch)
     generate(llm, [LONG[:9], LONG[40:60]], params_of(30, **SAMPLED))
     watch.assert_right(least=70)
 
@@ -98,25 +99,14 @@ def test_in_any_history(folder, layer, monkeypatch, seed):
         max_num_batched_tokens=choose.choice((16, 64)), max_num_seqs=8,
         async_scheduling=choose.random() < 0.5, config=ACCEPTED,
     )  # fmt: skip
-    watch, engine = Watch(llm, layer, monkeypatch), llm.engine
+    watch, engine = EagleWatch(llm, layer, monkeypatch), llm.engine
     engine.scheduler.drafts = Toggled(seed)
-    for i in range(16):
-        start = choose.choice((0, 0, 50, 100))
-        prompt = LONG[start : start + choose.randrange(1, 40)]
-        how = choose.choice(({"temperature": 0.0}, {"n": 3, "seed": i}, {"seed": i}))
-        params = params_of(choose.randrange(1, 40), **how)
-        engine.add(engine.make_request(str(i), None, prompt, params))
-        for _ in range(choose.randrange(6)):
-            engine.step()
-        if choose.random() < 0.2:
-            engine.abort(str(choose.randrange(i + 1)))
-    while engine.has_work:
-        engine.step()
+    ways = {"temperature": 0.0}, {"n": 3}, {}
+    run_history(engine, choose, 16, 40, lambda i: {"seed": i} | choose.choice(ways))
     counters = engine.scheduler.counters
     assert counters.num_cached_tokens > 0
     assert (counters.num_preemptions_swap, counters.num_preemptions_recompute)[1 - seed % 2] > 0
     watch.assert_right(least=150)
-    assert_idle(engine)
 
 
 def test_positions_are_computed_once_and_accepted_drafts_again(folder, layer, monkeypatch):

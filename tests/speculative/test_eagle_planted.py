@@ -1,17 +1,13 @@
 """Deliberate bugs of EAGLE, each with a test that finds it."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-import minillm.engine.setup
-import minillm.execution.setup
-import minillm.speculative.setup
-from minillm.models import all_layers
 from minillm.ops import cpu_layers
 from minillm.speculative import draft_model, eagle, features, heads
-from tests.speculative import eagled, test_eagle
+from tests.planting import plant_everywhere
+from tests.speculative import test_eagle
 from tests.speculative.eagled import write_eagle
 
 FORMULA, IN_C, HISTORY, OTHER = "formula", "in C", "history", "other model"
@@ -64,20 +60,11 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug, folder, tmp_path, monkeypatch) -> None:
     module, right, wrong, finder = BUGS[bug]
-    source, before = Path(module.__file__).read_text("utf-8"), dict(vars(module))
-    assert source.count(right) == 1
-    for name, value in before.items():
-        monkeypatch.setattr(module, name, value)  # put back at the end
-    exec(compile(source.replace(right, wrong), module.__file__, "exec"), vars(module))
-    setups = minillm.speculative.setup, minillm.execution.setup, minillm.engine.setup
-    for user in (*setups, all_layers, eagle, heads, eagled, test_eagle):
-        for name, value in list(vars(user).items()):
-            if name in before and value is before[name] and user is not module:
-                monkeypatch.setattr(user, name, getattr(module, name))
+    above = draft_model.DraftModel
+    plant_everywhere(monkeypatch, module, right, wrong)
     if module is draft_model:  # Eagle's class above stays: it gets the methods
-        for name, value in vars(draft_model.DraftModel).items():
-            if callable(value) and name in ("_chunks", "_draft", "_num_computed"):
-                monkeypatch.setattr(before["DraftModel"], name, value)
+        for name in ("_chunks", "_draft", "_num_computed"):
+            monkeypatch.setattr(above, name, vars(draft_model.DraftModel)[name])
     (apart := tmp_path / "apart").mkdir()
     layer = write_eagle(folder, tmp_path / "layer")
     how = {"temperature": 0.0}

@@ -20,13 +20,20 @@ from minillm import LLM
 from minillm.errors import CheckpointError, ConfigError, UnsupportedFeatureError
 from minillm.models.checkpoint import open_model
 from minillm.speculative.heads import base_hash
-from tests.engine.small import assert_idle, make
+from tests.engine.small import make
 from tests.matrix.cells import Cell, check
 from tests.matrix.proposers import K
 from tests.models.tiny import Tiny
 from tests.pairs import some
-from tests.speculative.headed import COUNT, Watch, medusa_of, with_heads, write_heads
-from tests.speculative.test_draft_model import LONG, SAMPLED, Toggled, generate, params_of
+from tests.speculative.headed import COUNT, HeadWatch, medusa_of, with_heads, write_heads
+from tests.speculative.test_draft_model import (
+    LONG,
+    SAMPLED,
+    Toggled,
+    generate,
+    params_of,
+    run_history,
+)
 
 
 @pytest.fixture
@@ -40,7 +47,7 @@ def test_drafts_are_those_of_the_formula(folder, heads, monkeypatch, how):
     prompts = [LONG[:9], LONG[20:21], LONG[40:60]]
     params = params_of(30, **how)
     llm = with_heads(folder, heads)
-    watch = Watch(llm, heads, monkeypatch)
+    watch = HeadWatch(llm, heads, monkeypatch)
     found = generate(llm, prompts, params)
     assert found == generate(make(folder, max_model_len=128), prompts, params)
     watch.assert_right(least=100)
@@ -51,7 +58,7 @@ def test_of_an_output_matrix_of_its_own(tmp_path, monkeypatch, family):
     model = Tiny(family, {"num_hidden_layers": 2}).write(tmp_path / "model").folder
     heads = write_heads(model, tmp_path / "heads")
     llm = with_heads(model, heads, max_model_len=96)
-    watch = Watch(llm, heads, monkeypatch)
+    watch = HeadWatch(llm, heads, monkeypatch)
     generate(llm, [[5, 6, 7], [8] * 20], params_of(30, **SAMPLED))
     watch.assert_right(least=100)
 
@@ -66,25 +73,14 @@ def test_in_any_history(folder, heads, monkeypatch, seed):
         max_num_batched_tokens=choose.choice((16, 64)), max_num_seqs=8,
         async_scheduling=choose.random() < 0.5,
     )  # fmt: skip
-    watch, engine = Watch(llm, heads, monkeypatch), llm.engine
+    watch, engine = HeadWatch(llm, heads, monkeypatch), llm.engine
     engine.scheduler.drafts = Toggled(seed)
-    for i in range(16):
-        start = choose.choice((0, 0, 50, 100))
-        prompt = LONG[start : start + choose.randrange(1, 40)]
-        how = choose.choice(({"temperature": 0.0}, {"n": 3, "seed": i}, {"seed": i}))
-        params = params_of(choose.randrange(1, 40), **how)
-        engine.add(engine.make_request(str(i), None, prompt, params))
-        for _ in range(choose.randrange(6)):
-            engine.step()
-        if choose.random() < 0.2:
-            engine.abort(str(choose.randrange(i + 1)))
-    while engine.has_work:
-        engine.step()
+    ways = {"temperature": 0.0}, {"n": 3}, {}
+    run_history(engine, choose, 16, 40, lambda i: {"seed": i} | choose.choice(ways))
     counters = engine.scheduler.counters
     assert counters.num_cached_tokens > 0
     assert (counters.num_preemptions_swap, counters.num_preemptions_recompute)[1 - seed % 2] > 0
     watch.assert_right(least=150)
-    assert_idle(engine)
 
 
 def test_with_noise_of_its_own(folder, heads):

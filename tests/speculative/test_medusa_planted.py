@@ -2,13 +2,10 @@
 
 import pytest
 
-import minillm.engine.setup
-import minillm.execution.setup
-import minillm.speculative.setup
 from minillm.execution import feature_runner
 from minillm.speculative import features, heads, medusa
-from tests.planting import plant
-from tests.speculative import headed, test_medusa
+from tests.planting import plant_everywhere
+from tests.speculative import test_medusa
 from tests.speculative.headed import write_heads
 
 FORMULA, HISTORY, OTHER = "formula", "history", "other model"
@@ -36,15 +33,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug, folder, tmp_path, monkeypatch) -> None:
     module, right, wrong, finder = BUGS[bug]
-    before = dict(vars(module))
-    plant(monkeypatch, module, right, wrong)
-    setups = minillm.speculative.setup, minillm.execution.setup, minillm.engine.setup
-    for user in (*setups, feature_runner, heads, headed, test_medusa):
-        for name, value in list(vars(user).items()):
-            if name in before and value is before[name]:
-                monkeypatch.setattr(user, name, getattr(module, name))
-    monkeypatch.setattr(test_medusa, "medusa_of", lambda llm: None)
-    monkeypatch.setattr("tests.speculative.headed.Medusa", medusa.Medusa)
+    plant_everywhere(monkeypatch, module, right, wrong)
     made = write_heads(folder, tmp_path / "heads")
 
     def find() -> None:

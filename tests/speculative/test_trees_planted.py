@@ -1,7 +1,5 @@
 """Deliberate bugs of token trees, each with a test that finds it."""
 
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,6 +10,7 @@ from minillm.ops import slots
 from minillm.scheduling import scheduler, tree_drafts
 from minillm.speculative import heads, medusa, speculator, trees
 from tests.matrix.cells import Cell
+from tests.planting import plant_everywhere
 from tests.speculative import test_trees as tests
 
 SAMPLED = tests.SAMPLED
@@ -34,14 +33,14 @@ FINDERS = {
     "values": lambda *_: tests.test_values_are_corrected_by_what_is_accepted(),
     "mean": lambda folder, tmp, _: tests.test_accuracies_are_a_mean_of_temperatures(folder, tmp),
 }  # fmt: skip
-DEPTHS, PATHS = "starts[i] + depths)", "order[begin:end, : tree.paths.shape[1]] = tree.paths"
+DEPTHS, PATHS = "starts[i] + np.array(tree.depths)", "order[begin:end, : tree.paths.shape[1]] = tree.paths"
 BUGS: dict[str, tuple[ModuleType, str, str, str]] = {
-    "positions by index": (token_trees, DEPTHS, "starts[i] + np.arange(size))", "one pass"),
-    "lengths by index": (token_trees, "starts[i] + depths + 1", "starts[i] + 1 + np.arange(size)",
+    "positions by index": (token_trees, DEPTHS, "starts[i] + np.arange(size)", "one pass"),
+    "lengths by index": (token_trees, "= spans[i] + 1,", "= starts[i] + 1 + np.arange(size),",
                          "one pass"),
     "the mask is shifted by one": (token_trees, PATHS, PATHS + "[:, ::-1]", "one pass"),
-    "a tail begins a position late": (token_trees, "tail_starts[begin:end] = starts[i]",
-                                      "tail_starts[begin:end] = starts[i] + 1", "one pass"),
+    "a tail begins a position late": (token_trees, "= spans[i] + 1, starts[i]",
+                                      "= spans[i] + 1, starts[i] + 1", "one pass"),
     "ancestors are lost": (token_trees, "found[node] = found[parent + 1]", "pass", "walk"),
     "any child of any node": (token_trees, "parent + 1 == path[-1] and ", "", "walk"),
     "the sample of the root": (token_trees, "samples[path[-1]] == token", "samples[0] == token",
@@ -91,17 +90,7 @@ BUGS: dict[str, tuple[ModuleType, str, str, str]] = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug, folder, tmp_path, monkeypatch) -> None:
     module, right, wrong, finder = BUGS[bug]
-    source, before = Path(module.__file__).read_text("utf-8"), dict(vars(module))
-    assert source.count(right) == 1
-    for name, value in before.items():
-        monkeypatch.setattr(module, name, value)  # put back at the end
-    exec(compile(source.replace(right, wrong), module.__file__, "exec"), vars(module))
-    for user in [each for name, each in sys.modules.items()
-                 if each is not None and name.split(".")[0] in ("minillm", "tests")]:  # fmt: skip
-        for name, value in list(vars(user).items()):
-            own = getattr(value, "__module__", None) == module.__name__
-            if user is not module and own and before.get(name) is value:
-                monkeypatch.setattr(user, name, vars(module)[name])
+    plant_everywhere(monkeypatch, module, right, wrong)
     with pytest.raises((AssertionError, pytest.fail.Exception, LookupError, ValueError)):
         FINDERS[finder](folder, tmp_path, monkeypatch)
 
