@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -14,7 +15,7 @@ from minillm.serving.request_trace import names_of
 from minillm.serving.settings import Settings
 from minillm.trace.recorder import Trace
 from tests.serving.asgi_calls import Reply, call
-from tests.serving.async_small import Gate, run
+from tests.serving.async_small import LIMIT, Gate, run
 
 ON = Settings(("m",), request_trace=True)
 TOKENS = 20
@@ -49,10 +50,20 @@ def runs(body: dict[str, Any], completion: int = 0) -> list[tuple[str, int, str 
     ]
 
 
-async def crowd(app: Any) -> list[Reply]:
-    """Three requests of 8 + 20 tokens, the first with two completions, for 64 positions."""
+async def crowd(app: Any, engine: AsyncLLMEngine) -> list[Reply]:
+    """Three requests of 8 + 20 tokens, the first with two completions, for 64 positions. The thread
+    is held until all have entered, so that they begin in the same step."""
+    inbox, end = engine._steps._inbox, time.monotonic() + LIMIT
+
+    def hold() -> None:
+        while inbox.qsize() < 3 and time.monotonic() < end:
+            time.sleep(1e-3)
+
+    held = engine._steps.call(hold)
     jobs = [complete(app, f"r{i}", n=2 if i == 0 else 1) for i in range(3)]
-    return await asyncio.gather(*jobs)
+    replies = await asyncio.gather(*jobs)
+    held.result()
+    return replies
 
 
 # ---- requests ----------------------------------------------------------------------------------
@@ -62,7 +73,7 @@ def test_a_crowd_is_explained_with_the_numbers(engine):
     app = build_app(engine, ON)
 
     async def main() -> list[dict[str, Any]]:
-        await crowd(app)
+        await crowd(app, engine)
         return [await told(app, f"r{i}") for i in range(3)]
 
     first, second, third = run(main())
@@ -88,7 +99,7 @@ def test_the_history_agrees_with_the_reply_and_the_steps(engine):
     app = build_app(engine, ON)
 
     async def main() -> None:
-        for name, reply in zip(("r0", "r1", "r2"), await crowd(app), strict=True):
+        for name, reply in zip(("r0", "r1", "r2"), await crowd(app, engine), strict=True):
             body, usage = await told(app, name), reply.json()["usage"]
             events = body["events"]
             ends = [one["tokens"] for one in events if one["kind"] == "finished"]
@@ -222,7 +233,7 @@ def test_the_latest_steps_are_a_trace_file(engine, tmp_path, last):
     app = build_app(engine, ON)
 
     async def main() -> Reply:
-        await crowd(app)
+        await crowd(app, engine)
         return await call(app, f"/debug/trace?last={last}")
 
     reply = run(main())

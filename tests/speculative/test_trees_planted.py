@@ -33,7 +33,8 @@ FINDERS = {
     "values": lambda *_: tests.test_values_are_corrected_by_what_is_accepted(),
     "mean": lambda folder, tmp, _: tests.test_accuracies_are_a_mean_of_temperatures(folder, tmp),
 }  # fmt: skip
-DEPTHS, PATHS = "starts[i] + np.array(tree.depths)", "order[begin:end, : tree.paths.shape[1]] = tree.paths"
+DEPTHS = "starts[i] + np.array(tree.depths)"
+PATHS = "order[begin:end, : tree.paths.shape[1]] = tree.paths"
 BUGS: dict[str, tuple[ModuleType, str, str, str]] = {
     "positions by index": (token_trees, DEPTHS, "starts[i] + np.arange(size)", "one pass"),
     "lengths by index": (token_trees, "= spans[i] + 1,", "= starts[i] + 1 + np.arange(size),",
