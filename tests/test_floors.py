@@ -48,7 +48,7 @@ FLOORS = {
 LINES = {
     "minillm": 56_715, "minillm without minillm/lab": 35_992, "minillm/lab": 20_723,
     "kernels": 12_423, "notebooks": 2_178,
-    "exercises/minillm_exercises": 18_169, "tests": 73_973,
+    "exercises/minillm_exercises": 18_169, "tests": 73_985,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25
