@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "INSTRUCTOR.md"
 TEACHING = ROOT / "notebooks" / "teaching"
 BREAK = 15  # minutes
+PAUSE = 10  # in the middle of a chapter whose teaching page has a place for one
 LUNCH = 60
 SLACK = 30  # for questions, and for what took longer
 MOST = 300  # minutes of a day's chapters in the plan of the whole course
@@ -35,11 +36,11 @@ PLANS: Mapping[str, Sequence[str | int]] = MappingProxyType(
         ),
         "first day of an engine": (
             *("01", BREAK, "01b", "e01.3", LUNCH),
-            *("03", "e03.1", BREAK, "06", SLACK),
+            *("03", "e03.1", SLACK),
         ),
         "second day of an engine": (
-            *("e06.1", "07", BREAK, "e07.1", LUNCH),
-            *("09", BREAK, "e09.1", SLACK),
+            *("06", "e06.1", BREAK, "07", LUNCH),
+            *("e07.1", "09", BREAK, "e09.1", SLACK),
         ),
         "first of two days": (
             *("00", "e00.1", BREAK, "01", "e01.1", LUNCH),
@@ -50,15 +51,25 @@ PLANS: Mapping[str, Sequence[str | int]] = MappingProxyType(
             *("07", "e07.1", BREAK, "08", "e08.1", SLACK),
         ),
         "third of four days": (
-            *("09", "e09.2", BREAK, "04", LUNCH),
+            *("09", BREAK, "04", LUNCH),
             *("10", "e10.1", BREAK, "16", SLACK),
         ),
         "fourth of four days": (
-            *("11", "e11.1", BREAK, "12", LUNCH),
+            *("11", BREAK, "12", LUNCH),
             *("18", BREAK, "19", SLACK),
         ),
     }
 )
+DAYS = (  # plans of several days
+    ("first day of an engine", "second day of an engine"),
+    ("first of two days", "second of two days", "third of four days", "fourth of four days"),
+)
+# What to say of a chapter that a plan leaves out and a later chapter needs: minutes, and what.
+INSTEAD = {
+    "00": (10, "no step is faster than the larger of bytes / bandwidth and operations / rate"),
+    "02": (5, "a model returns a score for each token, a logit; here the largest is chosen"),
+    "05": (5, "a step of many rows reads the weights once, so a row more costs little"),
+}
 ERROR_PAGE = """\
 # Common errors
 
@@ -75,7 +86,9 @@ class Chapter:
     path: Path
     question: str
     minutes: int  # of a lone reader
-    room: int  # of a room, by its teaching page
+    needs: Sequence[str]  # numbers of other chapters
+    room: int  # minutes of a room, by its teaching page
+    pause: int  # minutes of a break in it
 
     @property
     def link(self) -> str:
@@ -91,8 +104,10 @@ def load_chapters(folder: Path = ROOT / "notebooks") -> dict[str, Chapter]:
         about = notebook["metadata"]["minillm"]
         number, minutes = path.stem.partition("_")[0], int(about["minutes"])
         page = TEACHING / f"{number}.md"
-        room = re.search(r"(\d+) in a\s+room", page.read_text("utf-8")) if page.exists() else None
-        found[number] = Chapter(path, about["question"], minutes, int(room[1]) if room else minutes)
+        text = page.read_text("utf-8") if page.exists() else f"{minutes} in a room"
+        (room,) = map(int, re.findall(r"(\d+)\s+in\s+a\s+room", text))
+        pause = PAUSE if re.search(r"\bbreak\b", text, re.IGNORECASE) else 0
+        found[number] = Chapter(path, about["question"], minutes, about["needs"], room, pause)
     return found
 
 
@@ -122,20 +137,40 @@ def plan(
     """The table of one plan: when each part begins, with how long it is."""
     yield "| at | minutes | what |"
     yield "|---|---|---|"
-    now = 0
+    now, seen = 0, {str(part) for day in days_before(name) for part in PLANS[day]}
     for part in PLANS[name]:
-        if isinstance(part, int):
-            minutes, what = part, {LUNCH: "lunch", SLACK: "slack"}.get(part, "break")
-        elif part in chapters:
-            chapter = chapters[part]
-            minutes, what = chapter.room, f"{chapter.link} {chapter.question}"
-        elif part in manifest:
-            minutes, what = manifest[part].minutes, f"{part} {manifest[part].title}"
-        else:
-            continue
-        yield f"| {now // 60}:{now % 60:02} | {minutes} | {what} |"
-        now += minutes
+        for minutes, what in rows(part, seen, chapters, manifest):
+            yield f"| {now // 60}:{now % 60:02} | {minutes} | {what} |"
+            now += minutes
+        seen.add(str(part))
     yield f"| {now // 60}:{now % 60:02} | | end |"
+
+
+def rows(
+    part: str | int,
+    seen: set[str],
+    chapters: Mapping[str, Chapter],
+    manifest: Mapping[str, Exercise],
+) -> Iterator[tuple[int, str]]:
+    """Minutes and words of one part of a plan, after what stands for chapters that it needs and
+    that are not `seen`."""
+    if isinstance(part, int):
+        yield part, {LUNCH: "lunch", SLACK: "slack"}.get(part, "break")
+    elif part in manifest:
+        yield manifest[part].minutes, f"{part} {manifest[part].title}"
+    elif part in chapters:
+        chapter = chapters[part]
+        for need in [need for need in chapter.needs if need not in seen]:
+            seen.add(need)
+            minutes, what = INSTEAD[need]
+            yield minutes, f"from {chapters[need].link}: {what}"
+        words = f" ({chapter.pause} for a break in it)" if chapter.pause else ""
+        yield chapter.room + chapter.pause, f"{chapter.link} {chapter.question}{words}"
+
+
+def days_before(name: str) -> Sequence[str]:
+    """The days of a plan that come before a day."""
+    return next((days[: days.index(name)] for days in DAYS if name in days), ())
 
 
 def whole(chapters: Mapping[str, Chapter]) -> Iterator[str]:

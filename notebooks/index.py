@@ -28,6 +28,7 @@ CORE_PATH = ("00", "01", "01b", "03", "05", "06", "07", "10")
 MAP = NOTEBOOKS.parent / ".github" / "request.svg"
 BOX = re.compile(r'(<rect[^>]+fill=")#\w+("[^>]*)(/>\n<text[^>]+class="t")(>)([^<]+)(?=<)')
 NEAR = {"kernels": "ops", "quantization": "layers", "structured": "sampling"}
+RESERVED = {"17": "speculation with trees", "21": "prefill and decode on separate devices"}
 PAGES = ("README.md", "SELFTEST.md", "GLOSSARY.md")  # what a reader needs beside the chapters
 TOP = """\
 # The course
@@ -59,8 +60,7 @@ How a chapter works:
   still hold.
 
 The files beside this page show the outputs of one machine, which `results/` describes. Open your
-own copies to predict: they have no outputs yet. Missing numbers are chapters that are not written
-yet; no other chapter needs them.
+own copies to predict: they have no outputs yet.
 """
 BOTTOM = """\
 
@@ -142,7 +142,9 @@ def page(chapters: list[tuple[Path, Notebook]]) -> str:
     there = {number(path): path.name for path, _ in chapters}
     core = " → ".join(f"[{n}]({there[n]})" for n in CORE_PATH if n in there)
     later = [n for n in CORE_PATH if n not in there]
-    lines = [TOP]
+    gaps = ", ".join(f"{n} ({name})" for n, name in RESERVED.items() if n not in there)
+    told = f"Numbers that are missing are reserved: {gaps}. No other chapter needs them.\n"
+    lines = [TOP, *[told] * bool(gaps)]
     if core:
         rest = f" (then {', '.join(later)}, not written yet)" if later else ""
         known = (book["metadata"].get("minillm", {}) for path, book in chapters

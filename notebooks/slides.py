@@ -6,7 +6,7 @@ A deck is one HTML file that needs nothing else. Arrow keys and clicks turn it, 
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 
@@ -48,7 +48,7 @@ turn(0);
 
 
 def slides(notebook: Notebook) -> Iterator[tuple[str, str]]:
-    """The kind and the HTML of each slide, in the order of the chapter."""
+    """Kind and HTML of each slide, in order. A prediction's has no heading, which may tell."""
     head, question = title(notebook), notebook["metadata"]["minillm"]["question"]
     yield "title", f"<h1>{escape(head)}</h1><p>{escape(question)}</p>{way(notebook).decode()}"
     heading = ""
@@ -70,15 +70,28 @@ def slides(notebook: Notebook) -> Iterator[tuple[str, str]]:
                     parts.append(f'<img alt="" src="data:image/png;base64,{png.strip()}">')
                 elif text and "<details" not in text:
                     parts.append(markdown2html(text))
-            parts = [heading, *parts] if parts else []
+            parts = [heading, *parts] if parts and kind != "predict" else parts
         if parts:
             yield kind, "".join(parts)
+
+
+def results_first(pages: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The same slides, each result before the plots in front of it, which would tell it."""
+    plots: list[tuple[str, str]] = []
+    for slide in pages:
+        if slide[0] == "plot":
+            plots.append(slide)
+            continue
+        yield from [slide, *plots] if slide[0] == "result" else [*plots, slide]
+        plots = []
+    yield from plots
 
 
 def deck(path: Path) -> str:
     """The deck of one chapter; its last slide is what the teaching page wants to be taken home."""
     notebook = read_notebook(path)
-    made, page = list(slides(notebook)), path.parent / "teaching" / f"{chapters.number(path)}.md"
+    made = list(results_first(slides(notebook)))
+    page = path.parent / "teaching" / f"{chapters.number(path)}.md"
     text = page.read_text("utf-8") if page.exists() else ""
     if home := re.search(r"\*\*To take home\.\*\* (.+?)\n\n", text, re.DOTALL):
         made.append(("home", f"<h2>To take home</h2>{markdown2html(home[1])}"))

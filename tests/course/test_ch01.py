@@ -16,9 +16,9 @@ from minillm_exercises.chapters.ch01 import (
     attention_pass,
     count_operations,
     doubling_length,
-    nearest,
     product_pass,
 )
+from minillm_exercises.chapters.common import nearest
 from minillm_exercises.errors import ExerciseError
 
 SMALL = ModelConfig(

@@ -23,7 +23,6 @@ from minillm.models.decoder import Decoder
 from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.models.presets import preset
 from minillm.ops.batch import Batch
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.plots import COLOURS, bound, figure, show
 

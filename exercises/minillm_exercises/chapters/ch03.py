@@ -21,8 +21,6 @@ from minillm.lab.roofline import StepCost, step_cost, step_time
 from minillm.models.presets import preset
 from minillm.plan.cost import kv_bytes_per_token, weight_bytes
 from minillm_exercises.chapters.ch01 import knee as knee
-from minillm_exercises.chapters.common import nearest as nearest
-from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.plots import bound, figure, series, show
 

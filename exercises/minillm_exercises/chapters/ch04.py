@@ -23,7 +23,6 @@ from minillm.lab.training.trainer import rows_batch
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.models.presets import preset
 from minillm.plan.cost import kv_bytes_per_token
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.errors import ExerciseError
 

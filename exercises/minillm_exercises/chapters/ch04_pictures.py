@@ -50,6 +50,7 @@ def draw_quality(record: Record) -> None:
     texts = list(record.held_out_bytes)
     fig, axes = figure("bits per byte", "variant", cols=len(texts), size=(9.6, 3.6))
     told = []
+    axes[-1].sharex(axes[0])
     for ax, text in zip(axes, texts, strict=True):
         ax.set(title=f"held out: {text}")
         means = _draw_text(ax, record, text)
@@ -61,8 +62,9 @@ def draw_quality(record: Record) -> None:
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     show(
         fig,
-        f"Each marker is one run, and the axes do not begin at zero; bits per byte beyond the mean "
-        f"of {record.variants[0].upper()}: {'; '.join(told)}.",
+        f"Each marker is one run (the cross: without norms of queries and keys), and the axes do "
+        f"not begin at zero; bits per byte beyond the mean of {record.variants[0].upper()}: "
+        f"{'; '.join(told)}.",
     )
 
 

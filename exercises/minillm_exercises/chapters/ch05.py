@@ -18,10 +18,8 @@ from minillm.models.presets import preset
 from minillm_exercises.chapters.ch01 import count_calls as calls_of
 from minillm_exercises.chapters.ch01 import product_pass as product_pass
 from minillm_exercises.chapters.ch03 import counted as counted
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import rounds as rounds
 from minillm_exercises.chapters.common import show_table as show_table
-from minillm_exercises.chapters.common import show_trace as show_trace
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.plots import bound, figure, series, show
 from minillm_exercises.timing import measure
@@ -166,7 +164,7 @@ def draw_regimes(panels: Sequence[Panel]) -> None:
     for ax in axes:
         ax.set_ylim(min(low, 700 * float(least)), high * 20)  # one scale, and room for the legends
     told = "; ".join(f"{panel.title} ({_compared(panel)})" for panel in panels)
-    show(fig, f"The time of a decode step against the batch, above the bound (grey): {told}.")
+    show(fig, f"The time of a decode step against the batch; grey is below the bound: {told}.")
 
 
 def _draw_bounds(ax: "Axes", panel: Panel) -> None:

@@ -13,7 +13,7 @@ KINDS = ("used", "used later", "never used", "free")
 LOOKS: tuple[dict[str, Any], ...] = (
     {"facecolor": COLOURS[0], "edgecolor": COLOURS[0]},
     {"facecolor": "#bfdcef", "edgecolor": COLOURS[0], "hatch": "/"},
-    {"facecolor": "#dd9257", "edgecolor": COLOURS[1]},
+    {"facecolor": "#dd9257", "edgecolor": COLOURS[1], "hatch": "."},
     {"facecolor": "white", "edgecolor": "#aaaaaa"},
 )
 

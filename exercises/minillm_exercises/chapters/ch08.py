@@ -26,7 +26,6 @@ from minillm.plan.cost import kv_bytes_per_token
 from minillm.trace.recorder import Trace
 from minillm_exercises.chapters.ch01 import knee as knee
 from minillm_exercises.chapters.common import chosen
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.chapters.common import show_trace as show_trace
 from minillm_exercises.plots import bars, bound, figure, series, show

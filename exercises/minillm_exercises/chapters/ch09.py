@@ -15,8 +15,6 @@ from minillm import LLM, SamplingParams
 from minillm.api.outputs import RequestMetrics
 from minillm.cache.prefix import PrefixIndex
 from minillm.lab.simulation import Simulation
-from minillm_exercises.chapters.common import nearest as nearest
-from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.chapters.common import show_trace as show_trace
 from minillm_exercises.plots import bars, bound, figure, series, show
 

@@ -20,7 +20,6 @@ from minillm.config import ModelConfig
 from minillm.lab.hardware import Hardware
 from minillm.lab.roofline import step_cost
 from minillm.plan.weight_sizes import dtype_bytes
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.counting import Counts, counting
 from minillm_exercises.errors import ExerciseError
 

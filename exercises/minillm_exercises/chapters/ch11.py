@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_kernels import reference
 from minillm_kernels.check.pages import paged
 from minillm_kernels.launch import INTERPRETED

@@ -285,13 +285,13 @@ def draw_curves(ax: "Axes", data: dict[str, Any], name: str) -> None:
         values["prefill"] = np.maximum(values["prefill"] - values["recomputed"], 0)
     edges = np.arange(len(data["steps"]["step"]) + 1)
     below, highest = np.zeros(len(edges) - 1), 0.0
-    dashes = cycle(("-", "--", ":"))
-    for (part, colour), dash in zip(parts if len(below) else (), dashes, strict=False):
+    looks = cycle((("-", ""), ("--", "//"), (":", "..")))
+    for (part, colour), (dash, hatch) in zip(parts if len(below) else (), looks, strict=False):
         curve = values[part] * (1e3 if name == "time" else 1)
         highest = max(highest, curve.max())
         if name in STACKED:
-            seen = part if curve.any() else None  # no legend entry for an empty part
-            ax.stairs(below + curve, edges, baseline=below, fill=True, color=colour, label=seen)
+            ax.stairs(below + curve, edges, baseline=below, fill=True, facecolor=colour, ec="white",
+                      hatch=hatch, label=part if curve.any() else None)  # fmt: skip
             below = below + curve
         else:
             ax.stairs(curve, edges, baseline=None, color=colour, linestyle=dash, label=part,
