@@ -103,10 +103,10 @@ def draw_quality(found: Mapping[Format, Quality], joined: Sequence[str]) -> None
             ax.plot([each.bits], [quality.kl], color=COLOURS[own % len(COLOURS)], markersize=8,
                     marker=SHAPES[own], linestyle="")  # fmt: skip
             if (4 < each.bits < 5) is is_near or (on_line and not is_near):
-                left = not is_near and each.bits > 8
-                ax.annotate(each.name, (each.bits, quality.kl), xytext=(-8 if left else 8, 2 if on_line or not is_near else -10),
-                            textcoords="offset points", ha="right" if left else "left",
-                            fontsize=9)  # fmt: skip
+                left = each.bits > 8
+                at = -8 if left else 8, -10 if is_near and not on_line else 2
+                ax.annotate(each.name, (each.bits, quality.kl), xytext=at, fontsize=9,
+                            textcoords="offset points", ha="right" if left else "left")  # fmt: skip
         ax.set_yscale("log")
     axes[0].set(xlim=(2.3, 8.6), title="all; the line is int in groups of 32")
     axes[1].set(xlim=(4.05, 4.95), ylim=(0.85 * min(near), 1.15 * max(near)))
