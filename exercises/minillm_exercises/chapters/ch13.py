@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from minillm.config import ModelConfig
-from minillm.gguf.types import TYPES
 from minillm.lab.quantise.grid import Grid, round_to_grid
 from minillm.layers.linear import Linear
 from minillm.models.packing import into_panels
@@ -83,12 +82,6 @@ def file_bytes(config: ModelConfig, bits: float, rest_bits: float = 16) -> float
     tables = config.hidden_size * config.vocab_size * (1 if config.tie_word_embeddings else 2)
     layers = sum(product.parameters for product in all_products(config))
     return (layers * bits + tables * rest_bits) / 8
-
-
-def gguf_bits() -> tuple[float, float]:
-    """Bits of a weight, with its scales, in the smallest and the largest quantised GGUF type."""
-    bits = [8 * each.bytes / each.weights for each in TYPES.values() if not each.is_plain]
-    return min(bits), max(bits)
 
 
 # The time of a product ----------------------------------------------------------------------------

@@ -87,24 +87,31 @@ def draw_levels(shares: Tensor, tables: Mapping[str, Sequence[float]]) -> None:
 
 
 def draw_quality(found: Mapping[Format, Quality], joined: Sequence[str]) -> None:
-    """Draw KL against bits; the formats named in `joined` are connected."""
-    fig, ax = figure("bits for a weight, scales included", "KL (nats per token, logarithmic)",
-                     size=(8.2, 3.8))  # fmt: skip
+    """Draw KL against bits, and beside it those with 4-bit codes; the formats named in `joined`
+    are connected."""
+    fig, axes = figure("bits for a weight, scales included", "KL (nats per token, logarithmic)",
+                       cols=2, size=(10.4, 3.9))  # fmt: skip
     line = sorted((each.bits, quality.kl) for each, quality in found.items() if each.name in joined)
-    ax.plot(*zip(*line, strict=True), color=COLOURS[0], linewidth=1.2, label="int, groups of 32")
-    others = 0
-    for each, quality in found.items():
-        on_line = each.name in joined
-        own = 0 if on_line else 1 + others
-        others += not on_line
-        ax.plot([each.bits], [quality.kl], color=COLOURS[own % len(COLOURS)], markersize=8,
-                marker=SHAPES[own], linestyle="", label=None if on_line else each.name)  # fmt: skip
-        if on_line:
-            ax.annotate(each.name, (each.bits, quality.kl), xytext=(8, 2), fontsize=9,
-                        textcoords="offset points")  # fmt: skip
-    ax.set_yscale("log")
-    ax.set_xlim(2.3, 9.2)
-    fig.legend(loc="outside right upper", fontsize=9)
+    near = [quality.kl for each, quality in found.items() if 4 < each.bits < 5]
+    for ax, is_near in zip(axes, (False, True), strict=True):
+        ax.plot(*zip(*line, strict=True), color=COLOURS[0], linewidth=1.2)
+        others = 0
+        for each, quality in found.items():
+            on_line = each.name in joined
+            own = 0 if on_line else 1 + others
+            others += not on_line
+            ax.plot([each.bits], [quality.kl], color=COLOURS[own % len(COLOURS)], markersize=8,
+                    marker=SHAPES[own], linestyle="")  # fmt: skip
+            if (4 < each.bits < 5) is is_near or (on_line and not is_near):
+                left = each.bits > 8
+                at = -8 if left else 8, -10 if is_near and not on_line else 2
+                ax.annotate(each.name, (each.bits, quality.kl), xytext=at, fontsize=9,
+                            textcoords="offset points", ha="right" if left else "left")  # fmt: skip
+        ax.set_yscale("log")
+    axes[0].set(xlim=(2.3, 8.6), title="all; the line is int in groups of 32")
+    axes[1].set(xlim=(4.05, 4.95), ylim=(0.85 * min(near), 1.15 * max(near)))
+    axes[1].set_title("those with 4-bit codes, larger")
+    axes[1].yaxis.set_minor_formatter("{x:.2f}")
     falls = [before / after for (_, before), (_, after) in pairwise(line)]
     show(
         fig,

@@ -1,7 +1,6 @@
 """Chapter 14: what calibration sees, and how far a rounded matrix is from the exact one."""
 
 import json
-import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,6 @@ from minillm.quantization.quantized import Quantized
 from minillm_exercises.chapters.quality import Change, Subject
 
 Statistics = Mapping[str, InputStatistics]
-FIELDS = ("input_ids", "attention_mask")  # what a GPTQ package asks each example for
 OUTLIER = 6.0
 REAL = Path(__file__).with_name("ch14_smollm2.json")
 REAL_MATRICES = ("12.qkv_proj", "9.down_proj")
@@ -148,17 +146,3 @@ def product_error(quantized: Quantized, x: Tensor) -> float:
         found = layer(x.bfloat16()).float()
     exact = x.bfloat16().float() @ quantized.dense().T
     return float((found - exact).norm() / exact.norm())
-
-
-def num_fields(example: Any) -> int:
-    """How many of `FIELDS` a calibration example returns by name."""
-    found = 0
-    for name in FIELDS:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch takes a string for a sequence
-                example[name]
-        except (IndexError, KeyError, TypeError):
-            continue
-        found += 1
-    return found

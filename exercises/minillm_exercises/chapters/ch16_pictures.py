@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ACCEPTED: dict[str, Any] = {"facecolor": "#9ecae1", "edgecolor": "black", "linewidth": 1.2}
 REJECTED: dict[str, Any] = {"facecolor": "white", "edgecolor": "#888888", "linewidth": 1.0,
                             "linestyle": "--"}  # fmt: skip
-OWN: dict[str, Any] = {"facecolor": "#fdd49e", "edgecolor": "black", "linewidth": 2.0}
+OWN: dict[str, Any] = {"facecolor": "#fdd49e", "edgecolor": "black", "linewidth": 3.0}
 
 
 def shown(tokenizer: "Tokenizer", token: int) -> str:
@@ -53,8 +53,9 @@ def draw_rounds(rounds: Sequence[Verified], tokenizer: "Tokenizer", k: int) -> N
     won = sum(each.accepted + 1 for each in rounds)
     show(
         fig,
-        f"The first {len(rounds)} steps with {k} drafts each: blue drafts were accepted, dashed "
-        f"ones rejected, and the orange token is the model's own; {won} tokens in all.",
+        f"The first {len(rounds)} steps with {k} drafts each: drafts in a thin frame were "
+        "accepted, dashed ones rejected, and the token in a thick frame is the model's own; "
+        f"{won} tokens in all.",
     )
 
 

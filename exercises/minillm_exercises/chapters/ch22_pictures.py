@@ -85,21 +85,24 @@ def draw_loads(
     most: float,
 ) -> None:
     """Draw three panels over the offered load: tokens/s, TPOT (ms), attainment (percent)."""
-    fig, axes = figure("offered load (requests/s)", "tokens/s", cols=3, size=(11, 4.2))
-    axes[0].plot(rates, tokens, label="all tokens", **series(0))
-    axes[0].plot(rates, good, label="of requests within the limits", **series(1))
+    fig, axes = figure("offered load (requests/s)", "tokens/s", cols=3, size=(11, 3.6))
+    lines = {"all tokens": tokens, "good tokens": good}, tpot
+    for ax, named in zip(axes, lines, strict=False):
+        for number, (label, values) in enumerate(named.items()):
+            ax.plot(rates, values, **series(number))
+            left = values[6] >= max(each[6] for each in named.values())
+            ax.annotate(label, (rates[6], values[6]), xytext=(-7 if left else 7, 2), fontsize=9,
+                        textcoords="offset points", ha="right" if left else "left")  # fmt: skip
     bound(axes[0], rates, [most] * len(rates), "all seats busy", side="above", at=0.1)
-    for number, (label, values) in enumerate(tpot.items()):
-        axes[1].plot(rates, values, label=label, **series(number))
     bound(axes[1], rates, [limit] * len(rates), "limit", side="above", at=0.0)
-    axes[2].plot(rates, [100 * share for share in attainment], label="attainment", **series(1))
+    axes[2].plot(rates, [100 * share for share in attainment], **series(1))
     bound(axes[2], rates, [90] * len(rates), "target", side="below", at=0.0)
     labels = ("tokens/s", "TPOT (ms)", "requests within the limits (%)")
     for ax, label in zip(axes, labels, strict=True):
         ax.set_ylabel(label)
-        ax.axvline(knee, color="grey", linestyle=":", label=f"knee, {knee:g}/s")
+        ax.axvline(knee, color="grey", linestyle=":")
+        ax.annotate("knee", (knee, 0), xytext=(3, 4), textcoords="offset points", fontsize=9)
         ax.set_ylim(0, 1.08 * ax.get_ylim()[1])
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22))
     at = rates.index(knee) + 1
     show(
         fig,

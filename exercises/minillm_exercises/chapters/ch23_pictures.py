@@ -45,7 +45,7 @@ def draw_walk(dfa: Dfa, seen: str, words: Vocabulary) -> None:
     show(
         fig,
         f"After {seen} the automaton is in state {start}. A token may come if all its bytes lead "
-        f"to live states (blue): {int(allowed.sum())} of {len(words)} tokens.",
+        f"to live states (solid): {int(allowed.sum())} of {len(words)} tokens.",
     )
 
 
@@ -63,6 +63,8 @@ def draw_difference(
                 label=f"valid rest after it: {ratio}")  # fmt: skip
         peaks.append(tuple(map(float, largest(ratio))))
         ax.plot(*peaks[-1], color=look["color"], marker="D", markersize=6)
+        ax.annotate(f"{ratio}", peaks[-1], xytext=(0, -8), textcoords="offset points", ha="center",
+                    va="top", fontsize=9)  # fmt: skip
     ax.plot(*map(float, marked), "ko", markersize=7, label="the example: t or null")
     bound(ax, [0.0, 1.0], [1.0, 1.0], "no two distributions can differ more", side="above", at=0.0)
     ax.set(ylim=(0, 1.12))
