@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from minillm.api.checks import CheckedArguments, checked, choice, is_whole, whole
 from minillm.api.sampling_params import shown
-from minillm.api.tree_config import AUTO_NODES, AUTO_TREE, MOST_NODES, paths_of
+from minillm.api.tree_config import AUTO, AUTO_NODES, MOST_NODES, paths_of
 from minillm.errors import ConfigError
 
 HEAD_METHODS = ("medusa", "eagle")  # trained for one target model
@@ -23,7 +23,6 @@ OWN_KEYS = (
     ("suffix", "suffix_decoding_max_cached_requests", 10_000),
     ("suffix", "suffix_decoding_min_token_prob", 0.3),
 )
-AUTO = "auto"
 AUTO_MOST = 8  # maximum drafts per row with "auto"
 
 
@@ -125,7 +124,7 @@ class SpeculativeConfig(CheckedArguments):
             return int(self.num_speculative_tokens)
         if self.tree is None:
             return AUTO_MOST
-        return AUTO_NODES if self.tree == AUTO_TREE else len(self.tree)
+        return AUTO_NODES if self.tree == AUTO else len(self.tree)
 
     @property
     def adapts(self) -> bool:
@@ -172,7 +171,7 @@ class SpeculativeConfig(CheckedArguments):
                 f"rejection_sample_method {self.rejection_sample_method!r}; a tree belongs to "
                 "'medusa', and is verified 'strict'."
             )
-        if self.tree != AUTO_TREE:
+        if self.tree != AUTO:
             self._set("tree", paths_of(self.tree))
 
     def _check_own_keys(self) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from minillm.api.checks import is_whole
 from minillm.api.speculative_config import MAX_DRAFTS, SpeculativeConfig
-from minillm.api.tree_config import AUTO_TREE
+from minillm.api.tree_config import AUTO
 from minillm.cache.spec import cache_spec
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
@@ -70,6 +70,7 @@ class HeadsSource:
     tree: tuple[TreePath, ...] | None = None
     values: tuple[float, ...] = ()
     context: None = None  # that of the target
+    source: None = None  # no model of its own
 
     def build(
         self, dtype: torch.dtype, device: torch.device | str = "meta"
@@ -80,8 +81,12 @@ class HeadsSource:
         return MedusaHeads(self.most, self.target.hidden_size, self.width, dtype, device)
 
     @property
-    def planned(self) -> dict[str, int]:
-        """Their arguments of `memory_plan`."""
+    def config(self) -> ModelConfig:
+        """Configuration of the model of which the KV cache is."""
+        return self.target
+
+    def planned(self, copied: torch.dtype | None = None) -> dict[str, Any]:
+        """As `DraftSource.planned`."""
         weights = sum(each.numel() for each in self.build(torch.float32).parameters())
         values = self.target.hidden_size
         if self.method == "eagle":
@@ -180,7 +185,7 @@ def heads_tree(
     """
     if config.tree is None:
         return None, ()
-    given = () if config.tree == AUTO_TREE else config.tree
+    given = () if config.tree == AUTO else config.tree
     if (depth := max(map(len, given), default=0)) > most:
         raise ConfigError(
             f"speculative_config's 'tree' has a path of {depth} ranks and {name} has {most} heads; "

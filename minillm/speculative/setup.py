@@ -2,6 +2,9 @@
 executor's proposer and acceptance rule, and the description of the draft model."""
 
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from minillm.api.arguments import EngineArgs
 from minillm.api.speculative_config import HEAD_METHODS, SpeculativeConfig, check_vocabulary
@@ -10,6 +13,7 @@ from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
 from minillm.layers.kv_cache import KVCache
 from minillm.models.checkpoint import ModelSource, open_model
 from minillm.models.decoder import Decoder
+from minillm.models.packing import copied_weight_bytes
 from minillm.sampling.ratio import Ratio
 from minillm.sampling.rules import Rule
 from minillm.sampling.synthetic import Synthetic
@@ -41,6 +45,11 @@ class DraftSource:
     def config(self) -> ModelConfig:
         """Configuration of the draft model."""
         return self.source.config
+
+    def planned(self, copied: torch.dtype | None = None) -> dict[str, Any]:
+        """Its arguments of `memory_plan`; `copied`: the dtype of weights that are held twice."""
+        num_bytes = copied_weight_bytes(self.config, copied) if copied else 0
+        return {"draft": self.config, "copied_draft_bytes": num_bytes}
 
 
 def speculation_of(args: EngineArgs) -> SpeculativeConfig | None:

@@ -83,7 +83,8 @@ def make_case(seed: int, kind: str, dtype: torch.dtype, mode: str, most: int = 6
     order = torch.randperm(BLOCKS, generator=draw).tolist()
     tables.write([(row, 0, [order.pop() for _ in range(50)]) for row in range(len(starts))])
     rows = list(range(len(starts)))
-    batch = tree_batch(tables, size, rows, starts, counts, [0] * sum(counts), trees)
+    flat = make_batch(tables, size, rows, starts, counts, [0] * sum(counts))
+    batch = tree_batch(flat, starts, counts, trees)
     pages, keys, values = pages_of(kind, heads, size, dim, dtype), [], []
     for row, start, count in zip(rows, starts, counts, strict=True):
         place = torch.arange(start + count)

@@ -150,8 +150,8 @@ def test_one_pass_over_a_tree_is_passes_over_its_paths(name):
     tables.write([(0, 0, range(32)), (1, 0, range(32, 64))])
 
     def run(row: int, start: int, ids: list[int], tree: Tree | None = None) -> torch.Tensor:
-        parts = tables, size, [row], [start], [len(ids)], ids
-        batch = make_batch(*parts) if tree is None else tree_batch(*parts, [tree])
+        batch = make_batch(tables, size, [row], [start], [len(ids)], ids)
+        batch = batch if tree is None else tree_batch(batch, [start], [len(ids)], [tree])
         with torch.inference_mode():
             return runner.model.logits(runner.model(batch, kv)).clone()
 

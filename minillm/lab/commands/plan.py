@@ -180,7 +180,7 @@ def drafts_of(args: Namespace, config: ModelConfig) -> dict[str, Any]:
         from minillm.models.checkpoint import open_model
         from minillm.speculative.heads import open_heads
 
-        heads = open_heads(speculation, open_model(args.model)).planned
+        heads = open_heads(speculation, open_model(args.model)).planned()
         return {**heads, "num_drafts": speculation.most}
     if speculation.model is not None:
         draft = find_config(speculation.model)
