@@ -217,10 +217,40 @@ def public(tree: ast.AST) -> Iterator[Function | ast.ClassDef]:
             yield from public(node)
 
 
+@cache
+def documented() -> dict[str, tuple[list[str], set[str]]]:
+    """Bases and documented methods of every class of the library, by its name."""
+    paths = [path for path in (ROOT / "minillm").rglob("*.py")]
+    trees = [Source.parse(str(path), path.read_text("utf-8")).tree for path in paths]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {
+        node.name: (
+            [ast.unparse(base).split(".")[-1] for base in node.bases],
+            {each.name for each in node.body if isinstance(each, Function) and ast.get_docstring(each)},
+        )
+        for node in classes
+    }
+
+
+def bases_document(bases: list[str], method: str) -> bool:
+    """Whether one of these classes, or one that it derives from, documents this method."""
+    known = [documented()[base] for base in bases if base in documented()]
+    return any(method in methods or bases_document(own, method) for own, methods in known)
+
+
 def undocumented(source: Source) -> Violations:
-    """Every public object says what it does; a second definition of a property need not."""
+    """Every public object says what it does; a second definition of a property, and a method that a
+    base class documents, need not."""
+    inherited = {
+        each
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef)
+        for each in node.body
+        if isinstance(each, Function)
+        and bases_document([ast.unparse(base).split(".")[-1] for base in node.bases], each.name)
+    }
     for node in public(source.tree):
-        if not ast.get_docstring(node) and not decorators(node) & {
+        if not ast.get_docstring(node) and node not in inherited and not decorators(node) & {
             "overload",
             "override",
             "setter",
@@ -314,6 +344,7 @@ PLANTED = [
     (undocumented, "def f() -> None:\n    pass"),
     (undocumented, "class A:\n    'A.'\n    def f(self) -> None:\n        pass"),
     (undocumented, "if True:\n    async def f() -> None:\n        pass"),
+    (undocumented, "class A(Matcher):\n    'A.'\n    def fell(self) -> None:\n        pass"),
     (untyped, "def f(x) -> None:\n    pass"),
     (untyped, "def f(*args, y: int) -> None:\n    pass"),
     (untyped, "class A:\n    def f(self):\n        pass"),
@@ -332,6 +363,7 @@ ACCEPTED = [
     (mutable_globals, "Alias = Callable[[int], str]\nDEFAULT = RopeConfig(theta=1.0)"),
     (undocumented, "def _f():\n    pass\nclass _A:\n    def g(self):\n        pass"),
     (undocumented, "def f():\n    'Documented.'\n    def inner():\n        pass"),
+    (undocumented, "class A(Matcher):\n    'A.'\n    def fill(self) -> None:\n        pass"),
     (untyped, "class A:\n    def __init__(self, x):\n        pass\n    def f(self) -> int: ..."),
     (untyped, "@triton.jit\ndef kernel(x_ptr, n):\n    pass"),
 ]

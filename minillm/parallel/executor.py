@@ -180,7 +180,6 @@ class RankThreads(Ranks):
             raise
 
     def reset(self) -> None:
-        """Forget all sequences."""
         super().reset()
         self._on_all([each.reset for each in self.runners])
 

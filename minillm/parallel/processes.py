@@ -59,7 +59,6 @@ class RankProcesses(Ranks):
         self._loop.when_dead = tell
 
     def reset(self) -> None:
-        """Forget all sequences."""
         super().reset()
         self._loop.order(Kind.RESET, [b""], self.patience)
 

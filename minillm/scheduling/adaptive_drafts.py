@@ -82,7 +82,6 @@ class AdaptiveDrafts(Drafts):
         del self._records[:-3]  # steps that were never delivered
 
     def observe(self, sequence: ScheduledSequence, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a verified row."""
         self.acceptance.observe(sequence.seq_id, num_drafted, num_accepted)
         if num_accepted:
             self._rows.pop(sequence.seq_id, None)
@@ -140,7 +139,6 @@ class AdaptiveDrafts(Drafts):
             super().extend(plan, sequences, num_running, blocks, config)
 
     def lengths(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
-        """Number of drafts for each of these decoding sequences, at most `num_tokens`."""
         batch = len(sequences)
         nothing = [0] * batch
         if not batch:

@@ -178,7 +178,6 @@ class Eagle(DraftModel):
         self.layer, self.target, self.features = layer, target, features
 
     def allocated(self) -> dict[str, int]:
-        """Allocated bytes by part of the memory plan."""
         pages = (self.shadow.kv, self.features.pages)
         host = (each for each in (self.shadow.host, self.features.host) if each is not None)
         return {
