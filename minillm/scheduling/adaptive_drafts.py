@@ -46,14 +46,19 @@ CLEAN_UP_EVERY = 512  # steps; finished sequences are dropped then
 class AdaptiveDrafts(Drafts):
     """Chooses the number of drafts per row, up to `num_tokens`, and none if they would lose time.
 
-    The unit of gains and losses is the time of a plain step of the same batch.
+    The unit of gains and losses is the time of a plain step of the same batch. `values` are those of
+    the drafts of a tree, of which a row gets the first ones.
     """
 
     def __init__(
-        self, num_tokens: int, max_num_seqs: int | None = None, max_position: int | None = None
+        self,
+        num_tokens: int,
+        max_num_seqs: int | None = None,
+        max_position: int | None = None,
+        values: Sequence[float] = (),
     ):
         super().__init__(num_tokens, max_num_seqs, max_position)
-        self.acceptance = Survival(num_tokens)
+        self.acceptance = Survival(num_tokens, values)
         self.times = StepTimes()
         self._records: list[StepRecord] = []  # of undelivered steps, the oldest first
         self._delivered = 0.0  # time at which the last step was delivered

@@ -19,7 +19,6 @@ from minillm.sampling.rules import Rule
 from minillm.sampling.synthetic import Synthetic
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
-from minillm.scheduling.tree_drafts import TreeDrafts
 from minillm.speculative.eagle import Eagle, EagleLayer, Taps, eagle_cache
 from minillm.speculative.features import Features
 from minillm.speculative.heads import HeadsSource, load_heads, open_heads
@@ -133,14 +132,12 @@ def build_drafts(
     config: SpeculativeConfig, draft: DraftSource | HeadsSource | None = None
 ) -> Drafts:
     """The policy for the number of drafts per row."""
-    if isinstance(draft, HeadsSource) and draft.tree is not None:
-        if config.adapts:
-            return TreeDrafts(draft.values, config.disable_by_batch_size)
-        return Drafts(len(draft.tree), config.disable_by_batch_size)
-    policy = AdaptiveDrafts if config.adapts else Drafts
-    context = None if draft is None else draft.context
-    most = min(config.most, draft.most) if isinstance(draft, HeadsSource) else config.most
-    return policy(most, config.disable_by_batch_size, context)
+    limits = config.disable_by_batch_size, None if draft is None else draft.context
+    most, values = config.most, ()
+    if isinstance(draft, HeadsSource):
+        most = min(most, draft.most) if draft.tree is None else len(draft.tree)
+        values = draft.values
+    return AdaptiveDrafts(most, *limits, values) if config.adapts else Drafts(most, *limits)
 
 
 def build_heads(
