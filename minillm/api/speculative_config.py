@@ -10,7 +10,8 @@ from minillm.api.sampling_params import shown
 from minillm.api.tree_config import AUTO, AUTO_NODES, MOST_NODES, paths_of
 from minillm.errors import ConfigError
 
-HEAD_METHODS = ("medusa", "eagle")  # trained for one target model
+TRAINED_METHODS = ("medusa", "eagle")  # for one target model, in files of their own
+HEAD_METHODS = (*TRAINED_METHODS, "mtp")
 METHODS = ("ngram", "suffix", "draft_model", *HEAD_METHODS)
 REJECTION_METHODS = ("strict", "standard", "synthetic")
 MAX_DRAFTS = 15  # decode attention takes up to 16 query positions per row
@@ -36,7 +37,8 @@ class SpeculativeConfig(CheckedArguments):
         method: "ngram" looks up the latest tokens earlier in the sequence, "suffix" also in earlier
             outputs, and drafts only what is probable (`speculative/suffix.py`); "draft_model" runs
             a small model (`model`), "medusa" heads and "eagle" a layer that were trained for the
-            target (`speculative/medusa.py`, `eagle.py`), and an object with a method ``propose``
+            target (`speculative/medusa.py`, `eagle.py`), "mtp" the multi-token prediction layer of
+            the target's own checkpoint (`mtp.py`), and an object with a method ``propose``
             (`speculative/proposer.py`) is a custom proposer. Optional if `model` is given.
         model: name, hub id or folder of the draft model, which must have the target's vocabulary;
             with "medusa" and "eagle", name or folder of the heads or the layer.
@@ -144,7 +146,7 @@ class SpeculativeConfig(CheckedArguments):
             )
         if self.method is None:
             self._set("method", "draft_model")
-        takers = ("draft_model", *HEAD_METHODS)
+        takers = ("draft_model", *TRAINED_METHODS)
         if (self.method in takers) != (self.model is not None):
             raise ConfigError(
                 f"speculative_config has method {self.name!r} and model {shown(self.model)}; "

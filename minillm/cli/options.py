@@ -59,7 +59,7 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     ("speculative_config", "JSON", json_object,
      'speculative decoding, such as {"method": "ngram", "num_speculative_tokens": 4} or {"model": '
      '"tiny-draft", "num_speculative_tokens": "auto"}; methods: ngram, suffix, draft_model, '
-     "medusa, eagle; the output stays the same, except with rejection_sample_method standard "
+     "medusa, eagle, mtp; the output stays the same, except with rejection_sample_method standard "
      "(vLLM's default)"),
 )  # fmt: skip
 SHORT = MappingProxyType(

@@ -36,7 +36,7 @@ from minillm.models.loader import fill
 from minillm.models.packing import into_panels, list_matrices
 from minillm.ops import cpu
 from minillm.speculative import trees
-from minillm.speculative.eagle import EagleLayer, layer_config
+from minillm.speculative.eagle import DraftLayer, EagleLayer
 from minillm.speculative.medusa import MedusaHeads
 from minillm.speculative.trees import Path as TreePath
 
@@ -74,11 +74,23 @@ class HeadsSource:
 
     def build(
         self, dtype: torch.dtype, device: torch.device | str = "meta"
-    ) -> MedusaHeads | EagleLayer:
+    ) -> MedusaHeads | DraftLayer:
         """The heads, with uninitialised weights."""
         if self.method == "eagle":
             return EagleLayer(self.target, len(self.depths), dtype, device)
         return MedusaHeads(self.most, self.target.hidden_size, self.width, dtype, device)
+
+    def load(
+        self, dtype: torch.dtype, device: torch.device, packs: bool
+    ) -> MedusaHeads | DraftLayer:
+        """The heads with their weights; packed if `packs`.
+
+        Raises:
+            CheckpointError: the file is damaged, or has other names or shapes.
+        """
+        heads = self.build(dtype, device)
+        load_heads(heads, self.folder, packs)
+        return heads
 
     @property
     def config(self) -> ModelConfig:
@@ -87,10 +99,10 @@ class HeadsSource:
 
     def planned(self, copied: torch.dtype | None = None) -> dict[str, Any]:
         """As `DraftSource.planned`."""
-        weights = sum(each.numel() for each in self.build(torch.float32).parameters())
-        values = self.target.hidden_size
-        if self.method == "eagle":
-            values += cache_spec(layer_config(self.target)).block_values(1)
+        heads, values = self.build(torch.float32), self.target.hidden_size
+        weights = sum(each.numel() for each in heads.parameters())
+        if isinstance(heads, DraftLayer):
+            values += cache_spec(heads.config).block_values(1)
         return {"head_weights": weights, "head_values": values}
 
 

@@ -19,10 +19,11 @@ from minillm.sampling.rules import Rule
 from minillm.sampling.synthetic import Synthetic
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
-from minillm.speculative.eagle import Eagle, EagleLayer, Taps, eagle_cache
+from minillm.speculative.eagle import DraftLayer, Eagle, Taps
 from minillm.speculative.features import Features
-from minillm.speculative.heads import HeadsSource, load_heads, open_heads
+from minillm.speculative.heads import HeadsSource, open_heads
 from minillm.speculative.medusa import Medusa
+from minillm.speculative.mtp import mtp_source
 from minillm.speculative.ngram import NGrams
 from minillm.speculative.proposer import Proposer
 from minillm.speculative.suffix import Suffixes
@@ -66,11 +67,11 @@ def open_draft(
         ConfigError: they cannot be opened, or do not match the target or the arguments.
     """
     config = speculation_of(args)
+    if config is not None and config.method in HEAD_METHODS:
+        check_heads_can_run(args)
+        return open_source(config, target)
     if config is None or config.model is None:
         return None
-    if config.method in HEAD_METHODS:
-        check_heads_can_run(args)
-        return open_heads(config, target)
     name = f"speculative_config's model {config.model!r}"
     try:
         source = open_model(config.model)
@@ -84,6 +85,11 @@ def open_draft(
             "model with the same tokenizer."
         )
     return DraftSource(source, draft_context(args, config, source, target))
+
+
+def open_source(config: SpeculativeConfig, target: ModelSource) -> HeadsSource:
+    """The draft heads or the layer of these settings; errors as of `open_heads`."""
+    return mtp_source(target) if config.method == "mtp" else open_heads(config, target)
 
 
 def check_heads_can_run(args: EngineArgs) -> None:
@@ -160,18 +166,16 @@ def build_heads(
             f"token trees are verified on a CPU and this engine is on {model.device.type}; leave "
             "out 'tree' of speculative_config to draft a chain."
         )
-    heads, coupled = source.build(model.dtype, model.device), config.coupled
     try:
-        load_heads(heads, source.folder, packs)
+        heads = source.load(model.dtype, model.device, packs)
     except MinillmError as error:
-        raise ConfigError(
-            f"speculative_config's model {config.model!r} cannot be loaded: {error}"
-        ) from error
-    if not isinstance(heads, EagleLayer):
-        return Medusa(heads, features, model.logits, coupled, source.tree)
-    model.all_layers = Taps(model, source.depths, heads.fc, features, kv)
-    shadow = eagle_cache(model, features, kv)
-    return Eagle(heads, model, features, shadow, max_num_tokens, coupled)
+        name = f"model {config.model!r}" if config.model else f"method {config.method!r}"
+        raise ConfigError(f"speculative_config's {name} cannot be loaded: {error}") from error
+    if not isinstance(heads, DraftLayer):
+        return Medusa(heads, features, model.logits, config.coupled, source.tree)
+    model.all_layers = Taps(model, source.depths, heads.feature_of(model), features, kv)
+    shadow = heads.cache(features, kv)
+    return Eagle(heads, model, features, shadow, max_num_tokens, config.coupled)
 
 
 def build_proposer(config: SpeculativeConfig) -> Proposer:
