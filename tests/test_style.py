@@ -226,7 +226,11 @@ def documented() -> dict[str, tuple[list[str], set[str]]]:
     return {
         node.name: (
             [ast.unparse(base).split(".")[-1] for base in node.bases],
-            {each.name for each in node.body if isinstance(each, Function) and ast.get_docstring(each)},
+            {
+                each.name
+                for each in node.body
+                if isinstance(each, Function) and ast.get_docstring(each)
+            },
         )
         for node in classes
     }
@@ -250,11 +254,16 @@ def undocumented(source: Source) -> Violations:
         and bases_document([ast.unparse(base).split(".")[-1] for base in node.bases], each.name)
     }
     for node in public(source.tree):
-        if not ast.get_docstring(node) and node not in inherited and not decorators(node) & {
-            "overload",
-            "override",
-            "setter",
-        }:
+        if (
+            not ast.get_docstring(node)
+            and node not in inherited
+            and not decorators(node)
+            & {
+                "overload",
+                "override",
+                "setter",
+            }
+        ):
             yield node.lineno, f"{node.name} has no docstring"
 
 

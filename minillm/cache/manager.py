@@ -22,7 +22,6 @@ from minillm.cache.misses import PrefixHistory
 from minillm.cache.prefix import Cursor, Match, NoPrefixCache, PrefixIndex
 from minillm.cache.radix import RadixTree
 
-
 # Of blocks, tokens, sequences: the range that msgspec checks where a file is read.
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 

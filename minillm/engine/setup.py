@@ -209,7 +209,7 @@ def sizes_of_weights(
     """The sizes of quantised weights, of the model and of its draft model."""
     layout, dummy = Layout(dtype, device, packs(args, device)), args.load_format == "dummy"
     weights = planned_sizes(source, layout, args.quantization, dummy)
-    small = draft and draft.source
+    small = None if draft is None else draft.source
     return weights, None if small is None else planned_sizes(small, layout, dummy=dummy)
 
 

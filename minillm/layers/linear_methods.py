@@ -6,7 +6,7 @@ layer's tensors. Packing and quantisation replace the method of a layer instead 
 
     method                     installed by, when
     PlainLinearMethod          `Matrix`, until another one is
-    LoadingMethod              `quantization/`, before a quantised checkpoint is read; then `decoded`:
+    LoadingMethod              `quantization/`, before a quantised checkpoint is read; then:
       QuantizedMethod            its layout, made dense for each product
       KernelQuantizedMethod      for the kernels of a GPU; StackedQuantizedMethod: experts
       PanelQuantizedMethod       for C; OutlierMethod: with products of large inputs in 16 bits

@@ -196,7 +196,9 @@ class Sampler:
                 level = {row: group[step] for row, group in of_row.items() if step < len(group)}
                 if step:
                     tokens = indices(self.device, [drafts[row][step - 1] for row in level])
-                    self.edits.append(list(level), [positions[i] - 1 for i in level.values()], tokens)
+                    self.edits.append(
+                        list(level), [positions[i] - 1 for i in level.values()], tokens
+                    )
                 for part in self.edits.chunks(list(level.values())):
                     at = [rows[i] for i in part], [positions[i] for i in part]
                     yield part, self.edits.apply(_take_rows(logits, part), *at)

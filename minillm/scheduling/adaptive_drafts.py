@@ -46,7 +46,7 @@ CLEAN_UP_EVERY = 512  # steps; finished sequences are dropped then
 class AdaptiveDrafts(Drafts):
     """Chooses the number of drafts per row, up to `num_tokens`, and none if they would lose time.
 
-    The unit of gains and losses is the time of a plain step of the same batch. `values` are those of
+    The unit of gains and losses is the time of a plain step of the same batch. `values` belong to
     the drafts of a tree, of which a row gets the first ones.
     """
 

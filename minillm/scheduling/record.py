@@ -15,7 +15,6 @@ from minillm.cache.manager import BlockCopy, Count
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.request import Sequence
 
-
 Number = Annotated[float, Meta(gt=-1e15, lt=1e15)]  # of seconds
 
 

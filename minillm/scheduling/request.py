@@ -46,7 +46,7 @@ class Sequence:
     """One completion of a request: its tokens, its block table, and how far it is computed.
 
         token_ids      | prompt .............. | generated .... |
-        num_pending                                             |..|  to be sampled by steps in flight
+        num_pending                                             |..|  of steps in flight
         num_tokens     ------------------------------------------->|
         num_committed  ------------>|               in the KV cache: cached, or by committed steps
         num_computed   ------------------>|         and by steps in flight; behind it: uncomputed

@@ -1,12 +1,12 @@
 """Probabilities that drafted tokens are accepted, overall and per sequence.
 
     draft                       1      2      3      4
-    survival in a chain       .86    .74    .64    .55     measured rate, to the power of the position
-    survival in a tree        .50    .13    .12    .07     value of the draft, times a measured factor
+    survival in a chain       .86    .74    .64    .55     a rate, to the power of the position
+    survival in a tree        .50    .13    .12    .07     value of a draft, times a factor
 
-The rate is accepted drafts over tried ones; drafts behind a rejected one are not tried. The values
-of a tree's drafts, by falling value, are the probabilities that their paths are accepted, measured
-when the tree was made; its factor is accepted drafts over those that the values predict.
+Both are measured. The rate is accepted drafts over tried ones; drafts behind a rejected one are not
+tried. The falling values of a tree's drafts are the probabilities that their paths are accepted,
+measured when the tree was made; its factor is accepted drafts over those that the values predict.
 
 Older rows weigh less. A sequence has few drafts of its own, so its rate is averaged with that of
 all sequences, which weighs as much as `SHARED_WEIGHT` drafts.
@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-SHARED_WEIGHT = 12.0  # drafts; weight of the overall rate in that of one sequence
+SHARED_WEIGHT = 8.0  # drafts; weight of the overall rate in that of one sequence
 PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0  # of a chain before any measurement; drafts
 TREE_WEIGHT = 4.0  # drafts; weight of the values of a tree
 KEEP_ALL, KEEP_ONE = 0.98, 0.96  # decay of the counts per row: overall, and per sequence

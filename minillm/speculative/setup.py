@@ -139,7 +139,7 @@ def build_drafts(
 ) -> Drafts:
     """The policy for the number of drafts per row."""
     limits = config.disable_by_batch_size, None if draft is None else draft.context
-    most, values = config.most, ()
+    most, values = config.most, tuple[float, ...]()
     if isinstance(draft, HeadsSource):
         most = min(most, draft.most) if draft.tree is None else len(draft.tree)
         values = draft.values

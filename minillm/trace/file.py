@@ -157,7 +157,9 @@ def explained(error: ValidationError, value: Any) -> str:
     what, _, path = str(error).partition(" - at `$")
     for name, place in re.findall(r"\.(\w+)|\[(\d+)]", path):
         value = value[name or int(place)]
-    return f"{path[:-1].lstrip('.')} is {shown(value)}; {what[0].lower()}{what[1:]}" if path else what
+    return (
+        f"{path[:-1].lstrip('.')} is {shown(value)}; {what[0].lower()}{what[1:]}" if path else what
+    )
 
 
 def read_record(line: str | bytes, num_blocks: int) -> StepRecord:

@@ -17,7 +17,7 @@ from torch import Tensor
 from minillm import ops
 from minillm.cache.spec import CacheSpec
 from minillm.layers.kv_cache import KVCache
-from minillm.models.batches import BlockTables
+from minillm.models.batches import BlockTables, make_batch
 from minillm.models.trees import ROOT, Tree, tree_batch
 from minillm.ops.batch import Batch, Pages
 from tests.ops.c_variants import ELEMENTS, built, parameters, use, with_threads

@@ -133,7 +133,7 @@ def test_drafts_that_cannot_be_are_refused(drafted, tmp_path, old, new, why):
     (lambda lines: [*lines[:-1], lines[-1][:-9]], "was the file cut off"),
     (lambda lines: [lines[0], lines[3], lines[2]], "line 3, is not a step"),
     (lambda lines: [lines[0], '{"step":1,"rows":[["a",0,1,1,0,[]]]}'], "line 2"),
-    (lambda lines: [lines[0], '{"step":1,"color":"red"}'], "'color' is not a field"),
+    (lambda lines: [lines[0], '{"step":1,"color":"red"}'], "unknown field `color`"),
     (lambda lines: [lines[0], '{"step":1,"rows":[[0,0,1,1,0,[999999999]]]}'], "line 2"),
     (lambda lines: [lines[0], '{"step":1,"started":NaN}'], "line 2"),
     (lambda lines: [lines[0], "[" * 100_000], "line 2"),
