@@ -17,6 +17,7 @@ from minillm.models.packing import copied_weight_bytes
 from minillm.sampling.ratio import Ratio
 from minillm.sampling.rules import Rule
 from minillm.sampling.synthetic import Synthetic
+from minillm.sampling.typical import Typical
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
 from minillm.speculative.eagle import DraftLayer, Eagle, Taps
@@ -195,4 +196,6 @@ def build_rule(config: SpeculativeConfig) -> Rule | None:
     """The acceptance rule; None compares drafts with samples, which does not change the tokens."""
     if config.synthetic_acceptance_rates is not None:
         return Synthetic(config.synthetic_acceptance_rates)
+    if config.rejection_sample_method == "typical":
+        return Typical(config.posterior_threshold or 0.0, config.posterior_alpha or 0.0)
     return Ratio() if config.rejection_sample_method == "standard" else None
