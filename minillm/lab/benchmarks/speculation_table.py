@@ -6,7 +6,6 @@ from typing import Any
 from minillm.cli.terminal import Terminal
 from minillm.lab.benchmarks.speculation import PLAIN, verification_cost
 
-
 MOST_SHOWN = 8  # places; a tree of 16 drafts has as many, but no path as long
 
 
