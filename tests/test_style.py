@@ -218,52 +218,30 @@ def public(tree: ast.AST) -> Iterator[Function | ast.ClassDef]:
 
 
 @cache
-def documented() -> dict[str, tuple[list[str], set[str]]]:
-    """Bases and documented methods of every class of the library, by its name."""
-    paths = [path for path in (ROOT / "minillm").rglob("*.py")]
-    trees = [Source.parse(str(path), path.read_text("utf-8")).tree for path in paths]
-    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    return {
-        node.name: (
-            [ast.unparse(base).split(".")[-1] for base in node.bases],
-            {
-                each.name
-                for each in node.body
-                if isinstance(each, Function) and ast.get_docstring(each)
-            },
-        )
-        for node in classes
-    }
+def classes() -> list[ast.ClassDef]:
+    """Every class of the library."""
+    texts = [path.read_text("utf-8") for path in (ROOT / "minillm").rglob("*.py")]
+    nodes = (node for text in texts for node in ast.walk(Source.parse("", text).tree))
+    return [node for node in nodes if isinstance(node, ast.ClassDef)]
 
 
-def bases_document(bases: list[str], method: str) -> bool:
-    """Whether one of these classes, or one that it derives from, documents this method."""
-    known = [documented()[base] for base in bases if base in documented()]
-    return any(method in methods or bases_document(own, method) for own, methods in known)
+def base_documents(node: ast.ClassDef, method: str) -> bool:
+    """Whether a class from which this one derives documents a method."""
+    names = [ast.unparse(base).split(".")[-1] for base in node.bases]
+    bases = [each for each in classes() if each.name in names]
+    own = [one for base in bases for one in base.body if getattr(one, "name", "") == method]
+    return any(map(ast.get_docstring, own)) or any(base_documents(b, method) for b in bases)
 
 
 def undocumented(source: Source) -> Violations:
     """Every public object says what it does; a second definition of a property, and a method that a
     base class documents, need not."""
-    inherited = {
-        each
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.ClassDef)
-        for each in node.body
-        if isinstance(each, Function)
-        and bases_document([ast.unparse(base).split(".")[-1] for base in node.bases], each.name)
-    }
+    owners = {each: node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)
+              for each in node.body}  # fmt: skip
     for node in public(source.tree):
-        if (
-            not ast.get_docstring(node)
-            and node not in inherited
-            and not decorators(node)
-            & {
-                "overload",
-                "override",
-                "setter",
-            }
-        ):
+        if ast.get_docstring(node) or decorators(node) & {"overload", "override", "setter"}:
+            continue
+        if node not in owners or not base_documents(owners[node], node.name):
             yield node.lineno, f"{node.name} has no docstring"
 
 

@@ -77,7 +77,7 @@ def prepare_single_stage(
             continue
         sequence.num_computed = row.start + row.num_tokens
         # The last new token is sampled but never computed: no more rows for this sequence.
-        last = sequence.num_tokens + row.num_logits >= sequence.end
+        last = sequence.num_tokens + row.num_logits >= end_of(sequence)
         sequence.num_pending = 0 if last else row.num_logits
     rest = [each for each in running if each.num_uncomputed and not each.awaits_commit]
     if rest and has_room(rest, blocks, config):
@@ -94,6 +94,11 @@ def is_predictable(row: Row, sequence: Sequence) -> bool:
     if row.num_logits and sequence.request.params.structured_outputs is not None:
         return False  # the mask of the next position needs the token
     return simple and row.start >= sequence.furthest and not sequence.is_void
+
+
+def end_of(sequence: Sequence) -> int:
+    """Maximum number of tokens of a sequence, prompt included."""
+    return sequence.end
 
 
 def has_room(running: list[Sequence], blocks: BlockManager, config: SchedulerConfig) -> bool:

@@ -7,7 +7,7 @@ from msgspec import ValidationError, msgpack
 
 from minillm import LLM, SamplingParams
 from minillm.errors import Failure
-from minillm.execution.executor import Capacity, Executor
+from minillm.execution.executor import Executor
 from minillm.execution.flight import Flight, StepResult
 from minillm.execution.wire import plan_from_bytes, to_bytes
 from minillm.sampling.logprobs import TokenLogprob
@@ -21,11 +21,8 @@ class Remote:
     def __init__(self, executor: Executor):
         self.executor, self.sizes = executor, []
 
-    def __getattr__(self, name: str) -> Any:  # for the checks of the books
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.executor, name)
-
-    def capacity(self) -> Capacity:
-        return self.executor.capacity()
 
     def launch(self, plan: StepPlan) -> Flight:
         data = to_bytes(plan)
@@ -38,38 +35,22 @@ class Remote:
             data = to_bytes(there.collect())
             result = msgpack.decode(data, type=StepResult)
             assert result == there.result
-            for name in StepResult.__dataclass_fields__:
-                setattr(here.result, name, getattr(result, name))
+            here.result = result
 
         here.reads.append(read)
         return here
-
-    def reset(self) -> None:
-        self.executor.reset()
-
-    def stats(self) -> dict[str, int]:
-        return self.executor.stats()
-
-    def close(self) -> None:
-        self.executor.close()
 
 
 PROMPTS = [list(range(10 * i + 1, 10 * i + 5 + 2 * i)) for i in range(6)]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 0.0},
     "drawn": {"temperature": 0.8, "seed": -(2**62), "top_p": 0.9, "min_p": 0.01, "top_k": 30},
-    "edited": {
-        "logit_bias": {5: 3.0, 77: -100.0},
-        "bad_words": ["a", "bc"],
-        "repetition_penalty": 1.2,
-        "allowed_token_ids": list(range(200)),
-        "seed": 3,
-        "min_tokens": 3,
-        "stop_token_ids": [9],
-    },
+    "edited": {"logit_bias": {5: 3.0, 77: -100.0}, "bad_words": ["a", "bc"], "min_tokens": 3,
+               "repetition_penalty": 1.2, "allowed_token_ids": list(range(200)), "seed": 3,
+               "stop_token_ids": [9]},
     "logprobs": {"logprobs": 2, "prompt_logprobs": 1, "seed": 4, "stop": ["~"]},
     "forks": {"n": 3, "seed": 5},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("overlap", [False, True])
