@@ -217,14 +217,31 @@ def public(tree: ast.AST) -> Iterator[Function | ast.ClassDef]:
             yield from public(node)
 
 
+@cache
+def classes() -> list[ast.ClassDef]:
+    """Every class of the library."""
+    texts = [path.read_text("utf-8") for path in (ROOT / "minillm").rglob("*.py")]
+    nodes = (node for text in texts for node in ast.walk(Source.parse("", text).tree))
+    return [node for node in nodes if isinstance(node, ast.ClassDef)]
+
+
+def base_documents(node: ast.ClassDef, method: str) -> bool:
+    """Whether a class from which this one derives documents a method."""
+    names = [ast.unparse(base).split(".")[-1] for base in node.bases]
+    bases = [each for each in classes() if each.name in names]
+    own = [one for base in bases for one in base.body if getattr(one, "name", "") == method]
+    return any(map(ast.get_docstring, own)) or any(base_documents(b, method) for b in bases)
+
+
 def undocumented(source: Source) -> Violations:
-    """Every public object says what it does; a second definition of a property need not."""
+    """Every public object says what it does; a second definition of a property, and a method that a
+    base class documents, need not."""
+    owners = {each: node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)
+              for each in node.body}  # fmt: skip
     for node in public(source.tree):
-        if not ast.get_docstring(node) and not decorators(node) & {
-            "overload",
-            "override",
-            "setter",
-        }:
+        if ast.get_docstring(node) or decorators(node) & {"overload", "override", "setter"}:
+            continue
+        if node not in owners or not base_documents(owners[node], node.name):
             yield node.lineno, f"{node.name} has no docstring"
 
 
@@ -314,6 +331,7 @@ PLANTED = [
     (undocumented, "def f() -> None:\n    pass"),
     (undocumented, "class A:\n    'A.'\n    def f(self) -> None:\n        pass"),
     (undocumented, "if True:\n    async def f() -> None:\n        pass"),
+    (undocumented, "class A(Matcher):\n    'A.'\n    def fell(self) -> None:\n        pass"),
     (untyped, "def f(x) -> None:\n    pass"),
     (untyped, "def f(*args, y: int) -> None:\n    pass"),
     (untyped, "class A:\n    def f(self):\n        pass"),
@@ -332,6 +350,7 @@ ACCEPTED = [
     (mutable_globals, "Alias = Callable[[int], str]\nDEFAULT = RopeConfig(theta=1.0)"),
     (undocumented, "def _f():\n    pass\nclass _A:\n    def g(self):\n        pass"),
     (undocumented, "def f():\n    'Documented.'\n    def inner():\n        pass"),
+    (undocumented, "class A(Matcher):\n    'A.'\n    def fill(self) -> None:\n        pass"),
     (untyped, "class A:\n    def __init__(self, x):\n        pass\n    def f(self) -> int: ..."),
     (untyped, "@triton.jit\ndef kernel(x_ptr, n):\n    pass"),
 ]

@@ -149,7 +149,8 @@ class RequestMetrics:
     misses. `num_recomputed_tokens` were recomputed after preemptions.
 
     Speculative decoding proposed `num_draft_tokens`, and `num_accepted_tokens` of them are in the
-    completions (counted as `Counters` of `scheduling/record.py` says).
+    completions (counted as `Counters` of `scheduling/record.py` says). `acceptance` names the rule
+    that accepted them if it changes the distribution of the text: "typical" or "synthetic".
     """
 
     queue_time: float = 0.0
@@ -162,6 +163,7 @@ class RequestMetrics:
     prefix: PrefixReport | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    acceptance: str | None = None
 
 
 @dataclass(slots=True)

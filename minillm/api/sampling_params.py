@@ -108,7 +108,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # used by streams only
-    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | Any = None  # or a mapping of its fields
 
     def __post_init__(self) -> None:
         for item in fields(self):

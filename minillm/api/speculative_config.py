@@ -7,23 +7,26 @@ from typing import Any, Self
 
 from minillm.api.checks import CheckedArguments, checked, choice, is_whole, whole
 from minillm.api.sampling_params import shown
-from minillm.api.tree_config import AUTO_NODES, AUTO_TREE, MOST_NODES, paths_of
+from minillm.api.tree_config import AUTO, AUTO_NODES, MOST_NODES, paths_of
 from minillm.errors import ConfigError
 
-HEAD_METHODS = ("medusa", "eagle")  # trained for one target model
+TRAINED_METHODS = ("medusa", "eagle")  # for one target model, in files of their own
+HEAD_METHODS = (*TRAINED_METHODS, "mtp")
 METHODS = ("ngram", "suffix", "draft_model", *HEAD_METHODS)
-REJECTION_METHODS = ("strict", "standard", "synthetic")
+REJECTION_METHODS = ("strict", "standard", "typical", "synthetic")
+OF_OTHER_DISTRIBUTION = ("typical", "synthetic")
 MAX_DRAFTS = 15  # decode attention takes up to 16 query positions per row
 COUNTS = f"a whole number from 1 to {MAX_DRAFTS} (to {MOST_NODES} with a tree) or 'auto'"
-# (method, key of this method only, its default)
+# (method or rejection_sample_method, key of it only, its default)
 OWN_KEYS = (
     ("ngram", "prompt_lookup_max", None),
     ("ngram", "prompt_lookup_min", None),
     ("suffix", "suffix_decoding_max_tree_depth", 24),
     ("suffix", "suffix_decoding_max_cached_requests", 10_000),
     ("suffix", "suffix_decoding_min_token_prob", 0.3),
+    ("typical", "posterior_threshold", 0.09),
+    ("typical", "posterior_alpha", 0.3),
 )
-AUTO = "auto"
 AUTO_MOST = 8  # maximum drafts per row with "auto"
 
 
@@ -37,7 +40,8 @@ class SpeculativeConfig(CheckedArguments):
         method: "ngram" looks up the latest tokens earlier in the sequence, "suffix" also in earlier
             outputs, and drafts only what is probable (`speculative/suffix.py`); "draft_model" runs
             a small model (`model`), "medusa" heads and "eagle" a layer that were trained for the
-            target (`speculative/medusa.py`, `eagle.py`), and an object with a method ``propose``
+            target (`speculative/medusa.py`, `eagle.py`), "mtp" the multi-token prediction layer of
+            the target's own checkpoint (`mtp.py`), and an object with a method ``propose``
             (`speculative/proposer.py`) is a custom proposer. Optional if `model` is given.
         model: name, hub id or folder of the draft model, which must have the target's vocabulary;
             with "medusa" and "eagle", name or folder of the heads or the layer.
@@ -53,13 +57,17 @@ class SpeculativeConfig(CheckedArguments):
         rejection_sample_method: "strict" (the default; vLLM's is "standard") accepts a draft if it
             equals the token that plain decoding samples, so no token changes. "standard" accepts
             with probability min(1, p / q): it keeps the distribution and accepts more drafts of a
-            draft model, but the tokens depend on the number of drafts and on preemptions.
+            draft model, but the tokens depend on the number of drafts and on preemptions. "typical"
+            accepts what the target finds plausible, which changes the distribution of the text;
+            every output says so (`sampling/typical.py`).
             "synthetic" accepts with `synthetic_acceptance_rates`, whatever the drafts are, to
             measure speed with dummy weights.
         tree: a token tree for "medusa", verified on a CPU: "auto" grows it from the accuracies
             stored with the heads, and drafts as much of it as is fastest. Or its paths, lists
             of ranks: [0, 1] is the second best token of head 1 behind the best of head 0. Then
             `num_speculative_tokens` is optional, by default "auto" or all paths.
+        posterior_threshold, posterior_alpha: of "typical": a draft of probability p is accepted if
+            p > min(threshold, alpha * exp(-entropy)).
         synthetic_acceptance_rates: for each of the k drafts, the probability that it is accepted
             given that all drafts before it are.
 
@@ -94,6 +102,10 @@ class SpeculativeConfig(CheckedArguments):
     disable_by_batch_size: int | None = whole(None, 1, 2**31)
     max_model_len: int | None = whole(None, 1, 2**31)
     rejection_sample_method: str = choice("strict", *REJECTION_METHODS)
+    posterior_threshold: float | None = checked(
+        None, Real, "a probability from 0 to 1", lambda p: 0 <= p <= 1
+    )
+    posterior_alpha: float | None = checked(None, Real, "a number from 0", lambda a: a >= 0)
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     tree: Any = None
 
@@ -125,7 +137,7 @@ class SpeculativeConfig(CheckedArguments):
             return int(self.num_speculative_tokens)
         if self.tree is None:
             return AUTO_MOST
-        return AUTO_NODES if self.tree == AUTO_TREE else len(self.tree)
+        return AUTO_NODES if self.tree == AUTO else len(self.tree)
 
     @property
     def adapts(self) -> bool:
@@ -137,6 +149,12 @@ class SpeculativeConfig(CheckedArguments):
         """Whether drafts are sampled with the noise of the target."""
         return self.rejection_sample_method != "standard"
 
+    @property
+    def acceptance(self) -> str | None:
+        """The acceptance rule, if it changes the distribution of the text."""
+        method = self.rejection_sample_method
+        return method if method in OF_OTHER_DISTRIBUTION else None
+
     def _check_method(self) -> None:
         if self.method is None and self.model is None:
             raise ConfigError(
@@ -145,7 +163,7 @@ class SpeculativeConfig(CheckedArguments):
             )
         if self.method is None:
             self._set("method", "draft_model")
-        takers = ("draft_model", *HEAD_METHODS)
+        takers = ("draft_model", *TRAINED_METHODS)
         if (self.method in takers) != (self.model is not None):
             raise ConfigError(
                 f"speculative_config has method {self.name!r} and model {shown(self.model)}; "
@@ -172,19 +190,21 @@ class SpeculativeConfig(CheckedArguments):
                 f"rejection_sample_method {self.rejection_sample_method!r}; a tree belongs to "
                 "'medusa', and is verified 'strict'."
             )
-        if self.tree != AUTO_TREE:
+        if self.tree != AUTO:
             self._set("tree", paths_of(self.tree))
 
     def _check_own_keys(self) -> None:
-        """Set the defaults of the method's own keys, and refuse those of other methods."""
+        """Set the defaults of the methods' own keys, and refuse those of other methods."""
         for method, key, default in OWN_KEYS:
-            value = getattr(self, key)
-            if value is None and method == self.method:
+            rule = method in REJECTION_METHODS
+            value, mine = getattr(self, key), self.rejection_sample_method if rule else self.method
+            if value is None and method == mine:
                 self._set(key, default)
-            elif value is not None and method != self.method:
+            elif value is not None and method != mine:
+                kind = "rejection_sample_method" if rule else "method"
                 raise ConfigError(
-                    f"{key} belongs to method {method!r}; leave it out of a speculative_config "
-                    f"with method {self.name!r}."
+                    f"{key} belongs to {kind} {method!r}; leave it out of a speculative_config "
+                    f"with {kind} {mine if rule else self.name!r}."
                 )
 
     def _set_lookup(self) -> None:

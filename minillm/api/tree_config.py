@@ -6,7 +6,7 @@ from minillm.api.checks import is_whole
 from minillm.api.sampling_params import shown
 from minillm.errors import ConfigError
 
-AUTO_TREE = "auto"
+AUTO = "auto"  # of the tree, and of the number of drafts
 AUTO_NODES = 31  # maximum drafts per row of a tree that is built from measured accuracies
 MOST_NODES = 63  # of a given one: 64 positions with the last token
 MOST_RANK = 15

@@ -11,7 +11,9 @@ by a copy before it is written (copy-on-write). Full blocks are never written ag
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
 
 from minillm.api.outputs import PrefixReport
 from minillm.cache.blocks import BlockPool
@@ -20,12 +22,15 @@ from minillm.cache.misses import PrefixHistory
 from minillm.cache.prefix import Cursor, Match, NoPrefixCache, PrefixIndex
 from minillm.cache.radix import RadixTree
 
+# Of blocks, tokens, sequences: the range that msgspec checks where a file is read.
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+
 
 class BlockCopy(NamedTuple):
     """Copy the contents of block `source` to block `target` before the step computes any row."""
 
-    source: int
-    target: int
+    source: Count
+    target: Count
 
 
 @dataclass(slots=True)

@@ -63,26 +63,23 @@ class PrefixIndex(Protocol):
         """Number of cached blocks, including those after an evicted block."""
 
 
-class NoPrefixCache:
+class NoPrefixCache(PrefixIndex):
     """The index of an engine without prefix caching: always empty."""
 
     def __init__(self) -> None:
         self.lost: list[int] = []
 
     def start(self, salt: str) -> Cursor:
-        """The only cursor: an empty tuple."""
         return ()
 
     def match(self, token_ids: Sequence[int], limit: int, salt: str) -> Match:
-        """An empty match."""
         return Match([], 0, ())
 
     def insert(self, cursor: Cursor, token_ids: tuple[int, ...], block: int) -> Cursor:
-        """Do nothing."""
         return ()
 
     def forget(self, block: int) -> None:
-        """Do nothing."""
+        pass
 
     def __contains__(self, block: int) -> bool:
         return False

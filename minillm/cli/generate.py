@@ -233,6 +233,8 @@ def summary(output: RequestOutput, params: SamplingParams) -> str:
             parts.append(f"{digits(decoded / took)} tokens/s")
     if not params.greedy:
         parts.append(f"seed {params.seed}")
+    if metrics.acceptance is not None:
+        parts.append(f"{metrics.acceptance} acceptance: not the model's distribution")
     return " | ".join(parts)
 
 

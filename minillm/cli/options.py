@@ -59,8 +59,8 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     ("speculative_config", "JSON", json_object,
      'speculative decoding, such as {"method": "ngram", "num_speculative_tokens": 4} or {"model": '
      '"tiny-draft", "num_speculative_tokens": "auto"}; methods: ngram, suffix, draft_model, '
-     "medusa, eagle; the output stays the same, except with rejection_sample_method standard "
-     "(vLLM's default)"),
+     "medusa, eagle, mtp; the output stays the same, except with rejection_sample_method standard "
+     "(vLLM's default) or typical"),
 )  # fmt: skip
 SHORT = MappingProxyType(
     {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp",

@@ -18,7 +18,7 @@ class LiveRequest:
 
     __slots__ = (
         "__weakref__", "_ended", "_first_token", "_last_token", "_num_read", "_prompt_token_ids",
-        "_scheduled", "_tokenizer", "completions", "finished", "num_updates", "prompt_logprobs",
+        "_scheduled", "_tokenizer", "acceptance", "completions", "finished", "num_updates", "prompt_logprobs",
         "request", "sequences",
     )  # fmt: skip
 
@@ -42,6 +42,7 @@ class LiveRequest:
             )
             for index in range(request.params.n)
         ]
+        self.acceptance: str | None = None  # as of `RequestMetrics`
         self.finished = False  # all completions have ended
         self.num_updates = 0
         self.prompt_logprobs: list[Logprobs | None] | None = None
@@ -161,6 +162,7 @@ class LiveRequest:
             report,
             num_drafted,
             num_accepted,
+            self.acceptance,
         )
 
 

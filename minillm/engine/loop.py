@@ -47,7 +47,7 @@ from minillm.scheduling.data_parallel import end_all
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.request import Request, Status
 from minillm.scheduling.request import Sequence as ScheduledSequence
-from minillm.speculative.setup import open_draft
+from minillm.speculative.setup import open_draft, speculation_of
 from minillm.structured.grammars import Grammars
 from minillm.trace.recorder import Trace
 
@@ -65,6 +65,8 @@ class Engine:
         draft = open_draft(args, self.source, self.tokenizer)
         self.max_model_len, self.memory = plan_memory(args, source, self.dtype, self.device, draft)
         self.eos_token_ids = end_tokens(self.source, self.tokenizer)
+        speculation = speculation_of(args)
+        self.acceptance = None if speculation is None else speculation.acceptance
         self._seeds = random.Random(args.seed)
         self._live: dict[str, LiveRequest] = {}
         self._dead, self._stepping = "", False
@@ -199,6 +201,7 @@ class Engine:
         try:
             first = self.scheduler.add(request)
             live = LiveRequest(request, first, self.eos_token_ids, self.tokenizer)
+            live.acceptance = self.acceptance
             self._live[request.request_id] = live
         except InvalidRequestError:  # do not abort: the id may belong to another request
             raise

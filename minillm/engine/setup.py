@@ -4,7 +4,6 @@ import logging
 from dataclasses import replace
 from functools import partial
 from math import ceil
-from typing import Any
 
 import torch
 
@@ -133,8 +132,7 @@ def plan_memory(
     limits = scheduler_config(args)
     padding = PASS_ROWS if args.deterministic else 0  # a batch is padded to whole tiles
     speculation, copies = speculation_of(args), packs(args, device)
-    small = draft if isinstance(draft, DraftSource) else None
-    weights, draft_weights = sizes_of_weights(args, source, DTYPES[dtype], device, small)
+    weights, draft_weights = sizes_of_weights(args, source, DTYPES[dtype], device, draft)
     plan = memory_plan(
         largest_part(
             config,
@@ -145,7 +143,7 @@ def plan_memory(
         ),
         free,
         dtype=dtype,
-        kv_dtype=kv_dtype_of(args, device, config, small),
+        kv_dtype=kv_dtype_of(args, device, config, draft),
         max_model_len=args.max_model_len or longest,
         max_num_batched_tokens=limits.max_num_batched_tokens + padding,
         max_num_seqs=limits.max_num_seqs + padding,
@@ -156,7 +154,7 @@ def plan_memory(
         num_drafts=0 if speculation is None else speculation.most,
         weights=weights,
         draft_weights=draft_weights,
-        **draft_parts(draft, DTYPES[dtype], copies),
+        **(draft.planned(DTYPES[dtype] if copies else None) if draft else {}),
     )
     asked = {name: getattr(limits, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
     plan = replace(plan, settings=replace(plan.settings, **asked))
@@ -170,18 +168,11 @@ def plan_memory(
     return plan.settings.max_model_len, plan
 
 
-def draft_parts(
-    draft: DraftSource | HeadsSource | None, dtype: torch.dtype, copies: bool
-) -> dict[str, Any]:
-    """The arguments of `memory_plan` for a draft model or draft heads."""
-    if isinstance(draft, DraftSource):
-        copied = copied_weight_bytes(draft.config, dtype) if copies else 0
-        return {"draft": draft.config, "copied_draft_bytes": copied}
-    return {} if draft is None else draft.planned
-
-
 def kv_dtype_of(
-    args: EngineArgs, device: torch.device, config: ModelConfig, draft: DraftSource | None
+    args: EngineArgs,
+    device: torch.device,
+    config: ModelConfig,
+    draft: DraftSource | HeadsSource | None,
 ) -> str | None:
     """The dtype of both models' KV caches; None is that of the weights.
 
@@ -213,12 +204,13 @@ def sizes_of_weights(
     source: ModelSource,
     dtype: torch.dtype,
     device: torch.device,
-    draft: DraftSource | None,
+    draft: DraftSource | HeadsSource | None,
 ) -> tuple[WeightSizes | None, WeightSizes | None]:
     """The sizes of quantised weights, of the model and of its draft model."""
     layout, dummy = Layout(dtype, device, packs(args, device)), args.load_format == "dummy"
     weights = planned_sizes(source, layout, args.quantization, dummy)
-    return weights, None if draft is None else planned_sizes(draft.source, layout, dummy=dummy)
+    small = None if draft is None else draft.source
+    return weights, None if small is None else planned_sizes(small, layout, dummy=dummy)
 
 
 def shortened(plan: MemoryPlan) -> MemoryPlan:

@@ -50,7 +50,8 @@ class StepResult:
 
 @dataclass(slots=True)
 class Flight:
-    """A launched step. Each function in `reads` waits for the device and fills part of `result`."""
+    """A launched step. Each function in `reads` waits for the device and fills part of `result`;
+    samples are also appended to `SequenceRow.token_ids` then (`collect.py`)."""
 
     result: StepResult = field(default_factory=StepResult)
     reads: list[Callable[[], None]] = field(default_factory=list)

@@ -229,16 +229,15 @@ class DecodeGraphs:
         self._host.fill(0)
         self._host[self.query_len : 2 * self.query_len] = -1
 
-    def record_all(self, max_bytes: float | None = None, max_seconds: float = MAX_SECONDS) -> None:
+    def record_all(self, max_bytes: float = inf, max_seconds: float = MAX_SECONDS) -> None:
         """Capture all sizes, the largest first: smaller graphs reuse its memory.
 
         If capturing a size fails, its batches use the next larger graph. When time or memory run
-        out, the remaining smaller sizes are not captured; infinite bytes have infinite time, too.
+        out, the remaining smaller sizes are not captured.
         """
         began, sizes = perf_counter(), bucket_sizes(self.rows.num_rows)[::-1]
-        max_seconds = inf if max_bytes == inf else max_seconds
         for size in tqdm(sizes, "Capturing CUDA graphs", delay=2, disable=None):
-            if perf_counter() - began > max_seconds or (max_bytes and self.num_bytes > max_bytes):
+            if perf_counter() - began > max_seconds or self.num_bytes > max_bytes:
                 logger.warning(
                     "CUDA graphs were captured only for batches of at least %d rows, in %.0f s and "
                     "%.0f MB; smaller batches are padded.",
@@ -290,14 +289,14 @@ class DecodeGraphs:
 
 
 def record_draft(
-    speculator: Speculator | None, rows: DeviceRows, capture: Capture, max_bytes: float | None
+    speculator: Speculator | None, rows: DeviceRows, capture: Capture, *limits: float
 ) -> None:
     """Capture the decode steps of a draft model, if there is one: one step for each draft of a row
-    but the first."""
+    but the first. `limits` are those of `record_all`."""
     proposer = None if speculator is None else speculator.proposer
     if isinstance(proposer, DraftModel) and isinstance(proposer.model, Decoder):
         own = copy(rows)  # the same block tables, other last tokens
         own.last = torch.zeros_like(rows.last)
         graphs = DecodeGraphs(proposer.model, proposer.shadow.kv, own, capture)
-        graphs.record_all(max_bytes)
+        graphs.record_all(*limits)
         proposer.replay = graphs.decode

@@ -71,19 +71,17 @@ class Runner:
         self.reset()
 
     @torch.inference_mode()
-    def use_graphs(
-        self, capture: Capture, max_bytes: float | None = None, num_drafts: int = 0
-    ) -> None:
+    def use_graphs(self, capture: Capture, *limits: float, num_drafts: int = 0) -> None:
         """Capture CUDA graphs of decode steps, and of steps that verify up to `num_drafts` drafts
-        per row, in at most `max_bytes`. Later steps replay them."""
+        per row, within the `limits` of `record_all`. Later steps replay them."""
         if isinstance(self.model, Decoder):
             parts = self.model, self.kv, self.rows, capture
             if num_drafts:  # the larger graphs first: the smaller ones reuse their memory
                 self.verify_graphs = DecodeGraphs(*parts, 1 + num_drafts)
-                self.verify_graphs.record_all(max_bytes)
+                self.verify_graphs.record_all(*limits)
             self.graphs = DecodeGraphs(*parts)
-            self.graphs.record_all(max_bytes)
-            record_draft(self.speculator, self.rows, capture, max_bytes)
+            self.graphs.record_all(*limits)
+            record_draft(self.speculator, self.rows, capture, *limits)
 
     # ---- the executor --------------------------------------------------------------------
 
@@ -260,12 +258,11 @@ class Runner:
         """The flat batch of these rows."""
         states = self._states(rows)
         input_ids, pending = self._input_ids(states)
-        parts = (
-            self.rows.tables, self.kv.block_size, [state.row for _, state in states],
-            [row.start for row in rows], [row.num_tokens for row in rows], input_ids,
-        )  # fmt: skip
-        trees = [state.tree for _, state in states]
-        batch = tree_batch(*parts, trees) if any(trees) else make_batch(*parts)
+        spans = [row.start for row in rows], [row.num_tokens for row in rows]
+        places = [state.row for _, state in states]
+        batch = make_batch(self.rows.tables, self.kv.block_size, places, *spans, input_ids)
+        if any(trees := [state.tree for _, state in states]):
+            batch = tree_batch(batch, *spans, trees)
         if pending:
             where, source = upload(self.device, *np.array(pending, dtype=np.int64).T)
             batch.input_ids.index_copy_(0, where, self.rows.last.index_select(0, source))

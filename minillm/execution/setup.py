@@ -79,9 +79,9 @@ def records(args: EngineArgs, device: torch.device) -> bool:
 def record_graphs(args: EngineArgs, runner: Runner, room: int) -> None:
     """Capture the decode steps of a runner, in at most `room` bytes. Several ranks have no limit of
     bytes or time, at which one of them would stop and the others wait for it."""
-    speculation, limit = speculation_of(args), room if args.num_ranks == 1 else inf
+    speculation, limits = speculation_of(args), [room] if args.num_ranks == 1 else [inf, inf]
     num_drafts = 0 if speculation is None else speculation.most
-    runner.use_graphs(CudaCapture(runner.device), limit, num_drafts)
+    runner.use_graphs(CudaCapture(runner.device), *limits, num_drafts=num_drafts)
 
 
 def num_host_blocks(args: EngineArgs, plan: MemoryPlan) -> int:

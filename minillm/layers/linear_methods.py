@@ -3,6 +3,20 @@
 A `Matrix` says which rows and columns of which checkpoint tensors it holds. Its `LinearMethod`
 allocates, loads and applies the weight and counts its bytes; other code does not access the
 layer's tensors. Packing and quantisation replace the method of a layer instead of subclassing it.
+
+    method                     installed by, when
+    PlainLinearMethod          `Matrix`, until another one is
+    LoadingMethod              `quantization/`, before a quantised checkpoint is read; then:
+      QuantizedMethod            its layout, made dense for each product
+      KernelQuantizedMethod      for the kernels of a GPU; StackedQuantizedMethod: experts
+      PanelQuantizedMethod       for C; OutlierMethod: with products of large inputs in 16 bits
+      MixedMethod                parts of a matrix differ
+    RoundedWhileReading        `models/quantize.py`, for the argument `quantization`
+    PanelLinearMethod          `models/packing.py`, on a CPU with bf16 or AVX2: for C;
+      PanelExpertsMethod         experts, PanelHeadsMethod: what MLA absorbs
+    PackedLinearMethod         `models/packing.py`, on other CPUs: for oneDNN
+    FixedSumMethod             `models/fixed_sums.py`, in deterministic mode
+    RowParallel, VocabularyParallel    `parallel/shard.py`, around another method
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -235,26 +249,21 @@ class PlainLinearMethod(LinearMethod):
     """The weight in the layout of the checkpoint."""
 
     def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device | str) -> None:
-        """One parameter, `weight`."""
         matrix.weight = frozen(torch.empty(matrix.shape, dtype=dtype, device=device))
 
     def checkpoint_tensors(
         self, matrix: Matrix, part: WeightSlice, start: int
     ) -> Iterator[CheckpointTensor]:
-        """One tensor, `name.weight`."""
         rows = matrix.weight.data.flatten(0, -2)[start : start + len(part.rows)]
         yield CheckpointTensor(f"{part.name}.weight", rows, part.slice, self.load)
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[N, in], [out] -> [N, out]"""
         return ops.linear(x, matrix.weight, bias)
 
     def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
-        """[N] -> [N, in]"""
         return ops.embedding(ids, matrix.weight)
 
     def values(self, matrix: Matrix) -> Tensor:
-        """The weight."""
         return matrix.weight
 
 
@@ -274,15 +283,12 @@ class PanelLinearMethod(LinearMethod):
         return in_features
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[N, in], [out] -> [N, out]"""
         return cpu.panel_linear(x, matrix.weight, bias, self.out_features)
 
     def logits(self, matrix: Matrix, x: Tensor) -> Tensor:
-        """[N, in] -> float32 [N, out], not rounded"""
         return panel_sums(x, matrix.weight, self.out_features, 1)
 
     def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
-        """[N] -> [N, in]"""
         return cpu.rows_of_panels(matrix.weight, ids, self.out_features)
 
 
@@ -296,7 +302,6 @@ class PackedLinearMethod(LinearMethod):
     """
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[N, in], [out] -> [N, out]"""
         weight, product = matrix.weight, torch.ops.mkldnn._linear_pointwise.default
         if len(x) in ROWS:
             return product(x, weight, bias, "none", [], "")

@@ -22,7 +22,6 @@ class WholeNormAttention(Attention):
         self.all_k_norm = RMSNorm(f"{prefix}k_norm", self.num_kv_heads * dim, eps)
 
     def project(self, x: Tensor) -> Tensor:
-        """[N, d] -> [N, (H + 2 Hkv) D]"""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         q, k, v = self.qkv_proj(x).split((q_size, kv_size, kv_size), dim=-1)
         return torch.cat((self.all_q_norm(q), self.all_k_norm(k), v), dim=-1)

@@ -35,9 +35,10 @@ class DecoderLayer(nn.Module):
     norm. So a layer returns its MLP output and the residual stream, without adding them.
     """
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig, layer: int, prefix: str | None = None):
         super().__init__()
-        prefix, d, eps = f"model.layers.{layer}.", config.hidden_size, config.rms_norm_eps
+        prefix = prefix or f"model.layers.{layer}."
+        d, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(f"{prefix}input_layernorm", d, eps)
         self.attention: nn.Module
         if config.mla:

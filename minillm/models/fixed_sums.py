@@ -59,7 +59,6 @@ class FixedSumMethod(PanelLinearMethod):
         return panel_sums(x, matrix.weight, self.out_features, self.parts)
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[N, in], [out] -> [N, out]"""
         return finished(self.partial(matrix, x), bias, x.dtype)
 
     def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
@@ -77,11 +76,9 @@ class FixedDecoder(TiledDecoder):
         self.most_queries = 1 if c is None else c.decode_queries(group)
 
     def forward(self, batch: Batch, kv: AttentionBackend) -> Tensor:
-        """N tokens -> hidden states [N, d]"""
         return self.model(with_few_queries(batch, self.most_queries), kv)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[K, d] -> [K, V]"""
         return self.model.logits(hidden)
 
 

@@ -130,7 +130,7 @@ def may_be_panels(model: Decoder) -> list[Matrix]:
     return [each for each in list_matrices(model) if id(each) not in left_out]
 
 
-def pack_parts(model: Decoder) -> None:
+def pack_parts(model: nn.Module) -> None:
     """Pack routers, experts and the matrices that MLA absorbs into panels, if their sizes fit."""
     for layer in model.modules():
         if isinstance(layer, MoE):

@@ -85,14 +85,12 @@ class RoundedWhileReading(PlainLinearMethod):
         self.dtype, self.device = torch.float32, torch.device("cpu")
 
     def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Allocate nothing yet."""
         self.dtype, self.device = dtype, torch.device(device)
         self.missing = matrix.out_features
 
     def checkpoint_tensors(
         self, matrix: Matrix, part: WeightSlice, start: int
     ) -> Iterator[CheckpointTensor]:
-        """One tensor, `name.weight`."""
         rows = torch.empty(part.slice.held, dtype=self.dtype, device="meta")
         store = partial(self._store, matrix, start)
         yield CheckpointTensor(f"{part.name}.weight", rows, part.slice, store)

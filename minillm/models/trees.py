@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from minillm.models.batches import BlockTables, Numbers, make_batch
+from minillm.models.batches import Numbers
 from minillm.ops.batch import Batch, Tails
 from minillm.ops.transfers import upload
 
@@ -83,18 +83,12 @@ class Tree:
 
 
 def tree_batch(
-    tables: BlockTables,
-    block_size: int,
-    rows: Sequence[int],
-    starts: Sequence[int],
-    counts: Sequence[int],
-    input_ids: Sequence[int],
-    trees: Sequence[Tree | None],
+    flat: Batch, starts: Sequence[int], counts: Sequence[int], trees: Sequence[Tree | None]
 ) -> Batch:
-    """`make_batch` in which rows with a tree are its nodes, the root at position `start`."""
-    flat = make_batch(tables, block_size, rows, starts, counts, input_ids)
+    """The batch in which rows with a tree are its nodes, the root at position `start`, from the
+    `flat` one in which each row is a chain."""
     sizes = [1 if tree is None else len(tree.depths) for tree in trees]  # sequences of each row
-    place = np.arange(len(rows)).repeat(sizes)
+    place = np.arange(len(trees)).repeat(sizes)
     width = max(tree.paths.shape[1] for tree in trees if tree is not None)
     lengths: Numbers = np.add(starts, counts).repeat(sizes)
     tail_starts, order = lengths.copy(), np.zeros((len(place), width), dtype=np.int32)

@@ -163,7 +163,6 @@ class Alone(Communicator):
         super().__init__(0, 1)
 
     def exchange(self, part: Tensor) -> Tensor:
-        """[..] -> [1, ..]"""
         return torch.stack([part])
 
 
@@ -187,7 +186,6 @@ class ThreadCommunicator(Communicator):
         self._group = group
 
     def exchange(self, part: Tensor) -> Tensor:
-        """[..] -> [size, ..]"""
         group = self._group
         group.parts[self.rank] = part
         try:
@@ -199,5 +197,4 @@ class ThreadCommunicator(Communicator):
         return parts
 
     def abort(self) -> None:
-        """Break the barrier."""
         self._group.barrier.abort()

@@ -82,14 +82,12 @@ class GroupCommunicator(Communicator):
         self._group, self._device, self._ordered = group, device, ordered
 
     def add_up(self, part: Tensor) -> None:
-        """In place."""
         if self._ordered:
             super().add_up(part)
         else:
             self._call(distributed.all_reduce, part)
 
     def exchange(self, part: Tensor) -> Tensor:
-        """[..] -> [size, ..]"""
         own = part.to(self._device)
         parts = own.new_empty((self.size, *part.shape))
         if own.numel():
@@ -127,7 +125,6 @@ class GroupPipe(Pipe):
         self._sent: deque[tuple[Any, Tensor]] = deque()  # until it has arrived
 
     def send(self, x: Tensor) -> None:
-        """Send a copy without waiting."""
         self._count(x)
         copy = x.detach().clone(memory_format=torch.contiguous_format)
         self._sent.append((distributed.isend(copy, self._other), copy))
@@ -135,7 +132,6 @@ class GroupPipe(Pipe):
             self._sent.popleft()
 
     def get(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """On the device."""
         x = torch.empty(shape, dtype=dtype, device=self._device)
         try:
             distributed.recv(x, self._other)

@@ -9,7 +9,6 @@ of its tokens, so that a rank that diverges is detected in the same step. With s
 last one samples; the others learn its tokens from a later plan.
 """
 
-import struct
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,16 +19,13 @@ from hashlib import blake2b
 from time import perf_counter
 from typing import NamedTuple, TypeVar
 
+from msgspec.msgpack import Decoder
+
 from minillm.errors import EngineDeadError, MinillmError, in_one_line
 from minillm.execution.executor import Capacity
 from minillm.execution.flight import Flight, StepResult
 from minillm.execution.runner import Runner
-from minillm.execution.wire import (
-    plan_from_bytes,
-    plan_to_bytes,
-    result_from_bytes,
-    result_to_bytes,
-)
+from minillm.execution.wire import plan_from_bytes, to_bytes
 from minillm.parallel.balance import rebalance
 from minillm.parallel.communicator import CommunicationError
 from minillm.parallel.place import Place, Topology
@@ -38,7 +34,6 @@ from minillm.scheduling.record import RankTime
 
 T = TypeVar("T")
 Build = Callable[[Place], Runner]
-ANSWER = struct.Struct(">dd16s")  # seconds of a step, those spent communicating, hash of its tokens
 # What is merged of the copies' results, whose sequences have different numbers.
 MERGED = ("token_ids", "logprobs", "prompt_logprobs", "errors", "suspect", "num_drafted")
 
@@ -51,17 +46,8 @@ class Answer(NamedTuple):
     hash: str
     result: StepResult
 
-    def to_bytes(self) -> bytes:
-        """As it is sent."""
-        head = ANSWER.pack(self.time.seconds, self.time.communicating, self.hash.encode())
-        return head + result_to_bytes(self.result)
 
-    @classmethod
-    def from_bytes(cls, rank: int, data: bytes) -> "Answer":
-        """The inverse of `to_bytes`."""
-        seconds, communicating, found = ANSWER.unpack_from(data)
-        time = RankTime(rank, seconds, communicating)
-        return cls(time, found.decode(), result_from_bytes(data[ANSWER.size :]))
+answer_from_bytes = Decoder(Answer).decode
 
 
 def token_hash(result: StepResult) -> str:
@@ -139,7 +125,7 @@ class Ranks(ABC):
         self._num_plans += 1
         for each in plan.shares or [plan]:
             each.rebalance = 0 if rest else number
-        bodies = [plan_to_bytes(each) for each in plan.shares or [plan]]
+        bodies = [to_bytes(each) for each in plan.shares or [plan]]
         return [body for body in bodies for _ in range(self.topology.num_ranks // len(bodies))]
 
     def joined(self, plan: StepPlan, answers: Sequence[Answer]) -> StepResult:
@@ -194,7 +180,6 @@ class RankThreads(Ranks):
             raise
 
     def reset(self) -> None:
-        """Forget all sequences."""
         super().reset()
         self._on_all([each.reset for each in self.runners])
 

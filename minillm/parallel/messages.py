@@ -20,11 +20,13 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import msgspec
+
 from minillm.api.arguments import EngineArgs
 from minillm.errors import CheckpointError, ModelNotFoundError, UnsupportedFeatureError
 from minillm.models.checkpoint import ModelSource, open_model
 from minillm.parallel.fingerprint import check_models, check_versions
-from minillm.plan.cost import BatchFit, MemoryPlan, PlanSettings
+from minillm.plan.cost import MemoryPlan
 from minillm.speculative.setup import DraftSource, speculation_of
 
 HEADER = struct.Struct(">BI")  # kind, number
@@ -133,7 +135,7 @@ class SetUp:
             check_versions(prints)
         plain["args"] = EngineArgs(**plain["args"])
         plain["source"] = source_from_plain(**plain["source"])
-        plain["plan"] = plan_from_plain(plain["plan"])
+        plain["plan"] = msgspec.convert(plain["plan"], MemoryPlan)
         if draft := plain["draft"]:
             plain["draft"] = DraftSource(source_from_plain(**draft["source"]), draft["context"])
         made = cls(**plain)
@@ -184,13 +186,3 @@ def source_from_plain(name: str, where: str, hub_id: str | None) -> ModelSource:
             "same place."
         ) from None
     return replace(found, name=name, hub_id=hub_id)
-
-
-def plan_from_plain(plain: dict[str, Any]) -> MemoryPlan:
-    """The inverse of ``asdict``."""
-    more = {
-        "settings": PlanSettings(**plain["settings"]),
-        "combinations": tuple(BatchFit(**each) for each in plain["combinations"]),
-        "hints": tuple(plain["hints"]),
-    }
-    return MemoryPlan(**plain | more)

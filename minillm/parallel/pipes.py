@@ -93,7 +93,6 @@ class SocketPipe(Pipe):
         self._queue.put(x.detach().to("cpu", copy=True).contiguous())
 
     def get(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """On the CPU."""
         x = torch.empty(shape, dtype=dtype)
         rest = view(x)
         self._socket.settimeout(self.patience)
@@ -110,12 +109,10 @@ class SocketPipe(Pipe):
         return x
 
     def abort(self) -> None:
-        """End the stream."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close this end."""
         self._queue.put(None)
         self.abort()
         self._socket.close()

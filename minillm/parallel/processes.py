@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from minillm.errors import MinillmError
 from minillm.execution.executor import Capacity
-from minillm.parallel.executor import Answer, Ranks
+from minillm.parallel.executor import Answer, Ranks, answer_from_bytes
 from minillm.parallel.messages import Kind, SetUp
 from minillm.parallel.place import Topology
 from minillm.parallel.rank_loop import RankLoop
@@ -59,7 +59,6 @@ class RankProcesses(Ranks):
         self._loop.when_dead = tell
 
     def reset(self) -> None:
-        """Forget all sequences."""
         super().reset()
         self._loop.order(Kind.RESET, [b""], self.patience)
 
@@ -69,7 +68,7 @@ class RankProcesses(Ranks):
 
     def _execute(self, bodies: Sequence[bytes]) -> Callable[[], list[Answer]]:
         future = self._loop.order(Kind.PLAN, bodies, self.patience)
-        return lambda: [Answer.from_bytes(*each) for each in enumerate(future.result())]
+        return lambda: list(map(answer_from_bytes, future.result()))
 
     def _stats(self) -> list[dict[str, int]]:
         answers = self._loop.order(Kind.STATS, [b""], self.patience).result()

@@ -104,12 +104,10 @@ class RowParallel(LinearMethod):
         self.inner, self.communicator = inner, communicator
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[N, in / n] -> [N, out]"""
         total = self.communicator.sum(self.inner.partial(matrix, x).contiguous())
         return finished(total, bias, x.dtype)
 
     def values(self, matrix: Matrix) -> Tensor:
-        """This rank's columns."""
         return self.inner.values(matrix)
 
 
@@ -135,7 +133,6 @@ class VocabularyParallel(LinearMethod):
         return self.inner.apply(matrix, x, bias) if self.held else x.new_empty(len(x), 0)
 
     def values(self, matrix: Matrix) -> Tensor:
-        """This rank's rows."""
         return self.inner.values(matrix)
 
 

@@ -139,7 +139,6 @@ class SharedMemoryCommunicator(Communicator):
             self._call(found.shared_sum, part.data_ptr(), part.numel())
 
     def exchange(self, part: Tensor) -> Tensor:
-        """[..] -> [size, ..]"""
         own = part.cpu()
         parts = own.new_empty((self.size, *part.shape))
         gather = self._functions.shared_gather

@@ -41,7 +41,6 @@ class SocketCommunicator(Communicator):
         self._num_calls = 0
 
     def exchange(self, part: Tensor) -> Tensor:
-        """[..] -> [size, ..]"""
         received = part.new_empty((self.size, *part.shape))
         received[self.rank] = part
         self._swap([part] * self.size, received.unbind(0))
@@ -61,7 +60,6 @@ class SocketCommunicator(Communicator):
         self.close()
 
     def close(self) -> None:
-        """Close the connections. Idempotent."""
         others, self._others = self._others, {}
         for each in others.values():
             with suppress(OSError):

@@ -103,11 +103,12 @@ def build(set_up: "SetUp", place: "Place") -> "Runner":
 
 def answer(runner: "Runner", message: "Message", place: "Place") -> bytes:
     """Carry out one order."""
+    from minillm.execution.wire import to_bytes
     from minillm.parallel.executor import carried_out
     from minillm.parallel.messages import Kind
 
     if message.kind is Kind.PLAN:
-        return carried_out(message.body, runner, place).to_bytes()
+        return to_bytes(carried_out(message.body, runner, place))
     if message.kind is Kind.RESET:
         runner.reset()
         return b""

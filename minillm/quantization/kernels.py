@@ -45,7 +45,6 @@ class KernelQuantizedMethod(QuantizedMethod):
         self.scale_rows = scale_rows
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[N, in], [out] -> [N, out]"""
         if not dispatch.uses_kernels(x):
             return super().apply(matrix, x, bias)
         from minillm_kernels import quantized
@@ -64,7 +63,6 @@ class KernelQuantizedMethod(QuantizedMethod):
         return self.rows(matrix, ids)
 
     def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
-        """Rows at `ids` [N] -> [N, in]"""
         return self.rows(matrix, ids).dense(self.dtype)
 
     def rows(self, matrix: Matrix, ids: Tensor) -> Quantized:

@@ -42,7 +42,6 @@ class QuantizedMethod(LinearMethod):
         return self.quantized(matrix).dense(self.dtype).view(matrix.shape)
 
     def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
-        """Rows at `ids` [N] -> [N, in]"""
         return self.quantized(matrix).rows(ids).dense(self.dtype)
 
     def experts(
@@ -103,7 +102,6 @@ class LoadingMethod(LinearMethod):
         self.device: torch.device | str = "cpu"
 
     def create(self, matrix: Matrix, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Allocate the tensors of the file."""
         self.dtype, self.device = dtype, device
         for part in matrix.parts:
             for suffix, stored in self.format.tensors(part).items():
@@ -114,7 +112,6 @@ class LoadingMethod(LinearMethod):
     def checkpoint_tensors(
         self, matrix: Matrix, part: WeightSlice, start: int
     ) -> Iterator[CheckpointTensor]:
-        """The tensors that the format stores for `part`."""
         for suffix, stored in self.format.tensors(part).items():
             name = f"{part.name}.{suffix}"
             yield CheckpointTensor(name, self.found[name], stored.slice, load_same)
@@ -158,7 +155,6 @@ class LoadingMethod(LinearMethod):
         return self.format.decode(part, {k: self.found.pop(name) for k, name in names.items()})
 
     def num_bytes(self, matrix: Matrix) -> int:
-        """Memory of the tensors of the file."""
         return sum(each.nbytes for each in self.found.values())
 
 

@@ -20,7 +20,6 @@ class MixedMethod(LinearMethod):
     """The products of the members of a matrix, one after the other."""
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[N, in], [out] -> [N, out]"""
         parts = members(matrix)
         sizes = [each.out_features for each in parts]
         biases = [None] * len(parts) if bias is None else bias.split(sizes)
@@ -29,7 +28,6 @@ class MixedMethod(LinearMethod):
         ], dim=1)  # fmt: skip
 
     def values(self, matrix: Matrix) -> Tensor:
-        """The dense matrix, made for this call."""
         return torch.cat([each.values() for each in members(matrix)])
 
     def num_bytes(self, matrix: Matrix) -> int:

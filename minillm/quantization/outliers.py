@@ -28,7 +28,6 @@ class OutlierMethod(PanelQuantizedMethod):
         self.threshold = method.threshold
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[N, in], [out] -> [N, out]"""
         outlying = x.abs() >= self.threshold
         columns = outlying.any(0).nonzero().flatten()
         if not len(columns):

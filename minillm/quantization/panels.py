@@ -66,11 +66,9 @@ class PanelQuantizedMethod(LinearMethod):
         return replace(self.numbers, **given)  # type: ignore[arg-type]
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[N, in], [out] -> [N, out]"""
         return quantized_linear(x, self.parts(matrix), bias, self.out_features)
 
     def lookup(self, matrix: Matrix, ids: Tensor) -> Tensor:
-        """[N] -> [N, in], dense rows of a tied embedding."""
         return self._rows(matrix, ids).dense(self.dtype)
 
     def _rows(self, matrix: Matrix, ids: Tensor) -> Quantized:
@@ -84,7 +82,6 @@ class PanelQuantizedMethod(LinearMethod):
         return replace(found, table=table, order=order)
 
     def values(self, matrix: Matrix) -> Tensor:
-        """The dense matrix, made for this call."""
         return self.lookup(matrix, torch.arange(self.out_features)).view(matrix.shape)
 
     def experts(

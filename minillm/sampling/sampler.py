@@ -125,32 +125,25 @@ class Sampler:
         """
         samples = Samples(len(rows), forks, self.device)
         pack = self._pack(rows, positions, samples.counts)
-        drafted: list[DraftedToken | None] = []
+        guesses: list[DraftedToken | None] = []  # of each sample, for the rule
         if self.rule and drafts:
-            drafted = samples.spread(list(drafts_at(rows, drafts, dists)))
-        members = self.edits.rows_of(rows, positions)
-        masks = self.edits.masks(members, rows, positions, drafts, logits)
-        if masks is not None and not drafted:  # no other edits: nothing is copied
+            guesses = samples.spread(list(drafts_at(rows, drafts, dists)))
+        edited = self.edits.rows_of(rows, positions)  # indices of logits
+        masks = self.edits.masks(edited, rows, positions, drafts, logits)
+        if masks is not None and not guesses:  # no other edits: nothing is copied
             return choose(samples.take(logits), pack, masks=samples.spread(masks))
-        # All samples from unedited logits; then those with edits again, from copies.
-        again = set(samples.of_logits(members))
-        plain = [None if sample in again else draft for sample, draft in enumerate(drafted)]
+        # 1. Every sample from unedited logits; of those with edits only `best` is used.
+        again = set(samples.of_logits(edited))
+        plain = [None if sample in again else guess for sample, guess in enumerate(guesses)]
         tokens, best = self._draw(samples.take(logits), self._greedy(pack, again), plain)
-        for group in self._edited(members, rows, positions, drafts):
-            for part in self.edits.chunks(group):
-                at = [positions[i] for i in part]
-                edited = self.edits.apply(_take_rows(logits, part), [rows[i] for i in part], at)
-                own = samples.of_logits(part)
-                where = indices(self.device, own)
-                drawn, drawn_best = self._draw(
-                    samples.repeat(edited, part),
-                    pack.select(where),
-                    [drafted[sample] for sample in own] if drafted else [],
-                    logits.dtype,
-                )
-                raw_best = best[where]  # not finite: the model failed, not the edits
-                tokens[where] = drawn
-                best[where] = torch.where(raw_best.isfinite(), drawn_best, raw_best)
+        # 2. The samples with edits once more, from edited copies of some logits at a time.
+        for part, copies in self._edited(logits, edited, rows, positions, drafts):
+            own = samples.of_logits(part)
+            at = indices(self.device, own)
+            some = [guesses[sample] for sample in own] if guesses else []
+            drawn = self._draw(samples.repeat(copies, part), pack.select(at), some, logits.dtype)
+            tokens[at], before = drawn[0], best[at]  # not finite before: the model failed
+            best[at] = torch.where(before.isfinite(), drawn[1], before)
         return tokens, best
 
     def _draw(
@@ -163,15 +156,13 @@ class Sampler:
         """A token for each row of logits, and the largest logit. The rule decides tokens of rows
         with a draft in `drafted`."""
         tokens, best = choose(logits, pack, model_dtype)
-        rule, places = self.rule, [i for i, each in enumerate(drafted) if each is not None]
-        if rule is None or not places:
+        if self.rule is None:
             return tokens, best
-        for part in self.edits.chunks(places):
-            at = indices(self.device, part)
-            guessed = [each for i in part if (each := drafted[i]) is not None]
-            tokens[at] = rule.choose(
-                tokens[at], logits[at], pack.select(at), guessed, model_dtype or logits.dtype
-            )
+        drafts = {row: draft for row, draft in enumerate(drafted) if draft is not None}
+        for part in self.edits.chunks(list(drafts)):
+            at, dtype = indices(self.device, part), model_dtype or logits.dtype
+            some = [drafts[row] for row in part]
+            tokens[at] = self.rule.choose(tokens[at], logits[at], pack.select(at), some, dtype)
         return tokens, best
 
     def _greedy(self, pack: Pack, edited: Collection[int]) -> Pack:
@@ -184,32 +175,36 @@ class Sampler:
 
     def _edited(
         self,
-        members: list[int],
+        logits: Tensor,
+        edited: Sequence[int],
         rows: Sequence[int],
         positions: Sequence[int],
         drafts: Mapping[int, Sequence[int]],
-    ) -> Iterator[list[int]]:
-        """Groups of logits (`members`) to edit together, at most one per row: the first logits of
-        each row, then the second as if the first draft were accepted, and so on."""
-        if len(members) == len({rows[i] for i in members}):
-            yield members
-            return
-        groups: dict[int, list[int]] = {}
-        for i in members:
-            groups.setdefault(rows[i], []).append(i)
-        if any(len(group) > 1 + len(drafts.get(row, ())) for row, group in groups.items()):
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """Edited copies [P, V] of the logits at P indices, until all of `edited` had a turn: first
+        of the first logits of each row, then of the second as if the first draft were accepted, and
+        so on."""
+        of_row: dict[int, list[int]] = {}
+        for i in edited:
+            of_row.setdefault(rows[i], []).append(i)
+        if any(len(group) > 1 + len(drafts.get(row, ())) for row, group in of_row.items()):
             raise ValueError("A row with edits and k logits needs at least k - 1 drafts.")
-        restore = self.edits.snapshot()
+        depth = max(map(len, of_row.values()), default=0)
+        restore = self.edits.snapshot() if depth > 1 else None
         try:
-            for step in range(max(map(len, groups.values()))):
-                left = {row: group[step] for row, group in groups.items() if step < len(group)}
+            for step in range(depth):
+                level = {row: group[step] for row, group in of_row.items() if step < len(group)}
                 if step:
-                    tokens = indices(self.device, [drafts[row][step - 1] for row in left])
-                    at = [positions[i] - 1 for i in left.values()]
-                    self.edits.append(list(left), at, tokens)
-                yield list(left.values())
+                    tokens = indices(self.device, [drafts[row][step - 1] for row in level])
+                    self.edits.append(
+                        list(level), [positions[i] - 1 for i in level.values()], tokens
+                    )
+                for part in self.edits.chunks(list(level.values())):
+                    at = [rows[i] for i in part], [positions[i] for i in part]
+                    yield part, self.edits.apply(_take_rows(logits, part), *at)
         finally:
-            restore()
+            if restore is not None:
+                restore()
 
     def append(self, rows: Sequence[int], positions: Sequence[int], tokens: Tensor) -> None:
         """Append tokens, int64 [R], at `positions` to the sequences in these distinct rows."""

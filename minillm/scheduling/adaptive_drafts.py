@@ -46,14 +46,19 @@ CLEAN_UP_EVERY = 512  # steps; finished sequences are dropped then
 class AdaptiveDrafts(Drafts):
     """Chooses the number of drafts per row, up to `num_tokens`, and none if they would lose time.
 
-    The unit of gains and losses is the time of a plain step of the same batch.
+    The unit of gains and losses is the time of a plain step of the same batch. `values` belong to
+    the drafts of a tree, of which a row gets the first ones.
     """
 
     def __init__(
-        self, num_tokens: int, max_num_seqs: int | None = None, max_position: int | None = None
+        self,
+        num_tokens: int,
+        max_num_seqs: int | None = None,
+        max_position: int | None = None,
+        values: Sequence[float] = (),
     ):
         super().__init__(num_tokens, max_num_seqs, max_position)
-        self.acceptance = Survival(num_tokens)
+        self.acceptance = Survival(num_tokens, values)
         self.times = StepTimes()
         self._records: list[StepRecord] = []  # of undelivered steps, the oldest first
         self._delivered = 0.0  # time at which the last step was delivered
@@ -82,7 +87,6 @@ class AdaptiveDrafts(Drafts):
         del self._records[:-3]  # steps that were never delivered
 
     def observe(self, sequence: ScheduledSequence, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a verified row."""
         self.acceptance.observe(sequence.seq_id, num_drafted, num_accepted)
         if num_accepted:
             self._rows.pop(sequence.seq_id, None)
@@ -140,7 +144,6 @@ class AdaptiveDrafts(Drafts):
             super().extend(plan, sequences, num_running, blocks, config)
 
     def lengths(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
-        """Number of drafts for each of these decoding sequences, at most `num_tokens`."""
         batch = len(sequences)
         nothing = [0] * batch
         if not batch:

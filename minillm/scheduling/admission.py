@@ -1,7 +1,7 @@
 """Admission: whether a request fits at all, and whether the next waiting sequence may run now."""
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
@@ -75,7 +75,7 @@ class Admission:
         if available >= last.blocked.needed:  # enough now: running sequences reserve fewer blocks
             return None
         last.steps_left -= 1
-        return replace(last.blocked, available=available)
+        return last.blocked._replace(available=available)
 
     def queue(self, waiting: list[Sequence]) -> list[Sequence]:
         """Waiting sequences in order of admission, at most `WINDOW` for a `reads_cache` policy."""

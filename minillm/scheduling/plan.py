@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minillm.api.sampling_params import SamplingParams
-from minillm.cache.manager import BlockCopy
+from minillm.cache.manager import BlockCopy, Count
 
 
 class Row(NamedTuple):
@@ -22,13 +22,13 @@ class Row(NamedTuple):
     of the sequence's previous row, followed by `blocks`.
     """
 
-    seq_id: int
-    start: int
-    num_tokens: int
-    num_logits: int
-    num_forks: int
-    num_kept: int
-    blocks: tuple[int, ...] = ()
+    seq_id: Count
+    start: Count
+    num_tokens: Count
+    num_logits: Count
+    num_forks: Count
+    num_kept: Count
+    blocks: tuple[Count, ...] = ()
 
     @property
     def num_samples(self) -> int:

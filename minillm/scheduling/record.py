@@ -7,26 +7,29 @@ rebuilt from the complete sequence of records.
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from minillm.cache.manager import BlockCopy
+from msgspec import Meta, Struct
+
+from minillm.cache.manager import BlockCopy, Count
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.request import Sequence
 
+Number = Annotated[float, Meta(gt=-1e15, lt=1e15)]  # of seconds
 
-@dataclass(frozen=True, slots=True)
-class Blocked:
+
+class Blocked(NamedTuple):
     """Why the first waiting sequence was not admitted, or a running one got no row.
 
     `what` it lacks: "batch slots" (of `max_num_seqs`), "tokens" (of the step's budget) or "blocks".
     `available` blocks are 0 for a waiting sequence if running sequences lacked blocks in this step.
     """
 
-    seq_id: int
+    seq_id: Count
     request_id: str
     what: str
-    needed: int
-    available: int
+    needed: Count
+    available: Annotated[int, Meta(gt=-(2**31), lt=2**31)]
 
     @classmethod
     def of(cls, sequence: Sequence, what: str, needed: int, available: int) -> "Blocked":
@@ -40,30 +43,30 @@ class Blocked:
 class Added(NamedTuple):
     """A request arrived; `seq_id` is its first sequence, `arrival` is on the engine's clock."""
 
-    seq_id: int
+    seq_id: Count
     request_id: str
-    num_prompt_tokens: int
-    max_tokens: int
-    num_completions: int
-    priority: int
-    arrival: float
+    num_prompt_tokens: Count
+    max_tokens: Count
+    num_completions: Count
+    priority: Annotated[int, Meta(gt=-(10**15), lt=10**15)]
+    arrival: Number
 
 
 class Preemption(NamedTuple):
     """Sequence `seq_id` lost its blocks to `for_seq_id`; `mode` is "swap" or "recompute"."""
 
-    seq_id: int
-    for_seq_id: int
+    seq_id: Count
+    for_seq_id: Count
     mode: str
-    num_tokens: int  # committed positions that it lost
+    num_tokens: Count  # committed positions that it lost
 
 
 class Forked(NamedTuple):
     """Completion `completion` of a request forked from sequence `parent_id`."""
 
-    seq_id: int
-    parent_id: int
-    completion: int
+    seq_id: Count
+    parent_id: Count
+    completion: Count
 
 
 class Drafted(NamedTuple):
@@ -73,19 +76,19 @@ class Drafted(NamedTuple):
     `num_blocks` blocks.
     """
 
-    seq_id: int
-    num_drafted: int
-    num_accepted: int
-    num_blocks: int
+    seq_id: Count
+    num_drafted: Count
+    num_accepted: Count
+    num_blocks: Count
 
 
 class RankTime(NamedTuple):
     """`seconds` that a rank took for a step; `communicating` of these were spent in collectives, or
     waiting for the previous pipeline stage."""
 
-    rank: int
-    seconds: float
-    communicating: float
+    rank: Count
+    seconds: Number
+    communicating: Number
 
 
 class Ended(NamedTuple):
@@ -95,15 +98,14 @@ class Ended(NamedTuple):
     the tokens of its step were computed.
     """
 
-    seq_id: int
+    seq_id: Count
     reason: str
-    num_tokens: int
+    num_tokens: Count
     discarded: bool
-    time: float | None
+    time: Number | None
 
 
-@dataclass(slots=True)
-class StepRecord:
+class StepRecord(Struct, omit_defaults=True, forbid_unknown_fields=True):
     """One step, and the events up to the next one.
 
     The engine sets four times in seconds of its clock: the step `started`; its plan was `planned`;
@@ -126,33 +128,33 @@ class StepRecord:
         ranks: time of each rank, if there are several.
     """
 
-    step: int
-    added: list[Added] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
-    swap_out: list[BlockCopy] = field(default_factory=list)
-    swap_in: list[BlockCopy] = field(default_factory=list)
-    admitted: list[int] = field(default_factory=list)
-    preempted: list[Preemption] = field(default_factory=list)
-    stalled: list[Blocked] = field(default_factory=list)
+    step: Count
+    added: list[Added] = []
+    rows: list[Row] = []
+    copies: list[BlockCopy] = []
+    swap_out: list[BlockCopy] = []
+    swap_in: list[BlockCopy] = []
+    admitted: list[Count] = []
+    preempted: list[Preemption] = []
+    stalled: list[Blocked] = []
     blocked: Blocked | None = None
-    void: list[int] = field(default_factory=list)
-    drafted: list[Drafted] = field(default_factory=list)
-    forked: list[Forked] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_recomputed_tokens: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    num_free_blocks: int = 0
-    graph_rows: int = 0
+    void: list[Count] = []
+    drafted: list[Drafted] = []
+    forked: list[Forked] = []
+    ended: list[Ended] = []
+    num_prefill_tokens: Count = 0
+    num_decode_tokens: Count = 0
+    num_recomputed_tokens: Count = 0
+    num_running: Count = 0
+    num_waiting: Count = 0
+    num_free_blocks: Count = 0
+    graph_rows: Count = 0
     why_eager: str = ""
-    ranks: list[RankTime] = field(default_factory=list)
-    started: float = 0.0
-    planned: float = 0.0
-    computed: float = 0.0
-    delivered: float = 0.0
+    ranks: list[RankTime] = []
+    started: Number = 0.0
+    planned: Number = 0.0
+    computed: Number = 0.0
+    delivered: Number = 0.0
 
 
 @dataclass(slots=True)

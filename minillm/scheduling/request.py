@@ -45,15 +45,17 @@ class Status(Enum):
 class Sequence:
     """One completion of a request: its tokens, its block table, and how far it is computed.
 
-        token_ids   | prompt ............... | generated ... |
-        num_computed ------------------>|
-                     in the KV cache    | uncomputed
+        token_ids      | prompt .............. | generated .... |
+        num_pending                                             |..|  of steps in flight
+        num_tokens     ------------------------------------------->|
+        num_committed  ------------>|               in the KV cache: cached, or by committed steps
+        num_computed   ------------------>|         and by steps in flight; behind it: uncomputed
+        furthest       ------------------------>|   the largest `num_committed`: recomputed up to it
+        table          [ 0 ][ 1 ][ 2 ][ 3 ]         blocks
+        num_sent       ---------->|                 blocks that the executor knows
 
-    Prefill and decode differ only in the number of uncomputed tokens: in decode it is 1.
-
-    `num_committed` counts positions found in the prefix cache or computed by committed steps.
-    `num_computed` also counts those that uncommitted plans are expected to compute (`ahead.py`).
-    Forks, swaps and the prefix cache use generated tokens only once they are committed.
+    Prefill and decode differ only in the number of uncomputed tokens: in decode it is 1. Forks,
+    swaps and the prefix cache use generated tokens only once they are committed.
 
     A request starts as one sequence. When its prompt is computed, the other `n - 1` completions
     fork from it. A sequence counts as one of `max_num_seqs`, and until then one per future fork.
@@ -75,13 +77,10 @@ class Sequence:
         self.end = self.num_prompt_tokens + request.max_tokens  # maximum `len(token_ids)`
         self.table = BlockTable(request.cache_salt)
         self.status = Status.WAITING
-        self.num_committed = 0  # positions that were cached or computed by committed plans
-        self.num_computed = 0  # also counts uncommitted plans
-        self.num_sent: int | None = None  # blocks sent to the executor; None: sequence unknown
+        self.num_committed = self.num_computed = self.num_pending = self.furthest = 0
+        self.num_sent: int | None = None  # None: the executor does not know the sequence
         self.num_forks = request.params.n - 1 if index == 0 else 0
-        self.furthest = 0  # largest `num_committed` so far; below it, tokens are recomputed
         self.num_in_flight = 0  # number of uncommitted plans that have a row for it
-        self.num_pending = 0  # tokens that uncommitted plans will sample
         self.awaits_commit = False  # must wait for the commit of its previous row
         self.last_step = 0  # number of the newest plan that has a row for it
         self.is_void = False  # it read blocks of a failed row: recompute it (`failed_rows.py`)

@@ -1,53 +1,50 @@
-"""Acceptance probabilities of drafted tokens by draft position, overall and per sequence.
+"""Probabilities that drafted tokens are accepted, overall and per sequence.
 
-    draft position                 1      2      3      4
-    acceptance rate               .86    .87    .89    .90     given that all before are accepted
-    survival                      .86    .75    .67    .60     product of the rates up to here
+    draft                       1      2      3      4
+    survival in a chain       .86    .74    .64    .55     a rate, to the power of the position
+    survival in a tree        .50    .13    .12    .07     value of a draft, times a factor
 
-Rates are measured, and older drafts weigh less. A sequence has few drafts of its own, so its rates
-are averaged with those of all sequences, which weigh as much as `SHARED_WEIGHT` drafts. In the same
-way the rate of a position with few samples is averaged with that of the position before it.
+Both are measured. The rate is accepted drafts over tried ones; drafts behind a rejected one are not
+tried. The falling values of a tree's drafts are the probabilities that their paths are accepted,
+measured when the tree was made; its factor is accepted drafts over those that the values predict.
+
+Older rows weigh less. A sequence has few drafts of its own, so its rate is averaged with that of
+all sequences, which weighs as much as `SHARED_WEIGHT` drafts.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
-SHARED_WEIGHT = 12.0  # drafts; weight of the overall rate in that of one sequence
-PRIOR_RATE = 0.6  # acceptance rate of position 1 before any measurement
-PRIOR_WEIGHT = 2.0  # drafts; weight of `PRIOR_RATE`, or of the position before
-KEEP_ALL, KEEP_ONE = 0.98, 0.96  # decay of the counts per draft: overall, and per sequence
+SHARED_WEIGHT = 8.0  # drafts; weight of the overall rate in that of one sequence
+PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0  # of a chain before any measurement; drafts
+TREE_WEIGHT = 4.0  # drafts; weight of the values of a tree
+KEEP_ALL, KEEP_ONE = 0.98, 0.96  # decay of the counts per row: overall, and per sequence
 LEVELS = (0.9, 0.8, 0.7, 0.55, 0.4, 0.25, 0.12, 0.04)  # thresholds for survival
 MAX_EXACT = 8  # with more sequences only CURVES_PER_STEP curves are updated per step
 CURVES_PER_STEP = 2
 
 
-class Tally:
-    """Decaying counts by draft position: `tries` (verified drafts) and `hits` (accepted ones).
-
-    `asked` counts rows for which the proposer was called; `answered` those that got drafts.
-    """
+class Rate:
+    """Decaying counts: `hits` (accepted drafts) of `tries`, and how often the proposer `answered`
+    when it was `asked`."""
 
     __slots__ = ("answered", "asked", "hits", "keep", "tries")
 
-    def __init__(self, num_places: int, keep: float):
+    def __init__(self, keep: float):
         self.keep = keep
-        self.tries, self.hits = [0.0] * num_places, [0.0] * num_places
-        self.asked = self.answered = 0.0
+        self.hits = self.tries = self.answered = self.asked = 0.0
 
-    def add(self, num_drafted: int, num_accepted: int) -> None:
-        """Add a verified row. Drafts behind a rejected one do not count as tried."""
-        keep, tries, hits = self.keep, self.tries, self.hits
-        self.asked = self.asked * keep + 1
-        self.answered = self.answered * keep + (num_drafted > 0)
-        for place in range(min(num_accepted + 1, num_drafted, len(tries))):
-            tries[place] = tries[place] * keep + 1
-            hits[place] = hits[place] * keep + (place < num_accepted)
+    def add(self, hits: int, tries: float, answered: bool) -> None:
+        """Add a verified row."""
+        keep = self.keep
+        self.hits, self.tries = self.hits * keep + hits, self.tries * keep + tries
+        self.answered, self.asked = self.answered * keep + answered, self.asked * keep + 1
 
     def fade(self, share: float) -> None:
         """Multiply all counts by `share`, so that new samples weigh more."""
-        self.tries = [each * share for each in self.tries]
-        self.hits = [each * share for each in self.hits]
-        self.asked, self.answered = self.asked * share, self.answered * share
+        self.hits, self.tries = self.hits * share, self.tries * share
+        self.answered, self.asked = self.answered * share, self.asked * share
 
 
 class Curve:
@@ -55,86 +52,70 @@ class Curve:
 
     Attributes:
         answered: probability that the proposer finds any drafts.
-        survival: probability that the draft is accepted, by position, if there are drafts.
-        nums: for each of `LEVELS`, the number of positions whose survival reaches this level.
+        survival: probability that the draft is accepted, by draft, if there are drafts.
+        nums: for each of `LEVELS`, the number of drafts whose survival reaches this level.
         counts, gains: for each of `LEVELS`, the expected number of drafts, and of accepted drafts,
-            if these positions are drafted.
+            if these are drafted.
     """
 
     __slots__ = ("answered", "counts", "gains", "nums", "survival")
 
-    def __init__(self, answered: float, rates: Iterable[float]):
-        self.answered = answered
-        self.survival: list[float] = []
-        sums, product = [0.0], 1.0
-        for rate in rates:
-            product *= rate
-            self.survival.append(product)
-            sums.append(sums[-1] + product)
-        negative = [-each for each in self.survival]
+    def __init__(self, answered: float, survival: Sequence[float]):
+        self.answered, self.survival = answered, survival
+        sums = list(accumulate(survival, initial=0.0))
+        negative = [-each for each in survival]
         self.nums = [bisect_right(negative, -level) for level in LEVELS]
         self.counts = [answered * num for num in self.nums]
         self.gains = [answered * sums[num] for num in self.nums]
 
 
 class Survival:
-    """Acceptance rates of all sequences together, and of each."""
+    """The survival of `num_drafts` drafts, of all sequences together and of each; of a chain, or of
+    a tree with these values."""
 
-    def __init__(self, num_places: int):
-        self.num_places = num_places
-        self.all = Tally(num_places, KEEP_ALL)
-        self._own: dict[int, Tally] = {}
+    def __init__(self, num_drafts: int, values: Sequence[float] = ()):
+        self.num_drafts, self.values = num_drafts, values
+        self.prior = (1.0, TREE_WEIGHT) if values else (PRIOR_RATE, PRIOR_WEIGHT)
+        self.all = Rate(KEEP_ALL)
+        self._own: dict[int, Rate] = {}
         self._curves: dict[int, Curve] = {}
         self._turn = 0
 
     def observe(self, seq_id: int, num_drafted: int, num_accepted: int) -> None:
         """Add a verified row."""
-        self.all.add(num_drafted, num_accepted)
-        own = self._own.get(seq_id)
-        if own is None:
-            own = self._own[seq_id] = Tally(self.num_places, KEEP_ONE)
-        own.add(num_drafted, num_accepted)
+        tries: float = min(num_accepted + 1, num_drafted)
+        if self.values:
+            tries = sum(self.values[:num_drafted])
+        for rate in (self.all, self._own.setdefault(seq_id, Rate(KEEP_ONE))):
+            rate.add(num_accepted, tries, num_drafted > 0)
 
     def curves(self, seq_ids: list[int]) -> list[Curve]:
         """Predictions for each of these sequences."""
         due = len(seq_ids) if len(seq_ids) <= MAX_EXACT else CURVES_PER_STEP
-        rates = self._rates()
+        rate, weight = self.prior
+        shared = mean(self.all, rate, 1.0, weight)
         for _ in range(due):
             self._turn = (self._turn + 1) % len(seq_ids)
             seq_id = seq_ids[self._turn]
-            self._curves[seq_id] = self._curve(seq_id, *rates)
-        found = [self._curves.get(seq_id) for seq_id in seq_ids]
-        if None not in found:
-            return found  # type: ignore[return-value]
-        common = Curve(*rates)
-        return [common if curve is None else curve for curve in found]
+            own = self._own.get(seq_id)
+            self._curves[seq_id] = self._curve(*shared, own)
+        common = self._curve(*shared)
+        return [self._curves.get(seq_id, common) for seq_id in seq_ids]
 
-    def _rates(self) -> tuple[float, list[float]]:
-        """Overall: how often the proposer finds drafts, and the acceptance rate by position."""
-        before, rates, tally = PRIOR_RATE, [], self.all
-        for tries, hits in zip(tally.tries, tally.hits, strict=True):
-            before = (hits + PRIOR_WEIGHT * before) / (tries + PRIOR_WEIGHT)
-            rates.append(before)
-        return (tally.answered + PRIOR_WEIGHT) / (tally.asked + PRIOR_WEIGHT), rates
-
-    def _curve(self, seq_id: int, answered: float, rates: list[float]) -> Curve:
-        own = self._own.get(seq_id)
-        if own is None:
-            return Curve(answered, rates)
-        answered = (own.answered + SHARED_WEIGHT * answered) / (own.asked + SHARED_WEIGHT)
-        pairs = zip(own.tries, own.hits, rates, strict=True)
-        return Curve(
-            answered,
-            [
-                (hits + SHARED_WEIGHT * rate) / (tries + SHARED_WEIGHT)
-                for tries, hits, rate in pairs
-            ],
-        )
+    def _curve(self, rate: float, answered: float, own: Rate | None = None) -> Curve:
+        """The curve of a sequence with its `own` rate, from those of all sequences."""
+        if own is not None:
+            # Drafts of a tree count by their values, so the weight is that of the best one.
+            weight = SHARED_WEIGHT * (self.values[0] if self.values else 1.0)
+            rate, answered = mean(own, rate, answered, weight or 1.0)
+        if self.values:
+            return Curve(answered, [min(1.0, rate * value) for value in self.values])
+        return Curve(answered, [rate**place for place in range(1, self.num_drafts + 1)])
 
     def discount(self, share: float = 0.25) -> None:
         """Reduce the weight of all measurements, because they predicted wrongly."""
-        for tally in (self.all, *self._own.values()):
-            tally.fade(share)
+        for rate in (self.all, *self._own.values()):
+            rate.fade(share)
         self._curves.clear()
 
     def keep(self, seq_ids: Iterable[int]) -> None:
@@ -142,3 +123,11 @@ class Survival:
         kept = set(seq_ids)
         self._own = {key: own for key, own in self._own.items() if key in kept}
         self._curves = {key: curve for key, curve in self._curves.items() if key in kept}
+
+
+def mean(rate: Rate, prior: float, answered: float, weight: float) -> tuple[float, float]:
+    """The measured rate and how often there are drafts, averaged with others of this weight."""
+    return (
+        (rate.hits + weight * prior) / (rate.tries + weight),
+        (rate.answered + weight * answered) / (rate.asked + weight),
+    )

@@ -47,6 +47,7 @@ class Header:
     with_ids: bool = False  # return_token_ids
     num_top: int = 0  # chat: top_logprobs
     tokenizer: Tokenizer | None = None
+    acceptance: str | None = None  # the rule, if it changes the distribution of the text
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         """A reply that is not streamed."""
@@ -65,7 +66,7 @@ class Header:
             "object": kind,
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": FINGERPRINT,
+            "system_fingerprint": FINGERPRINT + f"-{self.acceptance}" * bool(self.acceptance),
             "choices": choices,
         }
 

@@ -13,6 +13,7 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
@@ -174,7 +175,7 @@ def only(record: StepRecord, own: Iterable[int]) -> StepRecord:
     ids = set(own)
     forked = [one for one in record.forked if one.parent_id in ids]
     ids |= {one.seq_id for one in forked}
-    return replace(
+    return msgspec.structs.replace(
         record,
         added=[],
         forked=forked,
@@ -267,6 +268,6 @@ class RequestTrace:
 
         def body() -> Iterator[bytes]:
             for line in lines:
-                yield line.encode() + b"\n"
+                yield line + b"\n"
 
         return StreamingResponse(body(), media_type="application/jsonl")

@@ -44,16 +44,42 @@ def layer_config(target: ModelConfig) -> ModelConfig:
     )  # fmt: skip
 
 
-def eagle_cache(target: Decoder, features: Features, kv: KVCache) -> Shadow:
-    """The KV cache of the layer, in the blocks of `kv`, the target's, and always in its dtype."""
-    pages, host, spec = features.pages, features.host, cache_spec(layer_config(target.config))
-    shape = pages.block_size, pages.dtype
-    own = KVCache(spec, 1, pages.num_blocks, *shape, target.device, kv.mode)
-    swap = host and KVCache(spec, 1, host.num_blocks, *shape, swap_space_of=target.device)
-    return Shadow(own, swap)
+class DraftLayer(nn.Module):
+    """A layer that drafts from features of the target.
+
+    Attributes:
+        config: of its attention and MLP.
+        norm: what comes before the target's output matrix.
+    """
+
+    config: ModelConfig
+    norm: RMSNorm
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the layer."""
+        return self.norm.weight.device
+
+    def feature_of(self, target: Decoder) -> nn.Module:
+        """The module that maps the hidden states [N, depths * d] of a target to features [N, d]."""
+        raise NotImplementedError
+
+    def forward(
+        self, embedded: Tensor, features: Tensor, batch: Batch, kv: AttentionBackend
+    ) -> Tensor:
+        """Embeddings [N, d] and features of the positions before [N, d] -> a [N, d]."""
+        raise NotImplementedError
+
+    def cache(self, features: Features, kv: KVCache) -> Shadow:
+        """The layer's KV cache, in the blocks of `kv`, the target's, and always in its dtype."""
+        pages, host, spec = features.pages, features.host, cache_spec(self.config)
+        shape = pages.block_size, pages.dtype
+        own = KVCache(spec, 1, pages.num_blocks, *shape, self.device, kv.mode)
+        swap = host and KVCache(spec, 1, host.num_blocks, *shape, swap_space_of=self.device)
+        return Shadow(own, swap)
 
 
-class EagleLayer(nn.Module):
+class EagleLayer(DraftLayer):
     """`fc` and the layer. The names of its tensors are those of published EAGLE-3 checkpoints.
 
     Args:
@@ -69,7 +95,8 @@ class EagleLayer(nn.Module):
         device: torch.device | str,
     ):
         super().__init__()
-        config, prefix = layer_config(target), "midlayer."
+        self.config = config = layer_config(target)
+        prefix = "midlayer."
         d, eps = config.hidden_size, config.rms_norm_eps
         with torch.device("meta"):
             self.fc = Linear("", num_depths * d, {"fc": d})
@@ -87,15 +114,12 @@ class EagleLayer(nn.Module):
             self.rope = RotaryEmbedding(config.rope, config.rotary_dim, length, length)
         allocate(self, dtype, device)
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the layer."""
-        return self.norm.weight.device
+    def feature_of(self, target: Decoder) -> nn.Module:
+        return self.fc
 
     def forward(
         self, embedded: Tensor, features: Tensor, batch: Batch, kv: AttentionBackend
     ) -> Tensor:
-        """Embeddings [N, d] and features of the positions before [N, d] -> a [N, d]."""
         x = torch.cat((self.embedding_norm(embedded), self.feature_norm(features)), dim=-1)
         attended = self.attention(x, self.rope(batch.positions), batch, kv)
         x, residual = self.mlp_norm.add(attended, features)
@@ -125,16 +149,21 @@ class Taps:
     Args:
         model: the target; this takes the place of its `all_layers`.
         depths: numbers of layers after which a hidden state is taken.
-        fc: [N, depths * d] -> features [N, d].
+        feature: [N, depths * d] -> features [N, d].
         features: where they are stored: in the slots of keys and values.
         kv: the target's KV cache. Passes over another cache store nothing.
     """
 
     def __init__(
-        self, model: Decoder, depths: Sequence[int], fc: Linear, features: Features, kv: KVCache
+        self,
+        model: Decoder,
+        depths: Sequence[int],
+        feature: nn.Module,
+        features: Features,
+        kv: KVCache,
     ):
         self.inner, self.layers = model.all_layers, model.layers
-        self.depths, self.fc, self.features, self.kv = depths, fc, features, kv
+        self.depths, self.feature, self.features, self.kv = depths, feature, features, kv
 
     def __call__(
         self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
@@ -149,12 +178,12 @@ class Taps:
         if done is None:
             done = run_layers(self.layers, x, rope, batch, kv, taps)
         states = torch.cat([each for each in taps.values() if each is not None], dim=-1)
-        self.features.pages.write(0, self.fc(states)[:, None], None, batch)
+        self.features.pages.write(0, self.feature(states)[:, None], None, batch)
         return done
 
 
 class Eagle(DraftModel):
-    """A proposer that drafts with an EAGLE layer.
+    """A proposer that drafts with an EAGLE layer or a multi-token prediction layer.
 
     Args:
         layer: the layer.
@@ -167,7 +196,7 @@ class Eagle(DraftModel):
 
     def __init__(
         self,
-        layer: EagleLayer,
+        layer: DraftLayer,
         target: Decoder,
         features: Features,
         shadow: Shadow,
@@ -178,7 +207,6 @@ class Eagle(DraftModel):
         self.layer, self.target, self.features = layer, target, features
 
     def allocated(self) -> dict[str, int]:
-        """Allocated bytes by part of the memory plan."""
         pages = (self.shadow.kv, self.features.pages)
         host = (each for each in (self.shadow.host, self.features.host) if each is not None)
         return {

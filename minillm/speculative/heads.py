@@ -18,7 +18,7 @@ from torch import nn
 
 from minillm.api.checks import is_whole
 from minillm.api.speculative_config import MAX_DRAFTS, SpeculativeConfig
-from minillm.api.tree_config import AUTO_TREE
+from minillm.api.tree_config import AUTO
 from minillm.cache.spec import cache_spec
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
@@ -36,7 +36,7 @@ from minillm.models.loader import fill
 from minillm.models.packing import into_panels, list_matrices
 from minillm.ops import cpu
 from minillm.speculative import trees
-from minillm.speculative.eagle import EagleLayer, layer_config
+from minillm.speculative.eagle import DraftLayer, EagleLayer
 from minillm.speculative.medusa import MedusaHeads
 from minillm.speculative.trees import Path as TreePath
 
@@ -70,22 +70,39 @@ class HeadsSource:
     tree: tuple[TreePath, ...] | None = None
     values: tuple[float, ...] = ()
     context: None = None  # that of the target
+    source: None = None  # no model of its own
 
     def build(
         self, dtype: torch.dtype, device: torch.device | str = "meta"
-    ) -> MedusaHeads | EagleLayer:
+    ) -> MedusaHeads | DraftLayer:
         """The heads, with uninitialised weights."""
         if self.method == "eagle":
             return EagleLayer(self.target, len(self.depths), dtype, device)
         return MedusaHeads(self.most, self.target.hidden_size, self.width, dtype, device)
 
+    def load(
+        self, dtype: torch.dtype, device: torch.device, packs: bool
+    ) -> MedusaHeads | DraftLayer:
+        """The heads with their weights; packed if `packs`.
+
+        Raises:
+            CheckpointError: the file is damaged, or has other names or shapes.
+        """
+        heads = self.build(dtype, device)
+        load_heads(heads, self.folder, packs)
+        return heads
+
     @property
-    def planned(self) -> dict[str, int]:
-        """Their arguments of `memory_plan`."""
-        weights = sum(each.numel() for each in self.build(torch.float32).parameters())
-        values = self.target.hidden_size
-        if self.method == "eagle":
-            values += cache_spec(layer_config(self.target)).block_values(1)
+    def config(self) -> ModelConfig:
+        """Configuration of the model of which the KV cache is."""
+        return self.target
+
+    def planned(self, copied: torch.dtype | None = None) -> dict[str, Any]:
+        """As `DraftSource.planned`."""
+        heads, values = self.build(torch.float32), self.target.hidden_size
+        weights = sum(each.numel() for each in heads.parameters())
+        if isinstance(heads, DraftLayer):
+            values += cache_spec(heads.config).block_values(1)
         return {"head_weights": weights, "head_values": values}
 
 
@@ -180,7 +197,7 @@ def heads_tree(
     """
     if config.tree is None:
         return None, ()
-    given = () if config.tree == AUTO_TREE else config.tree
+    given = () if config.tree == AUTO else config.tree
     if (depth := max(map(len, given), default=0)) > most:
         raise ConfigError(
             f"speculative_config's 'tree' has a path of {depth} ranks and {name} has {most} heads; "

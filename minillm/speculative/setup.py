@@ -2,6 +2,9 @@
 executor's proposer and acceptance rule, and the description of the draft model."""
 
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from minillm.api.arguments import EngineArgs
 from minillm.api.speculative_config import HEAD_METHODS, SpeculativeConfig, check_vocabulary
@@ -10,16 +13,18 @@ from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
 from minillm.layers.kv_cache import KVCache
 from minillm.models.checkpoint import ModelSource, open_model
 from minillm.models.decoder import Decoder
+from minillm.models.packing import copied_weight_bytes
 from minillm.sampling.ratio import Ratio
 from minillm.sampling.rules import Rule
 from minillm.sampling.synthetic import Synthetic
+from minillm.sampling.typical import Typical
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
-from minillm.scheduling.tree_drafts import TreeDrafts
-from minillm.speculative.eagle import Eagle, EagleLayer, Taps, eagle_cache
+from minillm.speculative.eagle import DraftLayer, Eagle, Taps
 from minillm.speculative.features import Features
-from minillm.speculative.heads import HeadsSource, load_heads, open_heads
+from minillm.speculative.heads import HeadsSource, open_heads
 from minillm.speculative.medusa import Medusa
+from minillm.speculative.mtp import mtp_source
 from minillm.speculative.ngram import NGrams
 from minillm.speculative.proposer import Proposer
 from minillm.speculative.suffix import Suffixes
@@ -42,6 +47,11 @@ class DraftSource:
         """Configuration of the draft model."""
         return self.source.config
 
+    def planned(self, copied: torch.dtype | None = None) -> dict[str, Any]:
+        """Its arguments of `memory_plan`; `copied`: the dtype of weights that are held twice."""
+        num_bytes = copied_weight_bytes(self.config, copied) if copied else 0
+        return {"draft": self.config, "copied_draft_bytes": num_bytes}
+
 
 def speculation_of(args: EngineArgs) -> SpeculativeConfig | None:
     """The validated `speculative_config`."""
@@ -58,11 +68,11 @@ def open_draft(
         ConfigError: they cannot be opened, or do not match the target or the arguments.
     """
     config = speculation_of(args)
+    if config is not None and config.method in HEAD_METHODS:
+        check_heads_can_run(args)
+        return open_source(config, target)
     if config is None or config.model is None:
         return None
-    if config.method in HEAD_METHODS:
-        check_heads_can_run(args)
-        return open_heads(config, target)
     name = f"speculative_config's model {config.model!r}"
     try:
         source = open_model(config.model)
@@ -76,6 +86,11 @@ def open_draft(
             "model with the same tokenizer."
         )
     return DraftSource(source, draft_context(args, config, source, target))
+
+
+def open_source(config: SpeculativeConfig, target: ModelSource) -> HeadsSource:
+    """The draft heads or the layer of these settings; errors as of `open_heads`."""
+    return mtp_source(target) if config.method == "mtp" else open_heads(config, target)
 
 
 def check_heads_can_run(args: EngineArgs) -> None:
@@ -124,14 +139,12 @@ def build_drafts(
     config: SpeculativeConfig, draft: DraftSource | HeadsSource | None = None
 ) -> Drafts:
     """The policy for the number of drafts per row."""
-    if isinstance(draft, HeadsSource) and draft.tree is not None:
-        if config.adapts:
-            return TreeDrafts(draft.values, config.disable_by_batch_size)
-        return Drafts(len(draft.tree), config.disable_by_batch_size)
-    policy = AdaptiveDrafts if config.adapts else Drafts
-    context = None if draft is None else draft.context
-    most = min(config.most, draft.most) if isinstance(draft, HeadsSource) else config.most
-    return policy(most, config.disable_by_batch_size, context)
+    limits = config.disable_by_batch_size, None if draft is None else draft.context
+    most, values = config.most, tuple[float, ...]()
+    if isinstance(draft, HeadsSource):
+        most = min(most, draft.most) if draft.tree is None else len(draft.tree)
+        values = draft.values
+    return AdaptiveDrafts(most, *limits, values) if config.adapts else Drafts(most, *limits)
 
 
 def build_heads(
@@ -154,18 +167,16 @@ def build_heads(
             f"token trees are verified on a CPU and this engine is on {model.device.type}; leave "
             "out 'tree' of speculative_config to draft a chain."
         )
-    heads, coupled = source.build(model.dtype, model.device), config.coupled
     try:
-        load_heads(heads, source.folder, packs)
+        heads = source.load(model.dtype, model.device, packs)
     except MinillmError as error:
-        raise ConfigError(
-            f"speculative_config's model {config.model!r} cannot be loaded: {error}"
-        ) from error
-    if not isinstance(heads, EagleLayer):
-        return Medusa(heads, features, model.logits, coupled, source.tree)
-    model.all_layers = Taps(model, source.depths, heads.fc, features, kv)
-    shadow = eagle_cache(model, features, kv)
-    return Eagle(heads, model, features, shadow, max_num_tokens, coupled)
+        name = f"model {config.model!r}" if config.model else f"method {config.method!r}"
+        raise ConfigError(f"speculative_config's {name} cannot be loaded: {error}") from error
+    if not isinstance(heads, DraftLayer):
+        return Medusa(heads, features, model.logits, config.coupled, source.tree)
+    model.all_layers = Taps(model, source.depths, heads.feature_of(model), features, kv)
+    shadow = heads.cache(features, kv)
+    return Eagle(heads, model, features, shadow, max_num_tokens, config.coupled)
 
 
 def build_proposer(config: SpeculativeConfig) -> Proposer:
@@ -185,4 +196,6 @@ def build_rule(config: SpeculativeConfig) -> Rule | None:
     """The acceptance rule; None compares drafts with samples, which does not change the tokens."""
     if config.synthetic_acceptance_rates is not None:
         return Synthetic(config.synthetic_acceptance_rates)
+    if config.rejection_sample_method == "typical":
+        return Typical(config.posterior_threshold or 0.0, config.posterior_alpha or 0.0)
     return Ratio() if config.rejection_sample_method == "standard" else None

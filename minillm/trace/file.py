@@ -1,71 +1,55 @@
 """Trace files in JSON lines: a header with the engine's settings, then one line per step.
 
-Empty and zero fields are left out, and tuples are lists, so a step of one sequence takes about 200
-bytes. Files are untrusted: every value is checked when one is read.
+Fields with their default are left out, and events are lists, so a step of one sequence takes about
+200 bytes. Files are untrusted: every value is checked when one is read (msgspec, by the types of
+`StepRecord`, `TraceSettings` and `SequenceState`).
 """
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, fields
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+
+from msgspec import MsgspecError, ValidationError, convert
+from msgspec.json import Decoder, decode, encode
 
 from minillm.api.sampling_params import shown
-from minillm.cache.manager import BlockCopy
+from minillm.cache.manager import Count
 from minillm.errors import TraceFileError
-from minillm.scheduling.plan import Row
-from minillm.scheduling.record import (
-    Added,
-    Blocked,
-    Drafted,
-    Ended,
-    Forked,
-    Preemption,
-    RankTime,
-    StepRecord,
-)
-from minillm.trace.recorder import Trace, TraceSettings
+from minillm.scheduling.record import StepRecord
+from minillm.trace.recorder import MAX_BLOCKS, Trace, TraceSettings
 from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, Replay, SequenceState
 
+T = TypeVar("T")
 VERSION = 4  # 3 had no `ranks`; 2 also had no `drafted` and no draft counts in a state
 READABLE = (2, 3, VERSION)
-MAX_COUNT = 2**31  # tokens, sequences, steps
-MAX_BLOCKS = 2**24
-MAX_NUMBER = 1e15  # times in seconds, priorities
 CLOCK_TOLERANCE = 1e-3  # seconds
-DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # of damaged files
-# The constructor of each kind of event.
-EVENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "added": Added,
-        "rows": lambda *row: Row(*row)._replace(blocks=tuple(Row(*row).blocks)),
-        "copies": BlockCopy,
-        "swap_out": BlockCopy,
-        "swap_in": BlockCopy,
-        "preempted": Preemption,
-        "stalled": Blocked,
-        "drafted": Drafted,
-        "forked": Forked,
-        "ended": Ended,
-        "ranks": RankTime,
-    }
-)
-NUMBERS = tuple(field.name for field in fields(StepRecord) if field.type in (int, float))
+# Of damaged files.
+DAMAGE = (MsgspecError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+DECODER = Decoder(StepRecord)
+
+
+class First(NamedTuple):
+    """A request's first completion, which may have ended, with its counts of completions."""
+
+    seq_id: Count
+    num_completions: Count
+    num_open: Count
 
 
 def save_trace(trace: Trace, path: Path) -> None:
     """Write a trace. An existing file is replaced only when the new one is complete."""
     path = path.resolve()  # keep a symbolic link
     part = path.with_name(f"{path.name}.part") if path.is_file() else path
-    with part.open("w", encoding="utf-8") as file:
+    with part.open("wb") as file:
         for line in trace_lines(trace):
-            file.write(line + "\n")
+            file.write(line + b"\n")
     if part != path:
         part.replace(path)
 
 
-def trace_lines(trace: Trace, last: int | None = None) -> Iterator[str]:
+def trace_lines(trace: Trace, last: int | None = None) -> Iterator[bytes]:
     """The lines of a trace file; with `last` only the latest completed steps."""
     replay, records = trace.snapshot()
     num_dropped = trace.num_dropped
@@ -82,20 +66,8 @@ def trace_lines(trace: Trace, last: int | None = None) -> Iterator[str]:
         "num_dropped": num_dropped,
         "before": [state_line(state) for state in replay.sequences.values()],
     }
-    for line in (header, *map(record_line, records)):
-        yield json.dumps(line, separators=(",", ":"))
-
-
-def record_line(record: StepRecord) -> dict[str, Any]:
-    """The JSON object of a step, without empty and zero fields."""
-    line: dict[str, Any] = {name: getattr(record, name) for name in NUMBERS}
-    for name in EVENTS:
-        values = getattr(record, name)
-        line[name] = [astuple(each) for each in values] if name == "stalled" else values
-    line["admitted"], line["void"] = record.admitted, record.void
-    line["why_eager"] = record.why_eager
-    line["blocked"] = record.blocked and astuple(record.blocked)
-    return {name: value for name, value in line.items() if value}
+    yield encode(header)
+    yield from map(encode, records)
 
 
 def state_line(state: SequenceState) -> dict[str, Any]:
@@ -103,7 +75,7 @@ def state_line(state: SequenceState) -> dict[str, Any]:
     its request's first completion, which may have ended already."""
     line = {f.name: getattr(state, f.name) for f in fields(state)}
     first = state.first
-    return line | {"first": first and [first.seq_id, first.num_completions, first.num_open]}
+    return line | {"first": first and First(first.seq_id, first.num_completions, first.num_open)}
 
 
 def load_trace(path: Path) -> Trace:
@@ -132,15 +104,14 @@ def read_trace(lines: Sequence[str], name: str) -> Trace:
     replay, _ = trace.snapshot()
     for place, line in enumerate(lines[1:], 2):
         try:
-            record = read_record(json.loads(line), trace.settings.num_blocks or MAX_BLOCKS)
+            record = read_record(line, trace.settings.num_blocks or MAX_BLOCKS)
             if record.step <= last:
                 raise ValueError(f"step {record.step} comes after step {last}")
             check_order(record, replay)
             last = record.step
         except DAMAGE as error:
-            why = "incomplete JSON" if isinstance(error, json.JSONDecodeError) else error
             raise TraceFileError(
-                f"{name}, line {place}, is not a step of a trace ({why}); "
+                f"{name}, line {place}, is not a step of a trace ({error}); "
                 "was the file cut off or edited?"
             ) from error
         trace.append(record)
@@ -150,96 +121,59 @@ def read_trace(lines: Sequence[str], name: str) -> Trace:
 def read_header(line: str, name: str) -> Trace:
     """Create the trace from the first line, with unlimited capacity."""
     try:
-        header = json.loads(line)
+        header = decode(line, type=dict[str, Any])
         version = header.pop("minillm_trace")
         num_dropped, before = header.pop("num_dropped"), header.pop("before")
         if version not in READABLE:
             raise TraceFileError(
-                f"{name} is a trace of format {version}; this version reads formats "
+                f"{name} is a trace of format {shown(version)}; this version reads formats "
                 f"{' and '.join(map(str, READABLE))}."
             )
-        trace = Trace(read_settings(header), capacity=2**62)
-        trace.num_dropped = number(num_dropped)
+        trace = Trace(checked(header, TraceSettings), capacity=2**62)
+        trace.num_dropped = convert(num_dropped, Count)
         trace.restore(read_states(before, trace.settings.num_blocks or MAX_BLOCKS))
     except DAMAGE as error:
         if isinstance(error, TraceFileError):
             raise
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise TraceFileError(
-            f"{name} is not a trace of minillm; llm.trace.save(...) writes one."
+            f"{name} is not a trace of minillm ({why}); llm.trace.save(...) writes one."
         ) from error
     return trace
 
 
-def read_settings(header: dict[str, Any]) -> TraceSettings:
-    """The settings of the header, with names and types checked."""
-    settings = TraceSettings(**header)
-    for each in fields(TraceSettings):
-        value = getattr(settings, each.name)
-        if value is None and each.type is not int:
-            continue
-        if each.type == str | None:
-            text(value)
-        elif each.type == float | None:
-            number(value)
-        else:
-            counts(value)
-    if settings.num_blocks > MAX_BLOCKS:
-        raise ValueError("num_blocks is too large")
-    return settings
+def checked(line: dict[str, Any], kind: type[T]) -> T:
+    """The dataclass of these values. Each has its field's type; names without a field are wrong."""
+    for name in line.keys() - {each.name for each in fields(kind)}:  # type: ignore[arg-type]
+        raise ValueError(f"{shown(name)} is not a field of it")
+    try:
+        return convert(line, kind)
+    except ValidationError as error:
+        raise ValueError(explained(error, line)) from error
 
 
-def read_record(line: dict[str, Any], num_blocks: int) -> StepRecord:
+def explained(error: ValidationError, value: Any) -> str:
+    """Which part of a value is wrong, and what is allowed: "rows[0][2] is 'x'; expected `int`"."""
+    what, _, path = str(error).partition(" - at `$")
+    for name, place in re.findall(r"\.(\w+)|\[(\d+)]", path):
+        value = value[name or int(place)]
+    return (
+        f"{path[:-1].lstrip('.')} is {shown(value)}; {what[0].lower()}{what[1:]}" if path else what
+    )
+
+
+def read_record(line: str | bytes, num_blocks: int) -> StepRecord:
     """The record of a line, checked; blocks must be below `num_blocks`."""
-    record = StepRecord(number(line.pop("step")))
-    for name, value in line.items():
-        if name in NUMBERS:
-            setattr(record, name, number(value))
-        elif name in ("admitted", "void"):
-            setattr(record, name, [number(each) for each in value])
-        elif name == "blocked":
-            record.blocked = Blocked(*value)
-        elif name == "why_eager":
-            text(value)
-            record.why_eager = value
-        elif name in EVENTS:
-            setattr(record, name, [EVENTS[name](*each) for each in value])
-        else:
-            raise ValueError(f"{shown(name)} is not a field of a step")
-    check_events(record)
-    check_blocks((block for row in record.rows for block in row.blocks), num_blocks)
-    return record
-
-
-def check_events(record: StepRecord) -> None:
-    """Check the types of a record's events, on which replay and drawings rely."""
-    for added in record.added:
-        check_added(added)
-    for row in record.rows:
-        counts(*row[:5], *row.blocks)
-    plain = (record.copies, record.swap_out, record.swap_in, record.forked, record.drafted)
-    for events in plain:
-        for each in events:
-            counts(*each)
+    try:
+        record = DECODER.decode(line)
+    except ValidationError as error:
+        raise ValueError(explained(error, decode(line))) from error
     check_drafts(record)
     for time in record.ranks:
-        counts(time.rank)
-        if not 0 <= number(time.communicating) <= number(time.seconds) + CLOCK_TOLERANCE:
+        if not 0 <= time.communicating <= time.seconds + CLOCK_TOLERANCE:
             raise ValueError(f"rank {time.rank} communicates longer than its step takes")
-    for preemption in record.preempted:
-        counts(preemption.seq_id, preemption.for_seq_id, preemption.num_tokens)
-        text(preemption.mode)
-    for ended in record.ended:
-        counts(ended.seq_id, ended.num_tokens)
-        text(ended.reason)
-        if not isinstance(ended.discarded, bool):
-            raise ValueError(f"{shown(ended.discarded)} is not true or false")
-        if ended.time is not None:
-            number(ended.time)
-    for blocked in (*record.stalled, *([record.blocked] if record.blocked else [])):
-        counts(blocked.seq_id, blocked.needed, max(blocked.available, 0))
-        text(blocked.request_id)
-        text(blocked.what)
-    counts(record.step, *record.admitted, *record.void)
+    check_blocks((block for row in record.rows for block in row.blocks), num_blocks)
+    return record
 
 
 def check_drafts(record: StepRecord) -> None:
@@ -250,14 +184,6 @@ def check_drafts(record: StepRecord) -> None:
     for one in record.drafted:
         if not one.num_accepted <= one.num_drafted <= most.get(one.seq_id, -1):
             raise ValueError(f"{one.num_accepted} of {one.num_drafted} drafts are accepted")
-
-
-def check_added(added: Added) -> None:
-    """Check the types of an arrival."""
-    text(added.request_id)
-    number(added.arrival)
-    number(added.priority)
-    counts(added.seq_id, *added[2:5])
 
 
 def check_blocks(blocks: Iterable[int], num_blocks: int) -> None:
@@ -278,63 +204,24 @@ def check_order(record: StepRecord, replay: Replay) -> None:
     replay.apply(record)
 
 
-def read_states(before: Iterable[dict[str, Any]], num_blocks: int) -> list[SequenceState]:
+def read_states(before: Any, num_blocks: int) -> list[SequenceState]:
     """The sequences that were unfinished before the first recorded step, checked."""
     states: dict[int, SequenceState] = {}
     firsts: dict[int, SequenceState] = {}
-    for line in sorted(before, key=lambda line: number(line["index"])):
-        first, added = line.pop("first"), line.pop("added")
-        state = SequenceState(**line)
-        check_state(state, num_blocks)
-        if added is not None:
-            state.added = Added(*added)
-            check_added(state.added)
+    lines = convert(before, list[dict[str, Any]])
+    for line in sorted(lines, key=lambda line: line["index"]):
+        first = convert(line.pop("first"), First | None)
+        state = checked(line, SequenceState)
+        check_blocks(state.blocks, num_blocks)
+        if state.where not in (WAITING, PREEMPTED, SWAPPED, RUNNING):
+            raise ValueError(f"where is {shown(state.where)}")
         if state.seq_id in states:
             raise ValueError("a sequence is listed twice")
         states[state.seq_id] = state
         if first is None:
             firsts[state.seq_id] = state
         else:
-            seq_id, num_completions, num_open = first
-            counts(seq_id, num_completions, num_open)
-            stub = SequenceState(seq_id, state.added)
-            stub.num_completions, stub.num_open = num_completions, num_open
-            state.first = firsts.setdefault(seq_id, stub)
+            stub = SequenceState(first.seq_id, state.added)
+            stub.num_completions, stub.num_open = first.num_completions, first.num_open
+            state.first = firsts.setdefault(first.seq_id, stub)
     return list(states.values())
-
-
-def check_state(state: SequenceState, num_blocks: int) -> None:
-    """Check the types of a state, on which replay relies."""
-    for each in fields(state):
-        value = getattr(state, each.name)
-        if each.type is int:
-            counts(value)
-        elif each.type == float | None and value is not None:
-            number(value)
-    if not isinstance(state.blocks, list) or not isinstance(state.end, str | None):
-        raise ValueError("blocks is not a list, or end is not a text")
-    counts(*state.blocks)
-    check_blocks(state.blocks, num_blocks)
-    if state.where not in (WAITING, PREEMPTED, SWAPPED, RUNNING):
-        raise ValueError(f"where is {shown(state.where)}")
-
-
-def counts(*values: Any) -> None:
-    """Check that values are whole numbers from 0 to `MAX_COUNT` - 1."""
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_COUNT:
-            raise ValueError(f"{shown(value)} is not a count below {MAX_COUNT:,}")
-
-
-def number(value: Any) -> Any:
-    """`value` if it is a number below `MAX_NUMBER`; anything else is an error."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not -MAX_NUMBER < value < MAX_NUMBER:  # also refuses NaN
-        raise ValueError(f"{shown(value)} is not a number")
-    return value
-
-
-def text(value: Any) -> None:
-    """Check that a value is a string."""
-    if not isinstance(value, str):
-        raise ValueError(f"{shown(value)} is not a text")

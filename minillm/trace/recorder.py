@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
-from minillm.scheduling.record import StepRecord
+from msgspec import Meta
+
+from minillm.cache.manager import Count
+from minillm.scheduling.record import Number, StepRecord
 from minillm.trace.replay import (
     Replay,
     RequestSummary,
@@ -25,6 +28,7 @@ from minillm.trace.replay import (
 )
 
 CAPACITY = 35_000_000  # bytes: 3,300 steps of 64 sequences, 28,000 steps of one
+MAX_BLOCKS = 2**24
 # Bytes of a record without events, of a row or another event, and of a block number in a row.
 RECORD_BYTES, ROW_BYTES, BLOCK_BYTES = 1100, 150, 8
 
@@ -37,19 +41,19 @@ class TraceSettings:
     model: str | None = None
     dtype: str | None = None
     kv_dtype: str | None = None
-    kv_bytes_per_token: int | None = None
+    kv_bytes_per_token: Count | None = None
     device: str | None = None
     policy: str | None = None
     admission: str | None = None
     preemption: str | None = None
     prefix_cache: str | None = None
-    block_size: int | None = None
-    num_blocks: int = 0
-    num_host_blocks: int = 0
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    clock: float | None = field(default_factory=time.perf_counter)
-    wall: float | None = field(default_factory=time.time)
+    block_size: Count | None = None
+    num_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
+    num_host_blocks: Count = 0
+    max_num_seqs: Count | None = None
+    max_num_batched_tokens: Count | None = None
+    clock: Number | None = field(default_factory=time.perf_counter)
+    wall: Number | None = field(default_factory=time.time)
 
 
 class Trace(Sequence[StepRecord]):

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from minillm.cache.manager import Count
 from minillm.scheduling.plan import Row
-from minillm.scheduling.record import Added, Drafted, Ended, StepRecord
+from minillm.scheduling.record import Added, Drafted, Ended, Number, StepRecord
 
 # The states of a sequence: waiting for its first admission; waiting after a preemption, with its
 # blocks freed or swapped out; running.
@@ -27,28 +28,28 @@ class SequenceState:
     are on the engine's clock. A step with accepted drafts adds several tokens with the same time.
     """
 
-    seq_id: int
+    seq_id: Count
     added: Added | None = None
-    index: int = 0
+    index: Count = 0
     first: "SequenceState | None" = field(default=None, compare=False, repr=False)
-    num_completions: int = 1
-    num_open: int = 1
+    num_completions: Count = 1
+    num_open: Count = 1
     where: str = WAITING
-    blocks: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    furthest: int = 0
-    num_cached: int = 0
-    num_recomputed: int = 0
-    num_preemptions: int = 0
-    num_tokens: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    scheduled: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
-    before_last_token: float | None = None
+    blocks: list[Count] = field(default_factory=list)
+    num_computed: Count = 0
+    furthest: Count = 0
+    num_cached: Count = 0
+    num_recomputed: Count = 0
+    num_preemptions: Count = 0
+    num_tokens: Count = 0
+    num_draft_tokens: Count = 0
+    num_accepted_tokens: Count = 0
+    scheduled: Number | None = None
+    first_token: Number | None = None
+    last_token: Number | None = None
+    before_last_token: Number | None = None
     end: str | None = None
-    ended: float | None = None
+    ended: Number | None = None
 
     @property
     def request_id(self) -> str:

@@ -3,19 +3,13 @@
 from typing import Any
 
 import pytest
+from msgspec import ValidationError, msgpack
 
 from minillm import LLM, SamplingParams
 from minillm.errors import Failure
-from minillm.execution.executor import Capacity, Executor
+from minillm.execution.executor import Executor
 from minillm.execution.flight import Flight, StepResult
-from minillm.execution.wire import (
-    params_from_plain,
-    params_to_plain,
-    plan_from_bytes,
-    plan_to_bytes,
-    result_from_bytes,
-    result_to_bytes,
-)
+from minillm.execution.wire import plan_from_bytes, to_bytes
 from minillm.sampling.logprobs import TokenLogprob
 from minillm.scheduling.plan import NewSequence, StepPlan
 from tests.engine.small import assert_idle, limit_steps, make, tokens
@@ -27,55 +21,36 @@ class Remote:
     def __init__(self, executor: Executor):
         self.executor, self.sizes = executor, []
 
-    def __getattr__(self, name: str) -> Any:  # for the checks of the books
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.executor, name)
 
-    def capacity(self) -> Capacity:
-        return self.executor.capacity()
-
     def launch(self, plan: StepPlan) -> Flight:
-        data = plan_to_bytes(plan)
+        data = to_bytes(plan)
         self.sizes.append(len(data))
         received = plan_from_bytes(data)
         assert received == plan
         there, here = self.executor.launch(received), Flight()
 
         def read() -> None:
-            data = result_to_bytes(there.collect())
-            result = result_from_bytes(data)
+            data = to_bytes(there.collect())
+            result = msgpack.decode(data, type=StepResult)
             assert result == there.result
-            for name in StepResult.__dataclass_fields__:
-                setattr(here.result, name, getattr(result, name))
+            here.result = result
 
         here.reads.append(read)
         return here
-
-    def reset(self) -> None:
-        self.executor.reset()
-
-    def stats(self) -> dict[str, int]:
-        return self.executor.stats()
-
-    def close(self) -> None:
-        self.executor.close()
 
 
 PROMPTS = [list(range(10 * i + 1, 10 * i + 5 + 2 * i)) for i in range(6)]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 0.0},
     "drawn": {"temperature": 0.8, "seed": -(2**62), "top_p": 0.9, "min_p": 0.01, "top_k": 30},
-    "edited": {
-        "logit_bias": {5: 3.0, 77: -100.0},
-        "bad_words": ["a", "bc"],
-        "repetition_penalty": 1.2,
-        "allowed_token_ids": list(range(200)),
-        "seed": 3,
-        "min_tokens": 3,
-        "stop_token_ids": [9],
-    },
+    "edited": {"logit_bias": {5: 3.0, 77: -100.0}, "bad_words": ["a", "bc"], "min_tokens": 3,
+               "repetition_penalty": 1.2, "allowed_token_ids": list(range(200)), "seed": 3,
+               "stop_token_ids": [9]},
     "logprobs": {"logprobs": 2, "prompt_logprobs": 1, "seed": 4, "stop": ["~"]},
     "forks": {"n": 3, "seed": 5},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -111,7 +86,7 @@ def test_a_decode_step_is_a_few_bytes_per_row(folder):
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_survive(kind):
     params = SamplingParams(**KINDS[kind])
-    assert params_from_plain(params_to_plain(params)) == params
+    assert msgpack.decode(to_bytes(params), type=SamplingParams) == params
 
 
 def test_results_survive():
@@ -126,7 +101,7 @@ def test_results_survive():
         8,
         "several tokens of a sequence",
     )
-    read = result_from_bytes(result_to_bytes(result))
+    read = msgpack.decode(to_bytes(result), type=StepResult)
     assert read == result
     assert read.errors[9][1].owner == "request"
 
@@ -135,7 +110,10 @@ def test_a_plan_with_everything_survives():
     params = SamplingParams(**KINDS["edited"])
     new = NewSequence(1, 2, 3, (4, 5, 6, 7), params, 2**63 - 1, (8,), ((9, 10), (11,)), "a")
     plan = StepPlan(7, [1, 2], [new], rebalance=3)
-    assert plan_from_bytes(plan_to_bytes(plan)) == plan
+    assert plan_from_bytes(to_bytes(plan)) == plan
+    for wrong in ([7, "x"], {"step": 7, "rows": [[0, 0, 1, 1, 0]]}, {"step": 7, "dropped": ["a"]}):
+        with pytest.raises(ValidationError):
+            plan_from_bytes(msgpack.encode(wrong))
     for moved in ("request", "prompt", "arrival"):
         assert moved not in NewSequence._fields  # numbers and parameters, not a request
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from minillm import ops
 from minillm.cache.spec import CacheSpec
 from minillm.layers.kv_cache import KVCache
-from minillm.models.batches import BlockTables
+from minillm.models.batches import BlockTables, make_batch
 from minillm.models.trees import ROOT, Tree, tree_batch
 from minillm.ops.batch import Batch, Pages
 from tests.ops.c_variants import ELEMENTS, built, parameters, use, with_threads
@@ -83,7 +83,8 @@ def make_case(seed: int, kind: str, dtype: torch.dtype, mode: str, most: int = 6
     order = torch.randperm(BLOCKS, generator=draw).tolist()
     tables.write([(row, 0, [order.pop() for _ in range(50)]) for row in range(len(starts))])
     rows = list(range(len(starts)))
-    batch = tree_batch(tables, size, rows, starts, counts, [0] * sum(counts), trees)
+    flat = make_batch(tables, size, rows, starts, counts, [0] * sum(counts))
+    batch = tree_batch(flat, starts, counts, trees)
     pages, keys, values = pages_of(kind, heads, size, dim, dtype), [], []
     for row, start, count in zip(rows, starts, counts, strict=True):
         place = torch.arange(start + count)

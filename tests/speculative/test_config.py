@@ -11,6 +11,7 @@ from minillm.errors import ConfigError, UnknownArgumentError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
+TYPICAL = NGRAM | {"rejection_sample_method": "typical"}
 
 
 class Silent:
@@ -54,6 +55,9 @@ BAD = [
     ),
     (SUFFIX | {"prompt_lookup_min": 2}, ConfigError, "belongs to method 'ngram'; leave it out"),
     (NGRAM | {"suffix_decoding_max_tree_depth": 8}, ConfigError, "belongs to method 'suffix'"),
+    (NGRAM | {"posterior_alpha": 0.3}, ConfigError, "to rejection_sample_method 'typical'; .* 'st"),
+    (TYPICAL | {"posterior_alpha": -1}, ConfigError, "'posterior_alpha' is -1; .* a number from 0"),
+    (TYPICAL | {"posterior_threshold": 1.5}, ConfigError, "is 1.5; .* a probability from 0 to 1"),
     (SUFFIX | {"suffix_decoding_max_tree_depth": 0}, ConfigError, "_depth' is 0; .* from 1 to"),
     (SUFFIX | {"suffix_decoding_max_cached_requests": -1}, ConfigError, "is -1; .* from 0 to"),
     (SUFFIX | {"suffix_decoding_min_token_prob": 1.5}, ConfigError, "is 1.5; .* from 0 to 1"),

@@ -19,7 +19,7 @@ from minillm.models.batches import BlockTables, make_batch
 from minillm.models.forward_pass import Chunk
 from minillm.models.trees import ROOT, Tree, tree_batch
 from minillm.ops.sampling import Pack
-from minillm.scheduling.tree_drafts import TreeDrafts
+from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.speculative import heads as heads_module
 from minillm.speculative.proposer import Draft
 from minillm.speculative.trees import (
@@ -150,8 +150,8 @@ def test_one_pass_over_a_tree_is_passes_over_its_paths(name):
     tables.write([(0, 0, range(32)), (1, 0, range(32, 64))])
 
     def run(row: int, start: int, ids: list[int], tree: Tree | None = None) -> torch.Tensor:
-        parts = tables, size, [row], [start], [len(ids)], ids
-        batch = make_batch(*parts) if tree is None else tree_batch(*parts, [tree])
+        batch = make_batch(tables, size, [row], [start], [len(ids)], ids)
+        batch = batch if tree is None else tree_batch(batch, [start], [len(ids)], [tree])
         with torch.inference_mode():
             return runner.model.logits(runner.model(batch, kv)).clone()
 
@@ -309,7 +309,7 @@ def test_log_probabilities_are_those_of_the_path(folder):
 @pytest.mark.parametrize(("price", "least", "most"), [(0.5, 0, 0), (0.15, 2, 4), (0.001, 8, 8)])
 def test_as_much_of_a_tree_as_pays(price, least, most):
     """Values .4, .2, .1 and so on: a draft is worth its value, and costs this much of a step."""
-    policy = TreeDrafts([0.4 / 2 ** (i // 2) for i in range(12)])
+    policy = AdaptiveDrafts(12, values=[0.4 / 2 ** (i // 2) for i in range(12)])
     policy.times.add_plain(1, 1.0)
     for count in (0, 1, 2, 4, 8, 12):
         for _ in range(9):
@@ -321,7 +321,7 @@ def test_as_much_of_a_tree_as_pays(price, least, most):
 
 
 def test_values_are_corrected_by_what_is_accepted():
-    policy = TreeDrafts([0.4, 0.2, 0.1])
+    policy = AdaptiveDrafts(3, values=[0.4, 0.2, 0.1])
     for _ in range(50):
         policy.acceptance.observe(1, 3, 2)
         policy.acceptance.observe(2, 3, 0)
@@ -330,7 +330,7 @@ def test_values_are_corrected_by_what_is_accepted():
     assert two[0] < 0.2
     assert other[1] / other[0] == pytest.approx(0.5)
     assert sum(other) == pytest.approx(1.0, abs=0.25)  # of both, one each
-    none = TreeDrafts([0.0, 0.0]).acceptance  # a tree of ranks that never came
+    none = AdaptiveDrafts(2, values=[0.0, 0.0]).acceptance  # a tree of ranks that never came
     assert none.curves([1])[0].survival == [0.0, 0.0]
     policy.acceptance.discount()
     policy.acceptance.keep([2])
@@ -341,7 +341,7 @@ def test_an_adaptive_tree_of_the_embedded_heads(folder, tmp_path):
     llm = with_heads("tiny", "tiny-medusa", "auto", max_model_len=256,
                      num_gpu_blocks_override=None, config={"tree": "auto"})  # fmt: skip
     drafts, medusa = llm.engine.scheduler.drafts, llm.engine.runner.speculator.proposer
-    assert isinstance(drafts, TreeDrafts)
+    assert isinstance(drafts, AdaptiveDrafts)
     assert drafts.num_tokens == len(medusa.tree) == 31
     assert medusa.tree[0] == (0,)
     assert sorted(drafts.acceptance.values, reverse=True) == list(drafts.acceptance.values)

@@ -7,7 +7,7 @@ import pytest
 from minillm.execution import collect, feature_runner, state
 from minillm.models import trees as token_trees
 from minillm.ops import slots
-from minillm.scheduling import scheduler, tree_drafts
+from minillm.scheduling import scheduler, survival
 from minillm.speculative import heads, medusa, speculator, trees
 from tests.matrix.cells import Cell
 from tests.planting import plant_everywhere
@@ -80,9 +80,8 @@ BUGS: dict[str, tuple[ModuleType, str, str, str]] = {
                              "ranks"),
     "no siblings": (trees, "(*best[:-1], best[-1] + 1), ", "", "greedy"),
     "the worst first": (trees, "best = min(edge", "best = max(edge", "greedy"),
-    "all of the tree": (tree_drafts, "min(1.0, factor * value)", "1.0", "size"),
-    "one for all": (tree_drafts, "factor.add(expected, num_accepted)",
-                    "self._factor.add(expected, num_accepted)", "values"),
+    "all of the tree": (survival, "min(1.0, rate * value)", "1.0", "size"),
+    "one for all": (survival, ", self._own.setdefault(seq_id, Rate(KEEP_ONE)))", ",)", "values"),
     "the best temperature": (heads, ".mean(axis=0)", ".max(axis=0)", "mean"),
 }  # fmt: skip
 

@@ -8,10 +8,11 @@ import time
 
 import numpy as np
 import pytest
+from msgspec import msgpack
 
 from minillm import LLM, SamplingParams, StructuredOutputsParams
 from minillm.errors import InvalidRequestError, MinillmError, UnsupportedFeatureError
-from minillm.execution.wire import params_from_plain, params_to_plain
+from minillm.execution.wire import to_bytes
 from minillm.structured import grammars as module
 from minillm.structured.grammars import Grammars
 from minillm.structured.vocabulary import Vocabulary
@@ -186,7 +187,7 @@ def test_a_model_without_an_end_or_a_tokenizer() -> None:
 def test_parameters_survive_the_way_to_a_rank() -> None:
     for given in ({"json": {"b": 1, "a": [None]}}, {"choice": ["x", "y"]}, {"json_object": True}):
         params = SamplingParams(structured_outputs=given)
-        assert params_from_plain(params_to_plain(params)) == params
+        assert msgpack.decode(to_bytes(params), type=SamplingParams) == params
 
 
 KINDS = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
 import pytest
 
 from minillm import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineDeadError, SamplingParams
@@ -19,7 +20,7 @@ from minillm.engine.loop import Engine
 from minillm.lab.drawings.timeline import timeline
 from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Status
-from minillm.trace.file import read_record, record_line
+from minillm.trace.file import read_record
 from minillm.trace.recorder import Trace
 from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING
 from tests.engine.small import make, num_ahead
@@ -130,7 +131,7 @@ def test_a_void_row_is_replayed_with_the_blocks_that_it_gave_up(folder, monkeypa
         replay = llm.trace.snapshot()[0]
         while core.has_work:
             core.step()
-            replay.apply(read_record(json.loads(json.dumps(record_line(llm.trace[-1]))), 10**6))
+            replay.apply(read_record(msgspec.json.encode(llm.trace[-1]), 10**6))
             pool = core.scheduler.blocks.pool
             for seq_id, sequence in core.scheduler.sequences.items():
                 state = replay.sequences[seq_id]

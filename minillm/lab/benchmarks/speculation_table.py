@@ -6,6 +6,8 @@ from typing import Any
 from minillm.cli.terminal import Terminal
 from minillm.lab.benchmarks.speculation import PLAIN, verification_cost
 
+MOST_SHOWN = 8  # places; a tree of 16 drafts has as many, but no path as long
+
 
 def show(found: Mapping[str, Any], terminal: Terminal) -> None:
     """Print a row for each variant and batch, and the cost of verification."""
@@ -22,7 +24,7 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
             ratio(one),
             f"{one['tokens_per_step']:.2f}",
             drafted_per_accepted(one),
-            " ".join(f"{rate:.2f}" for rate in one["acceptance"]) or "-",
+            " ".join(f"{rate:.2f}" for rate in one["acceptance"][:MOST_SHOWN]) or "-",
             f"{one['others']:.0%}",
         ]
         for one in found["results"]

@@ -16,7 +16,7 @@ DRAFT_OF: Mapping[str, str] = {"tiny": "tiny-draft"}
 HEADS_OF: Mapping[str, Mapping[str, str]] = {
     "tiny": {"medusa": "tiny-medusa", "eagle": "tiny-eagle"}
 }
-NUM_DRAFTS = 4
+NUM_DRAFTS, NUM_NODES = 4, 16  # of a chain, of a tree
 SYNTHETIC = "synthetic"
 
 
@@ -72,8 +72,8 @@ def work_of(args: Namespace) -> "SpeculationWork":
 def real_variants(
     draft: str | None, vocab_size: int, heads: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Mapping[str, Any] | None]:
-    """Plain decoding, n-grams, suffixes, a draft model, draft heads, an EAGLE layer, and random
-    drafts (the worst case).
+    """Plain decoding, n-grams, suffixes, a draft model, draft heads (as a chain and as a tree), an
+    EAGLE layer, and random drafts (the worst case).
 
     Repeats have the same prompts, so suffixes of earlier outputs are a variant of its own."""
     from minillm.lab.benchmarks.speculation import PLAIN, RandomDrafts
@@ -88,6 +88,11 @@ def real_variants(
         for method, name in heads.items():
             own = {"method": method, "model": name, "num_speculative_tokens": number}
             variants[f"{name} {number}"] = own
+            if method == "medusa":
+                nodes = number if number == "auto" else NUM_NODES
+                variants[f"{name}, tree {nodes}"] = own | {
+                    "tree": "auto", "num_speculative_tokens": nodes
+                }  # fmt: skip
     variants["suffix auto, seen before"] = {"method": "suffix", "num_speculative_tokens": "auto"}
     wrong = RandomDrafts(vocab_size)
     variants["random auto"] = {"method": wrong, "num_speculative_tokens": "auto"}

@@ -178,9 +178,9 @@ def drafts_of(args: Namespace, config: ModelConfig) -> dict[str, Any]:
     speculation, draft = SpeculativeConfig.of(args.speculative_config), None
     if speculation.method in HEAD_METHODS:
         from minillm.models.checkpoint import open_model
-        from minillm.speculative.heads import open_heads
+        from minillm.speculative.setup import open_source
 
-        heads = open_heads(speculation, open_model(args.model)).planned
+        heads = open_source(speculation, open_model(args.model)).planned()
         return {**heads, "num_drafts": speculation.most}
     if speculation.model is not None:
         draft = find_config(speculation.model)

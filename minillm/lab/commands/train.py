@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from minillm.api.speculative_config import HEAD_METHODS, MAX_DRAFTS
+from minillm.api.speculative_config import MAX_DRAFTS, TRAINED_METHODS
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
 
@@ -29,7 +29,7 @@ NUMBERS = (  # option, field of the recipe, maximum, help
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     add = parser.add_argument
-    add("method", metavar="METHOD", choices=HEAD_METHODS, help=", ".join(HEAD_METHODS))
+    add("method", metavar="METHOD", choices=TRAINED_METHODS, help=", ".join(TRAINED_METHODS))
     add("--model", metavar="MODEL", required=True, help="the target: name, folder or hub id")
     add("--out", metavar="FOLDER", type=Path, required=True,
         help="the heads or the layer, and the run's state")  # fmt: skip

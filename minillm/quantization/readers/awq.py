@@ -54,5 +54,4 @@ class AWQ(PackedFormat):
         return f"AWQ (GEMM), 4 bits, {groups}"
 
     def bits(self, part: WeightSlice) -> int:
-        """4"""
         return 4

@@ -112,7 +112,6 @@ class GPTQ(PackedFormat):
         return bits
 
     def is_reordered(self, part: WeightSlice) -> bool:
-        """As `desc_act` says."""
         return bool(self.option(part, "desc_act"))
 
     def option(self, part: WeightSlice, name: str) -> Any:
