@@ -33,7 +33,7 @@ class Matcher(Protocol):
         """Whether the text may end here."""
 
 
-class DfaMatcher(Matcher):
+class DfaMatcher:
     """The matcher of a regular expression. Copies share the automaton and its masks."""
 
     def __init__(self, dfa: Dfa, vocabulary: Vocabulary):
@@ -42,6 +42,7 @@ class DfaMatcher(Matcher):
         self._states = [1]
 
     def fill(self, bits: np.ndarray) -> None:
+        """See `Matcher`."""
         state = self._states[-1]
         mask = self._masks.get(state)
         if mask is None:
@@ -52,6 +53,7 @@ class DfaMatcher(Matcher):
         bits[len(mask) :] = 0
 
     def accept(self, token_id: int) -> bool:
+        """See `Matcher`."""
         text = self.vocabulary.tokens[token_id]
         state = self.dfa.after(self._states[-1], text) if text else 0
         if state:
@@ -59,19 +61,22 @@ class DfaMatcher(Matcher):
         return state > 0
 
     def rollback(self, count: int) -> None:
+        """See `Matcher`."""
         del self._states[len(self._states) - count :]
 
     def copy(self) -> "DfaMatcher":
+        """See `Matcher`."""
         other = DfaMatcher(self.dfa, self.vocabulary)
         other._masks, other._states = self._masks, list(self._states)
         return other
 
     @property
     def is_accepting(self) -> bool:
+        """See `Matcher`."""
         return bool(self.dfa.accepting[self._states[-1]])
 
 
-class GuidanceMatcher(Matcher):
+class GuidanceMatcher:
     """A matcher of llguidance, which knows JSON schemas, context-free grammars and patterns."""
 
     def __init__(self, inner: Any, vocabulary: Vocabulary):
@@ -87,20 +92,24 @@ class GuidanceMatcher(Matcher):
             bits[:] = 0
 
     def accept(self, token_id: int) -> bool:
+        """See `Matcher`."""
         return (
             bool(self._vocabulary.length[token_id])
             and self._inner.try_consume_tokens([token_id]) == 1
         )
 
     def rollback(self, count: int) -> None:
+        """See `Matcher`."""
         if count:
             self._inner.rollback(count)
 
     def copy(self) -> "GuidanceMatcher":
+        """See `Matcher`."""
         return GuidanceMatcher(self._inner.deep_copy(), self._vocabulary)
 
     @property
     def is_accepting(self) -> bool:
+        """See `Matcher`."""
         return bool(self._inner.is_accepting())
 
 
