@@ -8,7 +8,7 @@ once, `powers` takes the place of the hardware's exponential, and sums are trees
 The bits of a query depend on its position only, so one kernel serves decode, verification and
 chunks of prompts. A program attends with all G heads of some queries of a sequence that share a KV
 head. Sums of each part (8 of 128 positions, then of 512) are joined in ascending order: in
-registers or, for sequences of few queries, by `join_kernel` from one program per part. The pages
+registers or, for sequences of few queries, by the last program of one per part. The pages
 interleave four positions, as a CPU reads them: a tile is 16 contiguous rows of 4 D bytes, which
 registers rearrange.
 
@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from minillm_kernels.int8_cache import FIRST_PARTS, LATER_PART, LOG2_E, PART
-from minillm_kernels.int8_tiles import attention_kernel, join_kernel, largest_of, rounded
+from minillm_kernels.int8_tiles import attention_kernel, largest_of, rounded
 from minillm_kernels.launch import (
     INTEGERS,
     KernelError,
     arch,
+    arrival_counters,
     check_contiguous,
     check_device,
     check_dtype,
@@ -91,10 +92,11 @@ def paged_attention(
     def launch(block_m: int, apart: bool) -> None:
         block_q = block_m // group
         grid = (count // block_q + num_sequences, kv_heads, num_parts if apart else 1)
+        arrivals = arrival_counters(q.device, padded(grid[0] * kv_heads if apart else 1, 256))
         attention_kernel[grid](
-            q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, query_start, seq_lens,
-            block_tables, q.stride()[:-1], out.stride()[:-1], block_tables.stride(0), factor,
-            window, num_sequences, few, num_parts, GROUP=group, NUM_KV_HEADS=kv_heads,
+            q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, arrivals, query_start,
+            seq_lens, block_tables, q.stride()[:-1], out.stride()[:-1], block_tables.stride(0),
+            factor, window, num_sequences, few, num_parts, GROUP=group, NUM_KV_HEADS=kv_heads,
             BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_Q=block_q, DIM=dim, BLOCK_D=block_d,
             APART=apart, num_warps=4 if block_m * block_d <= 4096 else 8, num_stages=2,
             enable_fp_fusion=False,
@@ -106,10 +108,6 @@ def paged_attention(
         launch(max(min(large, most), padded(group)), apart=False)
     if few:
         launch(small, apart=True)
-        join_kernel[(num_sequences * few, heads)](
-            partial, stats, out, query_start, seq_lens, out.stride()[:-1], window, few,
-            num_parts, DIM=dim, BLOCK_D=block_d, num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
     return out
 
 

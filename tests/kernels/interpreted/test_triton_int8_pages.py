@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillm_kernels import int8_cache, int8_pages, int8_tiles
+from minillm_kernels import int8_cache, int8_pages, int8_tiles, paged_parts
 from minillm_kernels.check import int8_pages as check
 from minillm_kernels.launch import KernelError
 from tests.kernels.engine_cases import TINY, generate, logprobs, open_engine, tokens
@@ -106,7 +106,8 @@ BUGS = [
     ("a query without itself", "seen <= position", "seen < position"),
     ("tiles begin at the window", "low // 64 * 64", "low"),
     ("later parts of 128", "8 + (position - 1024) // 512", "position // 128"),
-    ("parts of one place", "at = parts + part", "at = parts + 0 * part"),
+    ("parts of one place", "part = first + begin + split", "part = first + begin"),
+    ("parts before the window", "first + begin + split", "first + split"),
     ("few queries are many", "(query_len > few) if APART", "(query_len >= few) if APART"),
     ("a slot of another head", "(block * NUM_KV_HEADS + head) * BLOCK_SIZE + offset",
      "block * NUM_KV_HEADS * BLOCK_SIZE + offset * NUM_KV_HEADS + head"),
@@ -117,5 +118,5 @@ BUGS = [
 @pytest.mark.parametrize(("bug", "old", "new"), BUGS, ids=[each[0] for each in BUGS])
 def test_a_bug_is_found(bug: str, old: str, new: str, tmp_path: Path) -> None:
     assert convicted(
-        check.verify, check.CASES, mutant([int8_pages, int8_tiles], old, new, tmp_path)
+        check.verify, check.CASES, mutant([int8_pages, int8_tiles, paged_parts], old, new, tmp_path)
     )
