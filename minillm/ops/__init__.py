@@ -23,11 +23,13 @@ __all__ = [
     "causal_attention",
     "cos_sin",
     "embedding",
+    "fuses_norms",
     "has_int8_kernels",
     "invariant_silu_mul",
     "linear",
     "moe_experts",
     "moe_route",
+    "norm_linear",
     "norm_rope",
     "norm_rope_write",
     "paged_attention",
@@ -178,6 +180,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     from minillm.ops import triton
 
     return triton.linear(x, weight, bias)
+
+
+def fuses_norms(x: Tensor) -> bool:
+    """Whether `norm_linear` takes rows x [N, d]: few, on a GPU."""
+    if not uses_kernels(x):
+        return False
+    from minillm.ops import triton
+
+    return triton.takes_rows(x)
+
+
+def norm_linear(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Product [N, out] of the norm of x + residual, and that sum [N, d]; `silu_mul` if `gated`."""
+    from minillm_kernels import gemv
+
+    return gemv.norm_linear(x, residual, norm_weight, eps, weight, bias, gated=gated)
 
 
 def paged_attention(

@@ -27,8 +27,12 @@ class Options(TypedDict):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[N, in], [out, in], [out] -> [N, out]"""
-    narrow = x.dim() == 2 and 0 < len(x) <= GEMV_ROWS
-    return (gemv if narrow else reference).linear(x, weight, bias)
+    return (gemv if takes_rows(x) else reference).linear(x, weight, bias)
+
+
+def takes_rows(x: Tensor) -> bool:
+    """Whether the kernels for products of few rows take these."""
+    return x.dim() == 2 and 0 < len(x) <= GEMV_ROWS
 
 
 def paged_attention(
