@@ -2,7 +2,7 @@
 
 from minillm_kernels.launch import tl, triton
 from minillm_kernels.paged_decode import row_places
-from minillm_kernels.paged_parts import arrives_last, merge_parts, store_part, store_rows
+from minillm_kernels.paged_parts import finish, store_rows
 from minillm_kernels.paged_prefill import find_tile
 
 # Neither the alignment of these addresses nor the size of these numbers is compiled in.
@@ -186,36 +186,22 @@ def attention_kernel(
             low, high, window, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_M, DIM, BLOCK_D,
         )  # fmt: skip
         best, total, values = join(best, total, values, part_best, part_total, part_values)
-    if APART:  # noqa: SIM102
-        if num_used > 1:
-            place = sequence * few + row
-            store_part(
-                partial, stats, place, count, kv_head, first_part, num_parts, best, total, values,
-                GROUP, NUM_KV_HEADS, BLOCK_M, DIM, BLOCK_D, 1,
-            )  # fmt: skip
-            if arrives_last(arrivals, num_used, NUM_KV_HEADS):
-                total, values = merge_parts(
-                    partial, stats, place, count, kv_head, num_parts, begin_part, num_used,
-                    GROUP, NUM_KV_HEADS, BLOCK_M, DIM, BLOCK_D, join,
-                )  # fmt: skip
-                store_quotients(
-                    out, out_strides, start + row, count, kv_head, total, values,
-                    GROUP, BLOCK_M, DIM, BLOCK_D,
-                )  # fmt: skip
-            return
-    store_quotients(
-        out, out_strides, start + row, count, kv_head, total, values, GROUP, BLOCK_M, DIM, BLOCK_D
-    )
+    finish(
+        partial, stats, arrivals, sequence * few + row, num_parts, begin_part, first_part,
+        num_used if APART else 1, out, out_strides, start + row, count, kv_head, best, total,
+        values, GROUP, NUM_KV_HEADS, BLOCK_M, DIM, BLOCK_D, 1, join, store_quotients,
+    )  # fmt: skip
 
 
 @triton.jit
 def store_quotients(
     out, out_strides, row, count, kv_head, total, values,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    AXIS: tl.constexpr,
 ):  # fmt: skip
     """`store_rows` with quotients that are rounded once."""
     one = tl.full([BLOCK_M], 1.0, tl.float32)
     store_rows(
         out, out_strides, row, count, kv_head, one, quotients(values, total),
-        GROUP, BLOCK_M, DIM, BLOCK_D, 1,
+        GROUP, BLOCK_M, DIM, BLOCK_D, AXIS,
     )  # fmt: skip

@@ -19,15 +19,7 @@ positions are the rows, and the G heads, padded to 16, are the columns.
 """
 
 from minillm_kernels.launch import tl, triton
-from minillm_kernels.paged_parts import (
-    TABLES,
-    arrives_last,
-    merge_parts,
-    merge_rows,
-    splits_of,
-    store_part,
-    store_rows,
-)
+from minillm_kernels.paged_parts import TABLES, finish, merge_rows, splits_of, store_rows
 
 # ---- block tables -----------------------------------------------------------------------------
 
@@ -231,27 +223,10 @@ def decode_kernel(
         HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, SWAP, BULK, SEVERAL, True,
     )  # fmt: skip
     total = tl.sum(weights, 0 if SWAP else 1)
-    AXIS: tl.constexpr = 0 if SWAP else 1
-    if SPLIT:  # noqa: SIM102
-        if used > 1:
-            place = sequence * few + row
-            store_part(
-                partial, stats, place, count, kv_head, split, num_splits, m, total, acc,
-                GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, AXIS,
-            )  # fmt: skip
-            if arrives_last(arrivals, used, NUM_KV_HEADS):
-                sums, values = merge_parts(
-                    partial, stats, place, count, kv_head, num_splits, 0, used,
-                    GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, merge_rows,
-                )  # fmt: skip
-                store_rows(
-                    out, out_strides, start + row, count, kv_head, sums, values,
-                    GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV, 1,
-                )  # fmt: skip
-            return
-    store_rows(
-        out, out_strides, start + row, count, kv_head, total, acc,
-        GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV, AXIS,
+    finish(
+        partial, stats, arrivals, sequence * few + row, num_splits, 0, split,
+        used if SPLIT else 1, out, out_strides, start + row, count, kv_head, m, total, acc,
+        GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, 0 if SWAP else 1, merge_rows, store_rows,
     )  # fmt: skip
 
 

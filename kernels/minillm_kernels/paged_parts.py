@@ -165,6 +165,37 @@ def merge_parts(
     return total, acc
 
 
+@triton.jit
+def finish(
+    partial, stats, arrivals, place, num_splits, begin, split, used, out, out_strides, row, count,
+    kv_head, m, total, acc,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, AXIS: tl.constexpr, MERGE: tl.constexpr,
+    STORE: tl.constexpr,
+):  # fmt: skip
+    """Store the results of `count` rows of G heads. If `used` splits from `begin` on share them,
+    store those of `split`, and merge all of them if this program is the last."""
+    if used > 1:
+        store_part(
+            partial, stats, place, count, kv_head, split, num_splits, m, total, acc,
+            GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, AXIS,
+        )  # fmt: skip
+        if arrives_last(arrivals, used, NUM_KV_HEADS):
+            sums, values = merge_parts(
+                partial, stats, place, count, kv_head, num_splits, begin, used,
+                GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, MERGE,
+            )  # fmt: skip
+            STORE(
+                out, out_strides, row, count, kv_head, sums, values,
+                GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV, 1,
+            )  # fmt: skip
+    else:
+        STORE(
+            out, out_strides, row, count, kv_head, total, acc,
+            GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV, AXIS,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=[*TABLES, "window", "few", "num_splits"])
 def combine_kernel(
     partial, stats, out, query_start, seq_lens, out_strides, window, few, num_splits,

@@ -16,10 +16,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from minillm import ops
 from minillm.layers.attention import Attention
 from minillm.layers.kv_cache import AttentionBackend, KVCache
-from minillm.layers.linear import Linear
 from minillm.layers.linear_methods import PlainLinearMethod
 from minillm.layers.mlp import MLP
-from minillm.layers.norm import RMSNorm
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.ops.batch import Batch
 
@@ -47,16 +45,22 @@ class FusedLayers:
         self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
     ) -> tuple[Tensor, Tensor] | None:
         """[N, d] -> two of [N, d], as `DecoderLayer.forward` of the last layer returns them."""
-        if not isinstance(kv, KVCache) or kv.mode != "fast" or not ops.fuses_norms(x):
+        if not isinstance(kv, KVCache) or kv.mode != "fast" or not ops.uses_kernels(x):
             return None
-        if any(self.hooks) or _has_any_global_hook():
+        from minillm.ops import triton  # imported on a GPU only
+
+        if any(self.hooks) or _has_any_global_hook() or not triton.takes_rows(x):
             return None
         residual: Any = None
         for layer in self.layers:
             attention, mlp = layer.attention, layer.mlp
-            qkv, residual = normed(layer.input_norm, attention.qkv_proj, x, residual)
-            x = attention.o_proj(attention.mix(qkv, rope, batch, kv))
-            gated, residual = normed(layer.mlp_norm, mlp.gate_up_proj, x, residual, gated=True)
+            norm, qkv, gate_up = layer.input_norm, attention.qkv_proj, mlp.gate_up_proj
+            weights = norm.weight, norm.eps, qkv.weight, qkv.bias
+            heads, residual = triton.norm_linear(x, residual, *weights)
+            x = attention.o_proj(attention.mix(heads, rope, batch, kv))
+            norm = layer.mlp_norm
+            weights = norm.weight, norm.eps, gate_up.weight, gate_up.bias
+            gated, residual = triton.norm_linear(x, residual, *weights, gated=True)
             x = mlp.down_proj(gated)
         return x, residual
 
@@ -69,10 +73,3 @@ def fits(layer: Any) -> bool:
         return False
     products = layer.attention.qkv_proj, layer.mlp.gate_up_proj
     return all(type(each.method) is PlainLinearMethod for each in products)
-
-
-def normed(
-    norm: RMSNorm, product: Linear, x: Tensor, residual: Tensor | None, gated: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The product of the normalised sum of x and the residual, and this sum [N, d]."""
-    return ops.norm_linear(x, residual, norm.weight, norm.eps, product.weight, product.bias, gated)

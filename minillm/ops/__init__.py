@@ -23,13 +23,11 @@ __all__ = [
     "causal_attention",
     "cos_sin",
     "embedding",
-    "fuses_norms",
     "has_int8_kernels",
     "invariant_silu_mul",
     "linear",
     "moe_experts",
     "moe_route",
-    "norm_linear",
     "norm_rope",
     "norm_rope_write",
     "paged_attention",
@@ -155,6 +153,9 @@ def norm_rope_write(
     rows = reference if mode == "plain" else _rows(qkv, q_norm, k_norm)
     if (codes := codes_of(pages)) and rows is cpu and cpu_int8_cache.takes(qkv, codes):
         return cpu_int8_cache.norm_rope_write(qkv, prologue, rope, codes, slot_mapping)
+    if codes and mode == "fast" and (kernels := _pages_of_codes(qkv, codes)) is not int8_cache:
+        norms = q_norm, k_norm, eps
+        return kernels.norm_rope_write(qkv, *norms, *rope, interleaved, *codes, slot_mapping)
     if rows is reference or codes or not _takes_heads(rows, pages.key):
         q, k, v = norm_rope(qkv, prologue, rope, mode)
         write_cache(k, v, pages, slot_mapping)
@@ -180,30 +181,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     from minillm.ops import triton
 
     return triton.linear(x, weight, bias)
-
-
-def fuses_norms(x: Tensor) -> bool:
-    """Whether `norm_linear` takes rows x [N, d]: few, on a GPU."""
-    if not uses_kernels(x):
-        return False
-    from minillm.ops import triton
-
-    return triton.takes_rows(x)
-
-
-def norm_linear(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    gated: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Product [N, out] of the norm of x + residual, and that sum [N, d]; `silu_mul` if `gated`."""
-    from minillm_kernels import gemv
-
-    return gemv.norm_linear(x, residual, norm_weight, eps, weight, bias, gated=gated)
 
 
 def paged_attention(

@@ -60,6 +60,16 @@ def test_the_rows_of_a_result_may_be_wider(splits: int) -> None:
     assert bool((wide[:, :4] == -1).all() and (wide[:, 24:] == -1).all())
 
 
+def test_bits_do_not_depend_on_who_is_last(another_order) -> None:
+    rng = generator(8)
+    x, weight = torch.randn(5, 200, generator=rng), torch.randn(40, 200, generator=rng)
+    options = {"config": gemv.Config(16, 16, splits=4)}
+    with ordered_dots():
+        usual = gemv.linear(x, weight, **options)
+        with another_order:
+            assert torch.equal(gemv.linear(x, weight, **options), usual)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_product_of_nothing_is_its_bias(rows: int) -> None:
     bias = torch.arange(5.0)

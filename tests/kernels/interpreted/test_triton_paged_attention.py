@@ -22,6 +22,7 @@ from minillm_kernels.check.paged_attention import (
 from minillm_kernels.interpreter import ordered_dots
 from minillm_kernels.launch import KernelError
 from minillm_kernels.paged_config import choose, count_splits
+from tests.kernels.interpreted.conftest import programs_in
 from tests.kernels.mutants import convicted, mutant
 
 # exp2 of a soft cap's argument is infinite for large scores, on purpose.
@@ -147,6 +148,10 @@ def test_limits_of_heads_and_blocks() -> None:
             called(k_cache=torch.zeros(6, 2, size, 32), v_cache=torch.zeros(6, 2, size, 32))
 
 
+SPLIT_ROWS = {"sequences": ((5, 37), (1, 0), (3, 270)), "max_query_len": 5, "splits": 3,
+              "form": "rows", "num_heads": 8}  # fmt: skip
+
+
 # ---- one machine code, at any size ------------------------------------------------------------
 
 
@@ -246,6 +251,17 @@ def test_more_queries_than_said_write_nothing_else(batch_invariant: bool) -> Non
     torch.testing.assert_close(got[9:], wanted[9:])
     if batch_invariant:
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("case", [SPLIT_ROWS, SPLIT_ROWS | {"form": "swap", "dtype": torch.half}])
+def test_bits_do_not_depend_on_who_is_last(case: dict[str, Any], another_order) -> None:
+    case = Case(**case)
+    given_ = inputs(case, "cpu")
+    with ordered_dots():
+        usual = run(case, paged_attention, given_)
+        with another_order:
+            assert torch.equal(run(case, paged_attention, given_), usual)
+            verify(case)
 
 
 def test_heads_may_lie_far_apart() -> None:
@@ -401,8 +417,8 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
      "out + first_row * out_strides", APART),
     ("queries that are not there are written", "(query >= query_len) | (query_len > few)",
      "query_len > few", replace(APART, padding=2)),
-    ("several: a sequence's parts in its neighbour's place", "place = sequence * few + row",
-     "place = sequence + row", SEVERAL),
+    ("several: a sequence's parts in its neighbour's place", "arrivals, sequence * few + row",
+     "arrivals, sequence + row", replace(SEVERAL, sequences=((5, 137), (3, 150)))),
     ("several: invariant parts in a neighbour's place", "(2), sequence * few + row",
      "(2), sequence + row", APART),
     ("several: splits begin where one row's do", "used = splits_of(\n            seq_len, window + "
@@ -422,4 +438,6 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
     ("old", "new", "case"), [bug[1:] for bug in BUGS], ids=[bug[0] for bug in BUGS]
 )
 def test_bug_is_found(old: str, new: str, case: Case, tmp_path: Path) -> None:
-    assert convicted(verify, [case, case], mutant(FILES, old, new, tmp_path))
+    broken = mutant(FILES, old, new, tmp_path)
+    with programs_in("by splits"):  # so that a part in a wrong place meets the one that is there
+        assert convicted(verify, [case, case], broken)

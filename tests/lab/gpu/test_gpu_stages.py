@@ -27,6 +27,7 @@ from minillm.models.decoder import Decoder
 from minillm.models.forward_pass import ForwardPass
 from minillm.models.fused_layers import FusedLayers
 from minillm.models.presets import preset
+from minillm.ops import cpu_int8_cache
 from minillm.parallel.split import stage_config
 from minillm.plan import machine
 from minillm_kernels import families as kernel_families
@@ -192,22 +193,27 @@ def test_pages_of_8_bits_take_their_kernels():
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         llm.generate([[1] * 40, [2]], params, use_tqdm=False)
         names = {kernel.metadata.name for kernel in found}
-    assert {"attention_kernel", "write_kernel"} <= names
-    assert not names & {"decode_kernel", "prefill_kernel", "combine_kernel", "_write_cache"}
+    assert {"attention_kernel", "rope_write_kernel"} <= names
+    assert not names & {"decode_kernel", "prefill_kernel", "write_kernel", "_rotate"}
 
 
 @pytest.mark.slow
-def test_a_layer_of_a_decode_step_has_so_many_launches(monkeypatch):
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_a_layer_of_a_decode_step_has_so_many_launches(kind, monkeypatch):
     """Four products, rotation and writes, attention, which merges its splits itself. With more than
     8 rows products are cuBLAS's, and two norms and SwiGLU are launches, too. Before anything was
-    fused there were 10 launches up to 16 rows, and 9 with 256, whose attention has no splits."""
+    fused there were 10 launches up to 16 rows, and 9 with 256, whose attention has no splits; with
+    pages of 8 bits 14."""
     config = replace(stage_config(preset("qwen3-0.6b"), range(2)), vocab_size=64)
+    monkeypatch.setattr(cpu_int8_cache, "takes", lambda *given: False)
     cublas, plain = [], reference.linear
     monkeypatch.setattr(reference, "linear", lambda *given: cublas.append(1) or plain(*given))
     with emulated() as kernels, torch.inference_mode():
         model = Decoder(config, torch.bfloat16, "cpu", 4096)
         model.all_layers = FusedLayers.of(model)
-        kv = KVCache(cache_spec(config), 2, 32, 16, model.dtype, model.device, "fast")
+        kv = KVCache(
+            cache_spec(config, kind or "auto"), 2, 32, 16, model.dtype, model.device, "fast"
+        )
 
         def launches(rows: int) -> int:
             kernels.clear()
