@@ -221,8 +221,8 @@ def combine_kernel(
     acc = tl.zeros([1, BLOCK_DV], tl.float32)
     for split in tl.range(0, used):
         part = parts + split + tl.zeros([1], tl.int32)
-        place = partial + part[:, None] * VALUE_DIM + dims
-        part_acc = tl.load(place, mask=dims < VALUE_DIM, other=0.0)
+        values = partial + part[:, None] * VALUE_DIM + dims
+        part_acc = tl.load(values, mask=dims < VALUE_DIM, other=0.0)
         part_m, part_total = tl.load(stats + part * 2), tl.load(stats + part * 2 + 1)
         m, total, acc = merge(m, total, acc, part_m, part_total, part_acc, 1)
     pointers = out + (first_row + query) * out_strides[0] + head * out_strides[1] + dims

@@ -3,8 +3,8 @@
     before   norm | qkv | rotation, cache | attention | o | norm | gate_up | SwiGLU | down
     here     add, norm, qkv | rotation, cache | attention | o | add, norm, gate_up, SwiGLU | down
 
-Each launch of a CUDA graph costs a GPU 1 to 3 microseconds, and a decode step of a small model
-little more. Products of more rows are cuBLAS's, which fuses none of these.
+Between two kernels of a CUDA graph an H100 does nothing for 1.3 microseconds (Spector et al., "No
+Bubbles", 2025). Products of more rows are cuBLAS's, which fuses none of these.
 """
 
 from collections.abc import Sequence

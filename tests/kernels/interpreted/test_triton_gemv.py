@@ -97,7 +97,8 @@ def test_fused_rows_have_the_bits_of_separate_launches(dtype, rows: int, splits:
     weight, norm = torch.randn(52, 96, generator=rng).to(dtype), torch.ones(96, dtype=dtype)
     options = {"config": gemv.Config(16, 32, splits=splits)}
     with ordered_dots():
-        plain, same = gemv.norm_linear(x + residual, None, norm, 1e-6, weight, **options)
+        before = x + residual, torch.zeros_like(x)
+        plain, same = gemv.norm_linear(*before, norm, 1e-6, weight, **options)
         gated, total = gemv.norm_linear(x, residual, norm, 1e-6, weight, gated=True, **options)
     assert torch.equal(total, same)
     close = 0 if dtype == BF16 else 1e-6  # numpy's exp
