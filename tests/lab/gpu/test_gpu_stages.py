@@ -27,7 +27,6 @@ from minillm.models.decoder import Decoder
 from minillm.models.forward_pass import ForwardPass
 from minillm.models.fused_layers import FusedLayers
 from minillm.models.presets import preset
-from minillm.ops import cpu_int8_cache
 from minillm.parallel.split import stage_config
 from minillm.plan import machine
 from minillm_kernels import families as kernel_families
@@ -205,7 +204,6 @@ def test_a_layer_of_a_decode_step_has_so_many_launches(kind, monkeypatch):
     fused there were 10 launches up to 16 rows, and 9 with 256, whose attention has no splits; with
     pages of 8 bits 14."""
     config = replace(stage_config(preset("qwen3-0.6b"), range(2)), vocab_size=64)
-    monkeypatch.setattr(cpu_int8_cache, "takes", lambda *given: False)
     cublas, plain = [], reference.linear
     monkeypatch.setattr(reference, "linear", lambda *given: cublas.append(1) or plain(*given))
     with emulated() as kernels, torch.inference_mode():
