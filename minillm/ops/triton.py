@@ -12,18 +12,9 @@ from minillm.ops.batch import Batch, Codes, Pages
 from minillm_kernels import gemv, mla, reference
 from minillm_kernels import paged_attention as paged
 from minillm_kernels.batch_invariant import tiled_attention
-from minillm_kernels.gemv import norm_linear
+from minillm_kernels.gemv import norm_linear as norm_linear  # an operation of its own
 from minillm_kernels.launch import MAX_HEAD_DIM
 from minillm_kernels.mla_config import MAX_ROPE_DIM, MAX_VALUE_DIM
-
-__all__ = [
-    "linear",
-    "norm_linear",
-    "paged_attention",
-    "takes_codes",
-    "takes_head_dims",
-    "takes_rows",
-]
 
 GEMV_ROWS = 8  # with more rows, cuBLAS is faster
 
