@@ -190,16 +190,19 @@ def verify_prologue(case: Case, given: Inputs, device: str, kernels: Any) -> Non
     count, dim, interleaved = len(given.slots), case.head_dim, case.seed % 3 == 0
     rng, heads = generator(case.seed + 1), case.num_heads + 2 * case.num_kv_heads
     qkv = normal(rng, (count, heads, dim), case.dtype, device)
-    norms = [normal(rng, (dim,), case.dtype, device) if case.seed % 2 else None for _ in range(2)]
+    norms: list[Any] = [None, None]
+    if case.seed % 2:
+        norms = [normal(rng, (dim,), case.dtype, device) for _ in norms]
     turns = torch.rand(count, dim // 2, generator=rng) * 2 * math.pi
     pages = garbage(case, given.num_blocks, device)
     angles = turns.cos().to(device), turns.sin().to(device)
     q = kernels.norm_rope_write(qkv, *norms, 1e-5, *angles, interleaved, *pages, given.slots)
-    exact = [None if each is None else each.double().cpu() for each in (qkv, *norms)]
+    exact: list[Any] = [None if each is None else each.double().cpu() for each in (qkv, *norms)]
     caches = [torch.full(pages[0].shape, math.nan, dtype=torch.float64) for _ in range(2)]
-    right = reference.norm_rope_write(  # type: ignore[misc]
-        *exact, 1e-5, turns.cos(), turns.sin(), interleaved, *caches, given.slots.cpu()
-    )
+    right = reference.norm_rope_write(
+        exact[0], exact[1], exact[2], 1e-5, turns.cos(), turns.sin(), interleaved,
+        caches[0], caches[1], given.slots.cpu(),
+    )  # fmt: skip
     written = given.slots.cpu() >= 0
     compare(q.cpu()[written], right[written], "rotated queries", 0.02)
     table = torch.arange(given.num_blocks)
@@ -244,10 +247,10 @@ def _write(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
 
 def _prologue(num_heads: int, num_kv_heads: int, head_dim: int, normed: bool) -> None:
     qkv = torch.empty(64, num_heads + 2 * num_kv_heads, head_dim, dtype=BRAIN)
-    norms = [torch.empty(head_dim, dtype=BRAIN) if normed else None for _ in range(2)]
+    norm = torch.empty(head_dim, dtype=BRAIN) if normed else None
     angles, slots = torch.empty(64, head_dim // 2), torch.empty(64, dtype=torch.int64)
     pages = _pages(num_kv_heads, head_dim, 16)
-    int8_pages.norm_rope_write(qkv, *norms, 1e-5, angles, angles, False, *pages, slots)
+    int8_pages.norm_rope_write(qkv, norm, norm, 1e-5, angles, angles, False, *pages, slots)
 
 
 def _launches() -> Iterator[Launch]:
