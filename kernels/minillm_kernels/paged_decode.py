@@ -193,9 +193,8 @@ def decode_kernel(
     first, size, used = splits_of(
         seq_len, window + query_len - 1, num_splits, BLOCK_N, 0, MIN_TILES, HAS_WINDOW
     )
-    used = tl.maximum(used, 1)  # an empty sequence gets zeros
     if SPLIT:  # noqa: SIM102 (a constant and a number known only on the GPU)
-        if split >= used:
+        if split >= tl.maximum(used, 1):  # an empty sequence gets zeros
             return
     first_position = seq_len - query_len + row
     begin = first + split * size
@@ -222,11 +221,11 @@ def decode_kernel(
         full, end, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
         HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, SWAP, BULK, SEVERAL, True,
     )  # fmt: skip
-    total = tl.sum(weights, 0 if SWAP else 1)
+    AXIS: tl.constexpr = 0 if SWAP else 1
     finish(
-        partial, stats, arrivals, sequence * few + row, num_splits, 0, split,
-        used if SPLIT else 1, out, out_strides, start + row, count, kv_head, m, total, acc,
-        GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, 0 if SWAP else 1, merge_rows, store_rows,
+        partial, stats, arrivals, sequence * few + row, num_splits, 0, split, used if SPLIT else 1,
+        out, out_strides, start + row, count, kv_head, m, tl.sum(weights, AXIS), acc,
+        GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, AXIS, merge_rows, store_rows,
     )  # fmt: skip
 
 
