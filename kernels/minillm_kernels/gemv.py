@@ -319,7 +319,7 @@ def _product(
             *(_several_rows, blocks, x, weight, (residual, norm_weight, total)),
             *(bias, out, (eps,), config),
             ROWS=MAX_ROWS,
-            NORM_BLOCK=1024 if residual is None else 512,  # without spilled registers
+            NORM_BLOCK=1024 if residual is None else 512,  # in registers
             VECTOR=vector,
             GATED=gated,
         )

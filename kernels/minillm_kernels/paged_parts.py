@@ -155,7 +155,7 @@ def merge_parts(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for split in tl.range(0, used, num_stages=3):  # not from the cache of this multiprocessor
+    for split in tl.range(0, used, num_stages=2):  # not from the cache of this multiprocessor
         part = first + begin + split
         part_m = tl.load(stats + part * 2, written, float("-inf"), cache_modifier=".cg")
         part_total = tl.load(stats + part * 2 + 1, written, 0.0, cache_modifier=".cg")

@@ -333,7 +333,7 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
      "tl.fma(part_acc, tl.expand_dims(new * 0.0 + 1.0, AXIS)", SPLIT),
     ("sums without weights", "tl.fma(part_total, new,", "tl.fma(part_total, new * 0.0 + 1.0,",
      SPLIT),
-    ("empty splits are merged", "(0, used, num_stages=3)", "(0, num_splits, num_stages=3)",
+    ("empty splits are merged", "(0, used, num_stages=2)", "(0, num_splits, num_stages=2)",
      replace(SPLIT, sequences=((1, 100), (1, 150)))),
     ("empty splits are combined", "(0, used):", "(0, num_splits):", APART),
     ("the last but one merges", "== programs - 1", "== programs - 2", SPLIT),
