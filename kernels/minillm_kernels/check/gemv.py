@@ -202,10 +202,10 @@ LAUNCHES: tuple[Launch, ...] = (
     _launch("Llama-3.1-8B gate_up", 4, 28672, 4096, norm=True, gated=True),
     replace(
         _launch("Qwen3-0.6B gate_up", 8, 6144, 1024, norm=True, gated=True), may_spill=(100,)
-    ),  # 8 bytes, in the epilogue
+    ),  # 8 bytes
     _launch("Llama-3.1-8B down", 16, 4096, 14336),
     _launch("Qwen3-0.6B o", 16, 1024, 2048),
-    # 8 bytes each; the engine uses float32 in tests only.
+    # 8 bytes; the engine uses float32 in tests only.
     replace(_launch("equality tests", 1, 1024, 1024, norm=True, dtype=FP32), may_spill=(100,)),
     _launch("equality tests", 8, 1024, 1024, norm=True, dtype=FP32),
     Launch("norm_linear Qwen2.5-0.5B qkv with bias 1", _with_bias(1, BF16)),

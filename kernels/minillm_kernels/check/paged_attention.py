@@ -260,7 +260,7 @@ def _launches() -> Iterator[Launch]:
                     bulk = (90, 100)[: 1 if form == "batch-invariant" else 2]
                     name = f"{form}, {model}, pages of {block_size}"
                     copies = bulk if block_size == 64 else ()
-                    # Where parts of heads of 256 are merged, behind the loop over keys: 24 bytes.
+                    # Heads of 256 on Ampere: 24 bytes, since the kernel merges its parts itself.
                     spills = (80,) if sizes[2] == 256 else ()
                     yield Launch(name, partial(call, **more), old_and_new, copies, spills)
     llama = partial(_launch, 32, 8, 128, 16, HALF)
