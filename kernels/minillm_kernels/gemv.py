@@ -20,11 +20,15 @@ twice that in flight.
   to a workspace, and the program of a tile that arrives last adds them. It adds in the order of
   the splits, so the same input always gives the same bits, whichever program is last.
 
-`norm_linear` fuses the preceding RMSNorm, which saves a launch and the round trip of the normalised
-rows through memory. RMSNorm scales each row by a factor and each column by the norm's weight. The
-one-row kernel sums the squares during the product and applies the factor to the result. With matrix
-units, unscaled rows could overflow in fp16, so the other kernel computes the factors first, in
-every program, from the L2 cache.
+`norm_linear` fuses the preceding residual addition and RMSNorm, which saves a launch and the round
+trip of the normalised rows through memory. Every program adds the residual itself, from the L2
+cache; the first stores the sum. RMSNorm scales each row by a factor and each column by the norm's
+weight. The one-row kernel sums the squares during the product and applies the factor to the result.
+With matrix units, unscaled rows could overflow in fp16, so the other kernel computes the factors
+first, in every program.
+
+If `gated`, the product's outputs are gate and up of SwiGLU, and silu(gate) * up is stored. Rows of
+W for gate and for up alternate in a tile, so that one program has both.
 
 With `batch_invariant=True` one row is computed by the kernel for 2 to 16 rows, whose tiles and
 splits do not depend on M: a row has the same bits for every M (He et al., Defeating Nondeterminism
@@ -35,14 +39,13 @@ in LLM Inference, 2025).
 Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from minillm_kernels.gemv_config import Config, config_for
 from minillm_kernels.launch import (
     KernelError,
     arch,
@@ -60,60 +63,36 @@ from minillm_kernels.launch import (
 )
 
 MAX_ROWS = 16  # rows of x; the narrowest efficient tile of the matrix units
-LEAST_SPLIT = 512  # columns; a shorter split ends before its pipeline is full
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tile of W of a program, and its pipeline.
-
-    Attributes:
-        num_stages: tiles in flight and in use; 1 loads directly to registers.
-        splits: programs that share the columns of a row; 1 for one row of x.
-    """
-
-    block_out: int
-    block_in: int
-    num_warps: int = 4
-    num_stages: int = 1
-    splits: int = 1
-
-
-@lru_cache(maxsize=1024)
-def config_for(
-    several: bool, num_out: int, size: int, dtype: torch.dtype, arch: int, multiprocessors: int
-) -> Config:
-    """Tiles by architecture and shape; of M, only whether it is 1 matters."""
-    half = dtype.itemsize == 2
-    if arch == 0:  # the cost of an interpreted program does not depend on its size
-        tile = Config(64, 512) if several else Config(64, 1024)
-    elif not several:
-        # At least three programs for each multiprocessor, of eight rows if there are enough.
-        wanted = 3 * multiprocessors
-        rows = next((rows for rows in (8, 4, 2) if triton.cdiv(num_out, rows) >= wanted), 1)
-        return Config(rows, min(1024 if half else 512, padded(size)), num_stages=3)
-    elif half:
-        tile = Config(64, 128, num_stages=4)  # 80 kB: two programs fit into a multiprocessor
-    else:
-        tile = Config(32, 32, num_stages=4)  # matrix units do not support full float32
-    if not several:
-        return tile
-    slots = 2 * multiprocessors // triton.cdiv(num_out, tile.block_out)
-    splits = max(1, min(slots, size // LEAST_SPLIT))
-    return Config(tile.block_out, tile.block_in, tile.num_warps, tile.num_stages, splits)
-
 
 # ---- one row ----------------------------------------------------------------------------------
 
 
 @triton.jit
+def weight_rows_of(tile, num_out, BLOCK_OUT: tl.constexpr, GATED: tl.constexpr):
+    """Rows of W of a tile, and which exist. If `GATED`, of gate and up in turn: W is [gate, up]."""
+    place = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    return (place // 2 + place % 2 * (num_out // 2) if GATED else place), place < num_out
+
+
+@triton.jit
+def load_sum(x_place, residual_ptr, offset, mask):
+    """x, plus the residual if there is one, rounded as if it had been stored."""
+    x = tl.load(x_place, mask=mask, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + offset, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    return x
+
+
+@triton.jit
 def _one_row(
-    x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, eps, num_out, weight_stride,
-    SIZE: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, VECTOR: tl.constexpr,
-    STAGES: tl.constexpr,
+    x_ptr, residual_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, eps, num_out,
+    weight_stride, SIZE: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    VECTOR: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCK_OUT` numbers of y from as many rows of W."""
-    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    """The numbers of y from `BLOCK_OUT` rows of W."""
+    tile = tl.program_id(0)
+    out, here = weight_rows_of(tile, num_out, BLOCK_OUT, GATED)
     weight_rows = weight_ptr + out.to(tl.int64)[:, None] * weight_stride
     # A thread loads `VECTOR` numbers at once, so it can sum them by itself.
     total = tl.zeros((BLOCK_OUT, BLOCK_IN // VECTOR), tl.float32)
@@ -121,11 +100,14 @@ def _one_row(
     for start in tl.range(0, SIZE, BLOCK_IN, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK_IN)
         inside = column < SIZE
-        mask = (out < num_out)[:, None] & inside[None, :]
+        mask = here[:, None] & inside[None, :]
         place = weight_rows + column[None, :]
         # Not read again in this step: a hint for loads to registers; cp.async has no such hint.
         weight = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        added = load_sum(x_ptr + column, residual_ptr, column, inside)
+        if sum_ptr is not None:
+            tl.store(sum_ptr + column, added, mask=column < tl.where(tile == 0, SIZE, 0))
+        x = added.to(tl.float32)
         if norm_weight_ptr is not None:
             squares += x * x
             x *= tl.load(norm_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
@@ -134,9 +116,10 @@ def _one_row(
     result = tl.sum(total, axis=1)
     if norm_weight_ptr is not None:
         result *= tl.rsqrt(tl.sum(squares) / SIZE + eps)  # the norm's factor
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + out, mask=out < num_out, other=0.0).to(tl.float32)
-    tl.store(out_ptr + out, result.to(out_ptr.dtype.element_ty), mask=out < num_out)
+    store_tile(
+        result[:, None], bias_ptr, out_ptr, None, None, tile, 0, out, here, tl.arange(0, 1),
+        1, num_out, 0, 1, GATED,
+    )  # fmt: skip
 
 
 # ---- several rows -----------------------------------------------------------------------------
@@ -144,29 +127,34 @@ def _one_row(
 
 @triton.jit
 def norm_scales(
-    x_rows, live, eps, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
+    x_rows, residual_ptr, sum_ptr, offsets, live, kept, eps,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """The norm's factor of each row, [ROWS, 1]; `live` [ROWS, 1] marks existing rows.
+    """The norm's factor of each row, [ROWS, 1]; `live` [ROWS, 1] marks existing rows. Sums
+    of x and the residual are stored, `kept` rows of them, which begin at `offsets`.
 
     Tiles are wide, because no computation can overlap the loads.
     """
     squares = tl.zeros((ROWS, BLOCK // VECTOR), tl.float32)
     for start in range(0, SIZE, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
-        x = tl.load(x_rows + column, mask=live & (column < SIZE), other=0.0).to(tl.float32)
+        mask = live & (column < SIZE)
+        added = load_sum(x_rows + column, residual_ptr, offsets + column, mask)
+        if sum_ptr is not None:
+            tl.store(sum_ptr + offsets + column, added, mask=kept & (column < SIZE))
+        x = added.to(tl.float32)
         squares += tl.sum(tl.reshape(x * x, (ROWS, BLOCK // VECTOR, VECTOR)), axis=2)
     return tl.rsqrt(tl.sum(squares, axis=1) / SIZE + eps)[:, None]
 
 
 @triton.jit
 def store_tile(
-    total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, split, out, row,
-    num_rows, num_out, out_stride, SPLITS: tl.constexpr,
+    total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, split, out, here, row,
+    num_rows, num_out, out_stride, SPLITS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of y^T [BLOCK_OUT, ROWS], plus the bias. Of several splits each stores its part
-    [splits, M, out]; the last to arrive adds them all and sets the tile's counter back to 0."""
-    here = out < num_out
+    """Store a tile of y^T [BLOCK_OUT, ROWS], plus the bias; `here` [BLOCK_OUT] marks what exists.
+    Of several splits each stores its part [splits, M, out]; the last to arrive adds them all and
+    sets the tile's counter back to 0."""
     stored = num_rows
     if SPLITS > 1:
         mask = here[:, None] & (row < num_rows)[None, :]
@@ -183,44 +171,58 @@ def store_tile(
             tl.store(arrivals_ptr + tile, 0)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + out, mask=here, other=0.0).to(tl.float32)[:, None]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if GATED:
+        half: tl.constexpr = total.shape[0] // 2
+        pairs = tl.permute(tl.reshape(total, (half, 2, total.shape[1])), (0, 2, 1))
+        gate, up = tl.split(pairs.to(dtype).to(tl.float32))  # rounded, as if stored before
+        total = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+        out = tile * half + tl.arange(0, half)
+        here = out < num_out // 2
     place = out_ptr + row.to(tl.int64)[None, :] * out_stride + out[:, None]
     mask = here[:, None] & (row < stored)[None, :]
-    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(place, total.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _several_rows(
-    x_ptr, weight_ptr, norm_weight_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr,
-    eps, num_rows, num_out, x_stride, weight_stride, out_stride,
+    x_ptr, weight_ptr, residual_ptr, norm_weight_ptr, sum_ptr, bias_ptr, out_ptr, parts_ptr,
+    arrivals_ptr, eps, num_rows, num_out, x_stride, weight_stride, out_stride,
     SIZE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, NORM_BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
+    VECTOR: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCK_OUT` columns of y [M, out] for all rows, from `SPLIT` columns of W and x."""
-    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    """The columns of y [M, out] from `BLOCK_OUT` rows and `SPLIT` columns of W, for all rows."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    out, here = weight_rows_of(tile, num_out, BLOCK_OUT, GATED)
     row = tl.arange(0, ROWS)
     live = (row < num_rows)[:, None]
     x_rows = x_ptr + row.to(tl.int64)[:, None] * x_stride
     weight_rows = weight_ptr + out.to(tl.int64)[:, None] * weight_stride
+    offsets = row.to(tl.int64)[:, None] * SIZE
     if norm_weight_ptr is not None:
-        scale = norm_scales(x_rows, live, eps, SIZE, ROWS, NORM_BLOCK, VECTOR)
-    begin = tl.program_id(1) * SPLIT
+        kept = (row < tl.where(tile + split == 0, num_rows, 0))[:, None]  # by one program
+        scale = norm_scales(
+            x_rows, residual_ptr, sum_ptr, offsets, live, kept, eps, SIZE, ROWS, NORM_BLOCK, VECTOR
+        )
+    begin = split * SPLIT
     total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     for start in range(begin, tl.minimum(begin + SPLIT, SIZE), BLOCK_IN):
         column = start + tl.arange(0, BLOCK_IN)
         inside = (column < SIZE)[None, :]
-        mask = (out < num_out)[:, None] & inside
+        mask = here[:, None] & inside
         place = weight_rows + column[None, :]
         weight = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_rows + column[None, :], mask=live & inside, other=0.0)
+        each = column[None, :]
+        x = load_sum(x_rows + each, residual_ptr, offsets + each, live & inside)
         if norm_weight_ptr is not None:
             norm_weight = tl.load(norm_weight_ptr + column, mask=column < SIZE, other=0.0)
             normed = x.to(tl.float32) * scale * norm_weight.to(tl.float32)[None, :]
             x = normed.to(x.dtype)  # rounded, as if the norm had stored it
         total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
     store_tile(
-        total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tl.program_id(0), tl.program_id(1),
-        out, row, num_rows, num_out, out_stride, SPLITS,
+        total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, split, out, here, row,
+        num_rows, num_out, out_stride, SPLITS, GATED,
     )  # fmt: skip
 
 
@@ -240,38 +242,55 @@ def linear(
 
     Rows may have any stride; `config` overrides the tile.
     """
-    return _product(x, None, 0.0, weight, bias, out, config, batch_invariant)
+    return _product(x, None, None, None, 0.0, weight, bias, False, out, config, batch_invariant)
 
 
 def norm_linear(
     x: Tensor,
+    residual: Tensor | None,
     norm_weight: Tensor,
     eps: float,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    gated: bool = False,
     out: Tensor | None = None,
     config: Config | None = None,
     batch_invariant: bool = False,
-) -> Tensor:
-    """`reference.norm_linear`: `linear` of the normalised rows, in one launch; norm_weight [in]."""
-    check_same_dtype(x=x, norm_weight=norm_weight)
+) -> tuple[Tensor, Tensor]:
+    """`reference.norm_linear`, in one launch: `linear` of the normalised sum, and the sum [M, in];
+    norm_weight [in]. If `gated`, weight is [gate, up] and the first result [M, out / 2].
+    """
     check_shape("norm_weight", norm_weight, x.shape[-1])
     check_contiguous(norm_weight=norm_weight)
-    return _product(x, norm_weight, eps, weight, bias, out, config, batch_invariant)
+    total = None
+    if residual is not None:
+        check_shape("residual", residual, *x.shape)
+        check_contiguous(residual=residual)
+        total = torch.empty_like(residual)
+    parts = (x, residual, norm_weight, total, eps, weight, bias, gated)
+    result = _product(*parts, out, config, batch_invariant)
+    if residual is not None and not result.numel():
+        return result, x + residual
+    return result, x if total is None else total
 
 
 def _product(
     x: Tensor,
+    residual: Tensor | None,
     norm_weight: Tensor | None,
+    total: Tensor | None,
     eps: float,
     weight: Tensor,
     bias: Tensor | None,
+    gated: bool,
     out: Tensor | None,
     config: Config | None,
     batch_invariant: bool,
 ) -> Tensor:
-    device = check_device(x=x, norm_weight=norm_weight, weight=weight, bias=bias)
+    before = {"residual": residual, "norm_weight": norm_weight}
+    device = check_device(x=x, **before, weight=weight, bias=bias)
+    check_same_dtype(x=x, **before)
     check_same_dtype(x=x, weight=weight, bias=bias)
     check_shape("x", x, "M", "in")
     num_rows, size = x.shape
@@ -284,29 +303,35 @@ def _product(
         )
     check_last_contiguous(x=x, weight=weight)
     check_bias(bias, num_out)
-    out = output(out, (num_rows, num_out), x)
+    if gated and num_out % 2:
+        raise KernelError(f"weight has {num_out} rows; gate and up must have as many each.")
+    out = output(out, (num_rows, num_out // (1 + gated)), x)
     if not out.numel():
         return out
     several = num_rows > 1 or batch_invariant
     config = config or config_for(
         several, num_out, size, x.dtype, arch(), num_multiprocessors(device)
     )
-    blocks, vector = (triton.cdiv(num_out, config.block_out),), 16 // x.element_size()
+    block_out = max(config.block_out, 1 + gated)
+    blocks, vector = (triton.cdiv(num_out, block_out),), 16 // x.element_size()
     if several:
         launch_tiles(
-            *(_several_rows, blocks, x, weight, (norm_weight,), bias, out, (eps,), config),
+            *(_several_rows, blocks, x, weight, (residual, norm_weight, total)),
+            *(bias, out, (eps,), config),
             ROWS=MAX_ROWS,
-            NORM_BLOCK=1024,
+            NORM_BLOCK=1024 if residual is None else 512,  # in registers
             VECTOR=vector,
+            GATED=gated,
         )
         return out
     _one_row[blocks](
-        *(x, norm_weight, weight, bias, out, eps, num_out, weight.stride(0)),
+        *(x, residual, norm_weight, weight, bias, out, total, eps, num_out, weight.stride(0)),
         SIZE=size,
-        BLOCK_OUT=config.block_out,
+        BLOCK_OUT=block_out,
         BLOCK_IN=config.block_in,
         VECTOR=vector,
         STAGES=config.num_stages,
+        GATED=gated,
         num_warps=config.num_warps,
     )
     return out
@@ -336,7 +361,7 @@ def launch_tiles(
     Each split has whole tiles; rounding up may give fewer splits than configured. `kernel` ends
     with `store_tile`.
     """
-    size, shape, device = x.shape[1], out.shape, out.device
+    size, shape, device = x.shape[1], (len(x), len(weight)), out.device
     tiles = triton.cdiv(max(size, 1), config.block_in)
     split = triton.cdiv(tiles, config.splits) * config.block_in
     splits = max(1, triton.cdiv(size, split))

@@ -8,7 +8,7 @@ once, `powers` takes the place of the hardware's exponential, and sums are trees
 The bits of a query depend on its position only, so one kernel serves decode, verification and
 chunks of prompts. A program attends with all G heads of some queries of a sequence that share a KV
 head. Sums of each part (8 of 128 positions, then of 512) are joined in ascending order: in
-registers or, for sequences of few queries, by `join_kernel` from one program per part. The pages
+registers or, for sequences of few queries, by the last program of one per part. The pages
 interleave four positions, as a CPU reads them: a tile is 16 contiguous rows of 4 D bytes, which
 registers rearrange.
 
@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from minillm_kernels.int8_cache import FIRST_PARTS, LATER_PART, LOG2_E, PART
-from minillm_kernels.int8_tiles import attention_kernel, join_kernel, largest_of, rounded
+from minillm_kernels.int8_tiles import attention_kernel, largest_of, rounded
 from minillm_kernels.launch import (
     INTEGERS,
     KernelError,
     arch,
+    arrival_counters,
     check_contiguous,
     check_device,
     check_dtype,
@@ -45,7 +46,14 @@ from minillm_kernels.paged_attention import (
     check_sequences,
 )
 from minillm_kernels.paged_config import FEW
-from minillm_kernels.rope_cache import slot_places
+from minillm_kernels.rope_cache import (
+    NUM_WARPS,
+    check_prologue,
+    rotate_queries,
+    rotated_heads,
+    rows_of_program,
+    slot_places,
+)
 
 MAX_WINDOW = 2**30  # positions are int32 numbers
 WRITE_TILE = 2048  # numbers of a program that writes
@@ -91,10 +99,11 @@ def paged_attention(
     def launch(block_m: int, apart: bool) -> None:
         block_q = block_m // group
         grid = (count // block_q + num_sequences, kv_heads, num_parts if apart else 1)
+        arrivals = arrival_counters(q.device, padded(grid[0] * kv_heads if apart else 1, 256))
         attention_kernel[grid](
-            q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, query_start, seq_lens,
-            block_tables, q.stride()[:-1], out.stride()[:-1], block_tables.stride(0), factor,
-            window, num_sequences, few, num_parts, GROUP=group, NUM_KV_HEADS=kv_heads,
+            q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, arrivals, query_start,
+            seq_lens, block_tables, q.stride()[:-1], out.stride()[:-1], block_tables.stride(0),
+            factor, window, num_sequences, few, num_parts, GROUP=group, NUM_KV_HEADS=kv_heads,
             BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_Q=block_q, DIM=dim, BLOCK_D=block_d,
             APART=apart, num_warps=4 if block_m * block_d <= 4096 else 8, num_stages=2,
             enable_fp_fusion=False,
@@ -106,10 +115,6 @@ def paged_attention(
         launch(max(min(large, most), padded(group)), apart=False)
     if few:
         launch(small, apart=True)
-        join_kernel[(num_sequences * few, heads)](
-            partial, stats, out, query_start, seq_lens, out.stride()[:-1], window, few,
-            num_parts, DIM=dim, BLOCK_D=block_d, num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
     return out
 
 
@@ -160,18 +165,18 @@ def _check_pages(x: Tensor, k_cache: Tensor, v_cache: Tensor, *scales: Tensor) -
 
 
 @triton.jit
-def write_rows(
-    source, cache, scales, place, kept, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    KEYS: tl.constexpr,
-):  # fmt: skip
-    """`int8_cache.quantize` of rows at `source` [ROWS, 1], stored at positions `place` of pages."""
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    x = tl.load(source + dims, mask=kept & (dims < DIM), other=0.0).to(tl.float32)
-    wanted = tl.div_rn(largest_of(x), 127.0)[:, None]
+def scale_of(most):
+    """The scale of rows [ROWS] whose largest number is `most`: [ROWS, 1], in float16 rounded up."""
+    wanted = tl.div_rn(most, 127.0)[:, None]
     scale = wanted.to(tl.float16)
     above = (scale.to(tl.float32) < wanted).to(tl.int16)  # rounded up
     scale = (scale.to(tl.int16, bitcast=True) + above).to(tl.float16, bitcast=True)
-    scale = tl.where(wanted <= 65504.0, scale.to(tl.float32), float("inf"))
+    return tl.where(wanted <= 65504.0, scale.to(tl.float32), float("inf"))
+
+
+@triton.jit
+def store_codes(x, scale, dims, cache, place, mask, DIM: tl.constexpr, KEYS: tl.constexpr):
+    """Store the codes of numbers [ROWS, n] of rows, at `dims` [1, n] of positions [ROWS, 1]."""
     divides = (scale > 0.0) & (scale < float("inf"))
     codes = rounded(tl.div_rn(x, tl.where(divides, scale, 1.0)))
     codes = tl.where(divides, codes, 0.0).to(tl.int32)
@@ -181,7 +186,20 @@ def write_rows(
     else:
         offsets = side + dims * 4
     target = cache + (place - side) * DIM + offsets
-    tl.store(target, codes.to(cache.dtype.element_ty), mask=kept & (dims < DIM))
+    tl.store(target, codes.to(cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def write_rows(
+    source, cache, scales, place, kept, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """`int8_cache.quantize` of rows at `source` [ROWS, 1], stored at positions `place` of pages."""
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    mask = kept & (dims < DIM)
+    x = tl.load(source + dims, mask=mask, other=0.0).to(tl.float32)
+    scale = scale_of(largest_of(x))
+    store_codes(x, scale, dims, cache, place, mask, DIM, KEYS)
     tl.store(scales + place, scale.to(tl.float16), mask=kept)
 
 
@@ -223,9 +241,7 @@ def write_cache(
     check_device(key=key, value=value, slot_mapping=slot_mapping)
     check_same_dtype(key=key, value=value)
     check_last_contiguous(value=value)
-    check_dtype(INTEGERS, slot_mapping=slot_mapping)
-    check_shape("slot_mapping", slot_mapping, "N")
-    check_contiguous(slot_mapping=slot_mapping)
+    _check_slots(slot_mapping)
     count, kv_heads, dim = key.shape
     if not count:
         return
@@ -236,3 +252,100 @@ def write_cache(
         NUM_KV_HEADS=kv_heads, BLOCK_SIZE=k_cache.shape[2], DIM=dim, BLOCK_D=padded(dim), ROWS=rows,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _check_slots(slot_mapping: Tensor) -> None:
+    check_dtype(INTEGERS, slot_mapping=slot_mapping)
+    check_shape("slot_mapping", slot_mapping, "N")
+    check_contiguous(slot_mapping=slot_mapping)
+
+
+# ---- norm, rotation and writing ---------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_blocks"])
+def rope_write_kernel(
+    qkv, q_weight, k_weight, cos, sin, slots, q, k_cache, v_cache, k_scale, v_scale,
+    eps, num_tokens, num_slots, num_blocks,
+    qkv_stride, qkv_head_stride, cos_stride, sin_stride, q_stride, q_head_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Programs of q, then those of k, then as many of v: ROWS heads each."""
+    program, row = tl.program_id(0), tl.arange(0, ROWS)[:, None]
+    q_programs = tl.cdiv(num_tokens * NUM_HEADS, ROWS)
+    kv_programs = tl.cdiv(num_tokens * NUM_KV_HEADS, ROWS)
+    if program < q_programs:
+        rotate_queries(
+            row + program * ROWS, qkv, q_weight, cos, sin, q, eps, num_tokens,
+            qkv_stride, qkv_head_stride, cos_stride, sin_stride, q_stride, q_head_stride,
+            NUM_HEADS, DIM, HALF, INTERLEAVED,
+        )  # fmt: skip
+    else:
+        row += (program - q_programs) % kv_programs * ROWS
+        token, head = row // NUM_KV_HEADS, (row % NUM_KV_HEADS).to(tl.int64)
+        block, offset, kept = slot_places(
+            slots, token, token < num_tokens, num_slots, num_blocks, BLOCK_SIZE
+        )
+        place = (block * NUM_KV_HEADS + head) * BLOCK_SIZE + offset
+        source = qkv + token.to(tl.int64) * qkv_stride + (NUM_HEADS + head) * qkv_head_stride
+        if program < q_programs + kv_programs:
+            first, second = rotated_heads(
+                source, token, kept, k_weight, eps, cos, sin, cos_stride, sin_stride,
+                DIM, HALF, INTERLEAVED,
+            )  # fmt: skip
+            dtype: tl.constexpr = qkv.dtype.element_ty  # rounded, as if stored before
+            first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+            scale = scale_of(tl.maximum(largest_of(first), largest_of(second)))
+            pair = tl.arange(0, HALF)[None, :]
+            mask = kept & (pair < DIM // 2)
+            store_codes(first, scale, pair, k_cache, place, mask, DIM, True)
+            store_codes(second, scale, DIM // 2 + pair, k_cache, place, mask, DIM, True)
+            tl.store(k_scale + place, scale.to(tl.float16), mask=kept)
+        else:
+            source += NUM_KV_HEADS * qkv_head_stride
+            write_rows(source, v_cache, v_scale, place, kept, DIM, 2 * HALF, False)
+
+
+def norm_rope_write(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """`reference.norm_rope_write` to pages of codes: qkv [N, H + 2 Hkv, D] -> q [N, H, D].
+
+    The queries of padding rows (slot -1 or none) are written, and are undefined.
+    """
+    weights = {"q_weight": q_weight, "k_weight": k_weight}
+    _check_pages(qkv, k_cache, v_cache, k_scale, v_scale)
+    check_device(qkv=qkv, **weights, cos=cos, sin=sin, slot_mapping=slot_mapping)
+    check_same_dtype(qkv=qkv, **weights)
+    count, all_heads, dim = qkv.shape
+    kv_heads = k_cache.shape[1]
+    heads = all_heads - 2 * kv_heads
+    if heads < 1:
+        raise KernelError(f"qkv has {all_heads} heads; it must have more than {2 * kv_heads}.")
+    check_prologue(weights, cos, sin, count, dim)
+    _check_slots(slot_mapping)
+    out = qkv.new_empty(count, heads, dim)
+    if not count:
+        return out
+    rows = rows_of_program(dim)
+    programs = triton.cdiv(count * heads, rows) + 2 * triton.cdiv(count * kv_heads, rows)
+    rope_write_kernel[(programs,)](
+        qkv, q_weight, k_weight, cos, sin, slot_mapping, out, k_cache, v_cache, k_scale, v_scale,
+        eps, count, len(slot_mapping), len(k_cache), *qkv.stride()[:2], cos.stride(0),
+        sin.stride(0), *out.stride()[:2], NUM_HEADS=heads, NUM_KV_HEADS=kv_heads, DIM=dim,
+        HALF=padded(dim) // 2, BLOCK_SIZE=k_cache.shape[2], ROWS=rows, INTERLEAVED=interleaved,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out

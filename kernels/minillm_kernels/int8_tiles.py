@@ -1,7 +1,8 @@
-"""The kernels of `int8_pages`: the arithmetic of `int8_cache`, a tile, and the join of parts."""
+"""The kernel of `int8_pages`: the arithmetic of `int8_cache`, a tile, and the join of parts."""
 
 from minillm_kernels.launch import tl, triton
-from minillm_kernels.paged_decode import row_places, store_tile
+from minillm_kernels.paged_decode import row_places
+from minillm_kernels.paged_parts import finish, store_rows
 from minillm_kernels.paged_prefill import find_tile
 
 # Neither the alignment of these addresses nor the size of these numbers is compiled in.
@@ -140,14 +141,16 @@ def attend_part(
 
 @triton.jit(do_not_specialize=[*TABLES, "table_stride", *NUMBERS])
 def attention_kernel(
-    q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, query_start, seq_lens, block_tables,
-    q_strides, out_strides, table_stride, scale, window, num_sequences, few, num_parts,
+    q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, arrivals, query_start, seq_lens,
+    block_tables, q_strides, out_strides, table_stride, scale, window, num_sequences, few,
+    num_parts,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     APART: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv_head): BLOCK_Q queries of a sequence, G heads each, over all parts; those
-    with up to `few` queries are left to a launch of (tile, kv_head, part) programs (`APART`)."""
+    with up to `few` queries are left to a launch of (tile, kv_head, part) programs (`APART`), of
+    which the last to arrive joins all parts."""
     index, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     sequence, start, number = find_tile(query_start, index, num_sequences, BLOCK_Q)
     query_len = tl.load(query_start + sequence + 1).to(tl.int32) - start
@@ -158,9 +161,10 @@ def attention_kernel(
     first = tl.load(seq_lens + sequence).to(tl.int32) - query_len + row
     low, high = tl.maximum(first - window + 1, 0), tl.maximum(first + count, 0)
     first_part, end_part = parts_of(low, high)
+    begin_part, num_used = first_part, tl.maximum(end_part - first_part, 1)
     if APART:
         first_part += tl.program_id(2)
-        if first_part >= end_part:
+        if tl.program_id(2) >= num_used:  # without visible positions, the first stores zeros
             return
         end_part = first_part + 1
     places, inside = row_places(
@@ -182,37 +186,22 @@ def attention_kernel(
             low, high, window, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_M, DIM, BLOCK_D,
         )  # fmt: skip
         best, total, values = join(best, total, values, part_best, part_total, part_values)
-    if not APART:
-        values, total = quotients(values, total), tl.full([BLOCK_M], 1.0, tl.float32)
-    store_tile(
-        APART, partial, stats, kv_head, first_part, sequence * few + row, num_parts, out,
-        out_strides, start + row, count, best, total, values,
-        GROUP, NUM_KV_HEADS, BLOCK_M, DIM, BLOCK_D, 1,
+    finish(
+        partial, stats, arrivals, sequence * few + row, num_parts, begin_part, first_part,
+        num_used if APART else 1, out, out_strides, start + row, count, kv_head, best, total,
+        values, GROUP, NUM_KV_HEADS, BLOCK_M, DIM, BLOCK_D, 1, join, store_quotients,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*TABLES[:2], *NUMBERS[1:]])
-def join_kernel(
-    partial, stats, out, query_start, seq_lens, out_strides, window, few, num_parts,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+@triton.jit
+def store_quotients(
+    out, out_strides, row, count, kv_head, total, values,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and query, head): join the parts of one head of a query."""
-    place, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    sequence, query = place // few, place % few
-    start = tl.load(query_start + sequence).to(tl.int64)
-    query_len = (tl.load(query_start + sequence + 1) - start).to(tl.int32)
-    if (query >= query_len) | (query_len > few):
-        return
-    end = tl.maximum(tl.load(seq_lens + sequence).to(tl.int32) - query_len + query + 1, 0)
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    parts = (place.to(tl.int64) * tl.num_programs(1) + head) * num_parts
-    best, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
-    values = tl.zeros([1, BLOCK_D], tl.float32)
-    first_part, end_part = parts_of(tl.maximum(end - window, 0), end)
-    for part in tl.range(first_part, end_part):
-        at = parts + part + tl.zeros([1], tl.int32)
-        numbers = tl.load(partial + at[:, None] * DIM + dims, mask=dims < DIM, other=0.0)
-        part_best, part_total = tl.load(stats + 2 * at), tl.load(stats + 2 * at + 1)
-        best, total, values = join(best, total, values, part_best, part_total, numbers)
-    target = out + (start + query) * out_strides[0] + head * out_strides[1] + dims
-    tl.store(target, quotients(values, total).to(out.dtype.element_ty), mask=dims < DIM)
+    """`store_rows` with quotients that are rounded once."""
+    one = tl.full([BLOCK_M], 1.0, tl.float32)
+    store_rows(
+        out, out_strides, row, count, kv_head, one, quotients(values, total),
+        GROUP, BLOCK_M, DIM, BLOCK_D, AXIS,
+    )  # fmt: skip

@@ -28,12 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm_kernels import paged_decode, paged_prefill
+from minillm_kernels import paged_decode, paged_parts, paged_prefill
 from minillm_kernels.launch import (
     INTEGERS,
     KernelError,
     TensorDescriptor,
     arch,
+    arrival_counters,
     check_block_tables,
     check_device,
     check_dtype,
@@ -177,16 +178,15 @@ def _decode(call: _Call, few: int, block_m: int) -> None:
         programs, most_tiles, num_multiprocessors(call.q.device), config.min_split_tiles
     )
     partial, stats = call.workspace(few, splits) if splits > 1 else (call.out, call.out)
+    arrivals = arrival_counters(call.q.device, padded(programs if splits > 1 else 1, 256))
     scale, soft_cap, window = call.exponents()
     paged_decode.decode_kernel[(num_tiles, call.num_kv_heads, splits)](
-        call.q, *call.caches(tiles), call.out, partial, stats, call.query_start, call.seq_lens,
-        call.block_tables, *call.strides(), scale, soft_cap, window, few, splits,
+        call.q, *call.caches(tiles), call.out, partial, stats, arrivals, call.query_start,
+        call.seq_lens, call.block_tables, *call.strides(), scale, soft_cap, window, few, splits,
         BLOCK_M=block_m, BLOCK_Q=block_q, MIN_TILES=config.min_split_tiles, SWAP=tiles.swap,
         SPLIT=splits > 1, SEVERAL=few > 1,
         **call.constants(tiles, wide=few > 1 and block_m >= tiles.block_m),
     )  # fmt: skip
-    if splits > 1:
-        _combine(call, tiles, partial, stats, split_tiles=0, at_once=16)
 
 
 def _decode_rows(call: _Call, max_query_len: int | None) -> tuple[int, int]:
@@ -204,16 +204,14 @@ def _decode_rows(call: _Call, max_query_len: int | None) -> tuple[int, int]:
     return max_query_len, max(one, min(rows, tiles.block_m))
 
 
-def _combine(
-    call: _Call, tiles: Tiles, partial: Tensor, stats: Tensor, split_tiles: int, at_once: int
-) -> None:
+def _combine(call: _Call, tiles: Tiles, partial: Tensor, stats: Tensor, split_tiles: int) -> None:
     """Launch the merge of the splits of every decode row."""
     value_dim, (_, few, _, splits, _) = call.out.shape[2], stats.shape
-    paged_decode.combine_kernel[(call.num_sequences * few, call.q.shape[1])](
+    paged_parts.combine_kernel[(call.num_sequences * few, call.q.shape[1])](
         partial, stats, call.out, call.query_start, call.seq_lens, call.out.stride()[:-1],
         call.exponents()[2], few, splits, VALUE_DIM=value_dim, BLOCK_DV=padded(value_dim),
-        BLOCK_N=tiles.block_n, SPLIT_TILES=split_tiles, MIN_TILES=call.config.min_split_tiles,
-        HAS_WINDOW=call.window is not None, BLOCK_S=at_once, num_warps=4,
+        BLOCK_N=tiles.block_n, SPLIT_TILES=split_tiles, HAS_WINDOW=call.window is not None,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -261,7 +259,7 @@ def _invariant(call: _Call, max_query_len: int | None) -> None:
     )  # fmt: skip
     if apart:
         split_tiles = config.split_size // tiles.block_n
-        _combine(call, tiles, partial, stats, split_tiles, at_once=1)
+        _combine(call, tiles, partial, stats, split_tiles)
 
 
 def _check(

@@ -1,15 +1,13 @@
 """Paged decode attention: a few query rows per sequence, with its keys split over the whole GPU.
 
 A decode step reads every key and value once, for about G multiply-adds per number with a group of
-G query heads. It is memory-bound, so enough bytes must be in flight. Two kernels (flash-decoding:
-Dao et al., 2023):
-
-1. `decode_kernel`, grid (B * tiles, Hkv, splits): each program attends to a split of one sequence's
-   positions with all G query heads that share the KV head, so that a key is read once for G heads.
-   It stores the state of the online softmax (Milakov and Gimelshein, 2018) in a float32 workspace:
-   maximum m, sum of weights l, and weighted sum of values.
-2. `combine_kernel`, grid (B * queries, H): merges the splits in ascending order, without atomics,
-   so that results are reproducible. With one split, the first kernel writes the result itself.
+G query heads. It is memory-bound, so enough bytes must be in flight (flash-decoding: Dao et al.,
+2023). `decode_kernel` has the grid (B * tiles, Hkv, splits): each program attends to a split of one
+sequence's positions with all G query heads that share the KV head, so that a key is read once for G
+heads. It stores the state of the online softmax (Milakov and Gimelshein, 2018) in a float32
+workspace: maximum m, sum of weights l, and weighted sum of values. The program that arrives last
+merges all splits in ascending order, so results are reproducible, whichever program is last. A
+sequence of one split needs no workspace. The batch-invariant mode merges in `combine_kernel`.
 
 A sequence may have several queries (verification of drafts: Leviathan et al., 2023). They are
 treated as additional heads of the group, each with a causal mask by its own position, so that keys
@@ -21,6 +19,7 @@ positions are the rows, and the G heads, padded to 16, are the columns.
 """
 
 from minillm_kernels.launch import tl, triton
+from minillm_kernels.paged_parts import TABLES, finish, merge_rows, splits_of, store_rows
 
 # ---- block tables -----------------------------------------------------------------------------
 
@@ -108,56 +107,7 @@ def log2_scores(products, scale, soft_cap, HAS_CAP: tl.constexpr):
         return products, scale
 
 
-@triton.jit
-def merge(m, total, acc, part_m, part_total, part_acc, AXIS: tl.constexpr):
-    """Merge the softmax states of two sets of positions: maximum, sum of weights, weighted values.
-
-    Written with explicit multiply-adds, so that all kernels get the same bits.
-    """
-    new_m = tl.maximum(m, part_m)
-    finite = tl.where(new_m == float("-inf"), 0.0, new_m)  # no visible key yet: -inf - -inf is NaN
-    old, new = tl.exp2(m - finite), tl.exp2(part_m - finite)
-    total = tl.fma(part_total, new, total * old)
-    acc = tl.fma(part_acc, tl.expand_dims(new, AXIS), acc * tl.expand_dims(old, AXIS))
-    return new_m, total, acc
-
-
-@triton.jit
-def normalized(acc, total, AXIS: tl.constexpr):
-    """Weighted values over the sum of weights; 0 without visible keys."""
-    return acc / tl.expand_dims(tl.where(total == 0.0, 1.0, total), AXIS)
-
-
-@triton.jit
-def splits_of(
-    seq_len, window, num_splits,
-    BLOCK_N: tl.constexpr, SPLIT_TILES: tl.constexpr, MIN_TILES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):  # fmt: skip
-    """The splits of a sequence's positions: first tile, tiles per split, number of splits used.
-
-    `window` covers all queries of the sequence: the window of one, and one position for each other.
-    With `SPLIT_TILES`, splits have a fixed size and absolute positions (the batch-invariant mode).
-    Otherwise a sequence is divided into `num_splits` equal parts of at least `MIN_TILES` tiles;
-    short sequences use fewer splits, an empty one none.
-    """
-    end = (seq_len + BLOCK_N - 1) // BLOCK_N
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(seq_len - window, 0) // BLOCK_N
-    if SPLIT_TILES > 0:
-        first = first // SPLIT_TILES * SPLIT_TILES
-        size = SPLIT_TILES
-    else:
-        size = tl.maximum((end - first + num_splits - 1) // num_splits, MIN_TILES)
-    return first, size, (end - first + size - 1) // size
-
-
 # ---- the kernels ------------------------------------------------------------------------------
-
-# Triton specialises kernels on arguments that are 1 or multiples of 16, except for those in
-# `do_not_specialize`. These addresses may be views into larger tensors.
-TABLES = ("query_start", "seq_lens", "block_tables")
 
 
 @triton.jit
@@ -218,7 +168,7 @@ def attend_heads(
 
 @triton.jit(do_not_specialize=[*TABLES, "table_stride", "window", "few", "num_splits"])
 def decode_kernel(
-    q, k_cache, v_cache, out, partial, stats, query_start, seq_lens, block_tables,
+    q, k_cache, v_cache, out, partial, stats, arrivals, query_start, seq_lens, block_tables,
     q_strides, k_strides, v_strides, out_strides, table_stride,
     scale, soft_cap, window, few, num_splits,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
@@ -244,7 +194,7 @@ def decode_kernel(
         seq_len, window + query_len - 1, num_splits, BLOCK_N, 0, MIN_TILES, HAS_WINDOW
     )
     if SPLIT:  # noqa: SIM102 (a constant and a number known only on the GPU)
-        if split >= used:
+        if split >= tl.maximum(used, 1):  # an empty sequence gets zeros
             return
     first_position = seq_len - query_len + row
     begin = first + split * size
@@ -271,11 +221,11 @@ def decode_kernel(
         full, end, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
         HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, SWAP, BULK, SEVERAL, True,
     )  # fmt: skip
-    total = tl.sum(weights, 0 if SWAP else 1)
-    store_tile(
-        SPLIT, partial, stats, kv_head, split, sequence * few + row, num_splits, out, out_strides,
-        start + row, count, m, total, acc,
-        GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, 0 if SWAP else 1,
+    AXIS: tl.constexpr = 0 if SWAP else 1
+    finish(
+        partial, stats, arrivals, sequence * few + row, num_splits, 0, split, used if SPLIT else 1,
+        out, out_strides, start + row, count, kv_head, m, tl.sum(weights, AXIS), acc,
+        GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, AXIS, merge_rows, store_rows,
     )  # fmt: skip
 
 
@@ -295,106 +245,3 @@ def split_bounds(
         low = tl.maximum(first_position + 1 - window, 0)
         full = begin  # few tiles: use the masked loop for all
     return full, end, low, high
-
-
-@triton.jit
-def store_tile(
-    apart, partial, stats, kv_head, split, place, num_splits, out, out_strides, row, count,
-    m, total, acc,
-    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, AXIS: tl.constexpr,
-):  # fmt: skip
-    """Store a tile's results from `row` on; if `apart`, its partial results in the workspace."""
-    if apart:
-        store_part(
-            partial, stats, place, count, kv_head, split, num_splits, m, total, acc,
-            GROUP, NUM_KV_HEADS, BLOCK_M, VALUE_DIM, BLOCK_DV, AXIS,
-        )  # fmt: skip
-    else:
-        store_rows(
-            out, out_strides, row, count, kv_head, total, acc,
-            GROUP, BLOCK_M, VALUE_DIM, BLOCK_DV, AXIS,
-        )  # fmt: skip
-
-
-@triton.jit
-def store_rows(
-    out, out_strides, row, count, kv_head, total, acc,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    AXIS: tl.constexpr,
-):  # fmt: skip
-    """Store the results of `count` rows of G heads, 0 for rows without visible keys. `AXIS` is the
-    axis of the values in `acc`: 1, or 0 if transposed."""
-    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
-    head = (kv_head * GROUP + rows % GROUP).to(tl.int64)
-    starts = (row.to(tl.int64) + rows // GROUP) * out_strides[0] + head * out_strides[1]
-    offsets = tl.expand_dims(starts, AXIS) + tl.expand_dims(dims, 1 - AXIS)
-    written = rows // GROUP < count
-    inside = tl.expand_dims(written, AXIS) & tl.expand_dims(dims < VALUE_DIM, 1 - AXIS)
-    result = normalized(acc, total, AXIS)
-    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def store_part(
-    partial, stats, row, count, kv_head, split, num_splits, m, total, acc,
-    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, AXIS: tl.constexpr,
-):  # fmt: skip
-    """Store a split of `count` rows of G heads for `combine_kernel`, `few` rows per sequence."""
-    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
-    token = row.to(tl.int64) + rows // GROUP
-    head = token * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows % GROUP
-    part = head * num_splits + split  # index into [B, few, H, splits]
-    written = rows // GROUP < count
-    tl.store(stats + part * 2, m, mask=written)
-    tl.store(stats + part * 2 + 1, total, mask=written)
-    offsets = tl.expand_dims(part * VALUE_DIM, AXIS) + tl.expand_dims(dims, 1 - AXIS)
-    inside = tl.expand_dims(written, AXIS) & tl.expand_dims(dims < VALUE_DIM, 1 - AXIS)
-    tl.store(partial + offsets, acc, mask=inside)
-
-
-@triton.jit(do_not_specialize=[*TABLES, "window", "few", "num_splits"])
-def combine_kernel(
-    partial, stats, out, query_start, seq_lens, out_strides, window, few, num_splits,
-    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT_TILES: tl.constexpr, MIN_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Program (b and query, head): merge the splits of one head of a row, BLOCK_S at a time.
-
-    Unused splits are neither written nor read. With BLOCK_S = 1, splits are merged one after
-    another, as in the batch-invariant kernel.
-    """
-    place, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    sequence, query = place // few, place % few
-    first_row = tl.load(query_start + sequence).to(tl.int64)
-    query_len = (tl.load(query_start + sequence + 1) - first_row).to(tl.int32)
-    if (query >= query_len) | (query_len > few):
-        return
-    seq_len = tl.load(seq_lens + sequence).to(tl.int32)
-    _, _, used = splits_of(
-        seq_len, window + query_len - 1, num_splits, BLOCK_N, SPLIT_TILES, MIN_TILES, HAS_WINDOW
-    )
-    dims = tl.arange(0, BLOCK_DV)
-    parts = (place.to(tl.int64) * tl.num_programs(1) + head) * num_splits
-    m = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_DV], tl.float32)
-    for start in tl.range(0, used, BLOCK_S):
-        split = start + tl.arange(0, BLOCK_S)
-        part_m = tl.load(stats + (parts + split) * 2, mask=split < used, other=float("-inf"))
-        part_total = tl.load(stats + (parts + split) * 2 + 1, mask=split < used, other=0.0)
-        offsets = (parts + split)[:, None] * VALUE_DIM + dims[None, :]
-        inside = (split < used)[:, None] & (dims < VALUE_DIM)[None, :]
-        part_acc = tl.load(partial + offsets, mask=inside, other=0.0)  # [BLOCK_S, BLOCK_DV]
-        if BLOCK_S > 1:  # merge the BLOCK_S splits first
-            most = tl.max(part_m, 0)
-            weight = tl.exp2(part_m - tl.where(most == float("-inf"), 0.0, most))
-            part_m = tl.max(part_m, 0, keep_dims=True)
-            part_total = tl.sum(part_total * weight, 0, keep_dims=True)
-            part_acc = tl.sum(part_acc * weight[:, None], 0, keep_dims=True)
-        m, total, acc = merge(m, total, acc, part_m, part_total, part_acc, 1)
-    pointers = out + (first_row + query) * out_strides[0] + head * out_strides[1] + dims[None, :]
-    result = normalized(acc, total, 1).to(out.dtype.element_ty)
-    tl.store(pointers, result, mask=(dims < VALUE_DIM)[None, :])

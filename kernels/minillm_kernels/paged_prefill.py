@@ -12,17 +12,8 @@ only on its query, its position and its keys.
 """
 
 from minillm_kernels.launch import tl, triton
-from minillm_kernels.paged_decode import (
-    TABLES,
-    load_rows,
-    locate,
-    log2_scores,
-    merge,
-    row_places,
-    splits_of,
-    store_rows,
-    store_tile,
-)
+from minillm_kernels.paged_decode import load_rows, locate, log2_scores, row_places
+from minillm_kernels.paged_parts import TABLES, merge, splits_of, store_rows, store_tile
 
 
 @triton.jit

@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm_kernels.gemv import LEAST_SPLIT, check_bias, launch_tiles, store_tile
+from minillm_kernels.gemv import check_bias, launch_tiles, store_tile
+from minillm_kernels.gemv_config import LEAST_SPLIT
 from minillm_kernels.launch import (
     FLOATS,
     KernelError,
@@ -173,7 +174,7 @@ def _int4_tile(
     tile = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
     store_tile(
         total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, tl.program_id(2),
-        out, row, num_rows, num_out, out_stride, SPLITS,
+        out, here, row, num_rows, num_out, out_stride, SPLITS, False,
     )  # fmt: skip
 
 
@@ -214,7 +215,7 @@ def _scaled_tile(
     tile = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
     store_tile(
         total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, tl.program_id(2),
-        out, row, num_rows, num_out, out_stride, SPLITS,
+        out, here, row, num_rows, num_out, out_stride, SPLITS, False,
     )  # fmt: skip
 
 

@@ -45,10 +45,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def norm_linear(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """`rms_norm`, then `linear`: [N, in] -> [N, out]"""
-    return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor,
+    bias: Tensor | None = None, gated: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`add_rms_norm` (a residual of None is zero), then `linear`, then `silu_mul` if `gated`:
+    [N, in] -> [N, out], or [N, out / 2], and the sum [N, in]."""
+    x = x if residual is None else x + residual
+    product = F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+    return silu_mul(product) if gated else product, x
 
 
 def cos_sin(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:

@@ -166,13 +166,7 @@ def rotate(
     num_rows, rows = num_tokens * num_heads, rows_of_program(dim)
     strides = (*x.stride()[:2], cos.stride(0), sin.stride(0), *out.stride()[:2])
     _rotate[(triton.cdiv(num_rows, rows),)](
-        x,
-        cos,
-        sin,
-        out,
-        num_rows,
-        num_heads,
-        *strides,
+        *(x, cos, sin, out, num_rows, num_heads, *strides),
         DIM=dim,
         HALF=padded(dim) // 2,
         ROWS=rows,
@@ -239,15 +233,8 @@ def write_cache(
     value_strides = (0, 0) if value is None else value.stride()[:2]
     strides = (*key.stride()[:2], *value_strides, *k_cache.stride()[:3], *v_cache.stride()[:3])
     _write_cache[(triton.cdiv(num_rows, rows),)](
-        key,
-        value,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        num_rows,
-        len(slot_mapping),
-        len(k_cache),
-        *strides,
+        *(key, value, k_cache, v_cache, slot_mapping),
+        *(num_rows, len(slot_mapping), len(k_cache), *strides),
         NUM_HEADS=num_heads,
         DIM=dim,
         VALUE_DIM=v_cache.shape[-1],
@@ -279,6 +266,24 @@ def _check_caches(
 # ---- fused ------------------------------------------------------------------------------------
 
 
+@triton.jit
+def rotate_queries(
+    row, qkv_ptr, weight_ptr, cos_ptr, sin_ptr, q_ptr, eps, num_tokens,
+    qkv_stride, qkv_head_stride, cos_stride, sin_stride, q_stride, q_head_stride,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Normalise, rotate and store the query heads of rows [ROWS, 1]."""
+    token, head = row // NUM_HEADS, (row % NUM_HEADS).to(tl.int64)
+    live = token < num_tokens
+    place = qkv_ptr + token.to(tl.int64) * qkv_stride + head * qkv_head_stride
+    first, second = rotated_heads(
+        place, token, live, weight_ptr, eps, cos_ptr, sin_ptr, cos_stride, sin_stride,
+        DIM, HALF, INTERLEAVED,
+    )  # fmt: skip
+    target = q_ptr + token.to(tl.int64) * q_stride + head * q_head_stride
+    store_pairs(target, live, first, second, DIM, HALF)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def _norm_rope_write(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, slot_ptr, q_ptr, k_cache_ptr,
@@ -294,16 +299,11 @@ def _norm_rope_write(
     kv_programs = tl.cdiv(num_tokens * NUM_KV_HEADS, ROWS)
     row = tl.arange(0, ROWS)[:, None]
     if program < q_programs:
-        row += program * ROWS
-        token, head = row // NUM_HEADS, (row % NUM_HEADS).to(tl.int64)
-        live = token < num_tokens
-        place = qkv_ptr + token.to(tl.int64) * qkv_stride + head * qkv_head_stride
-        first, second = rotated_heads(
-            place, token, live, q_weight_ptr, eps, cos_ptr, sin_ptr, cos_stride, sin_stride,
-            DIM, HALF, INTERLEAVED,
+        rotate_queries(
+            row + program * ROWS, qkv_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_ptr, eps, num_tokens,
+            qkv_stride, qkv_head_stride, cos_stride, sin_stride, q_stride, q_head_stride,
+            NUM_HEADS, DIM, HALF, INTERLEAVED,
         )  # fmt: skip
-        target = q_ptr + token.to(tl.int64) * q_stride + head * q_head_stride
-        store_pairs(target, live, first, second, DIM, HALF)
     else:
         row += (program - q_programs) % kv_programs * ROWS
         token, head = row // NUM_KV_HEADS, (row % NUM_KV_HEADS).to(tl.int64)
@@ -361,8 +361,7 @@ def norm_rope_write(
             f"qkv has {all_heads} heads and the caches {num_kv_heads} KV heads; qkv must have more "
             "than twice as many heads as the caches."
         )
-    _check_weights(weights, dim)
-    _check_angles(cos, sin, num_tokens, dim)
+    check_prologue(weights, cos, sin, num_tokens, dim)
     out = output(out, (num_tokens, num_heads, dim), qkv)
     if not num_tokens:
         return out
@@ -386,7 +385,11 @@ def norm_rope_write(
     return out
 
 
-def _check_weights(weights: dict[str, Tensor | None], dim: int) -> None:
+def check_prologue(
+    weights: dict[str, Tensor | None], cos: Tensor, sin: Tensor, num_tokens: int, dim: int
+) -> None:
+    """Check the norms' weights and the angles of tokens with heads of `dim`."""
+    _check_angles(cos, sin, num_tokens, dim)
     if len({weight is None for weight in weights.values()}) == 2:
         raise KernelError("only one of q_weight and k_weight is given; give both or none.")
     for name, weight in weights.items():

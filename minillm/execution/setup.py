@@ -18,6 +18,7 @@ from minillm.models.checkpoint import ModelSource, find_folder
 from minillm.models.decoder import Decoder
 from minillm.models.deterministic import TiledDecoder
 from minillm.models.fixed_sums import make_deterministic
+from minillm.models.fused_layers import FusedLayers
 from minillm.models.loader import DTYPES, load_model
 from minillm.models.packing import keep_plain, pack_weights
 from minillm.ops.batch import AttentionMode
@@ -145,6 +146,8 @@ def with_cache(
         logger.info("Weights: %s.", pack_weights(model))
     elif args.enforce_eager and model.device.type == "cpu":
         keep_plain(model)
+    elif has_graphs(model.device):
+        model.all_layers = FusedLayers.of(model)
     shape = cache_spec(model.config, plan.settings.kv_dtype), model.config.num_layers
     mode: AttentionMode = "plain" if model.plain_torch else "fast"
     num_blocks = plan.num_tokens // size

@@ -35,13 +35,19 @@ class Attention(nn.Module):
         self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
     ) -> Tensor:
         """[N, d] -> [N, d]"""
+        return self.o_proj(self.mix(self.project(x), rope, batch, kv))
+
+    def mix(
+        self, qkv: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
+    ) -> Tensor:
+        """Attention without its products: [N, (H + 2 Hkv) D] -> [N, H D]"""
         if not self.has_rope:  # angles of zero
             rope = torch.ones_like(rope[0]), torch.zeros_like(rope[1])
         heads = self.num_heads + 2 * self.num_kv_heads
-        qkv = self.project(x).view(-1, heads, self.head_dim)  # [N, H + 2 Hkv, D]
+        qkv = qkv.view(-1, heads, self.head_dim)  # [N, H + 2 Hkv, D]
         q = write_qkv(kv, self.layer, qkv, self._prologue(), rope, batch)
         out = kv.attend(self.layer, q, batch, self.scale, self.window)  # [N, H, D]
-        return self.o_proj(out.flatten(1))
+        return out.flatten(1)
 
     def project(self, x: Tensor) -> Tensor:
         """[N, d] -> [N, (H + 2 Hkv) D]"""

@@ -153,6 +153,9 @@ def norm_rope_write(
     rows = reference if mode == "plain" else _rows(qkv, q_norm, k_norm)
     if (codes := codes_of(pages)) and rows is cpu and cpu_int8_cache.takes(qkv, codes):
         return cpu_int8_cache.norm_rope_write(qkv, prologue, rope, codes, slot_mapping)
+    if codes and mode == "fast" and (kernels := _pages_of_codes(qkv, codes)) is not int8_cache:
+        norms = q_norm, k_norm, eps
+        return kernels.norm_rope_write(qkv, *norms, *rope, interleaved, *codes, slot_mapping)
     if rows is reference or codes or not _takes_heads(rows, pages.key):
         q, k, v = norm_rope(qkv, prologue, rope, mode)
         write_cache(k, v, pages, slot_mapping)

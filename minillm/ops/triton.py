@@ -12,6 +12,7 @@ from minillm.ops.batch import Batch, Codes, Pages
 from minillm_kernels import gemv, mla, reference
 from minillm_kernels import paged_attention as paged
 from minillm_kernels.batch_invariant import tiled_attention
+from minillm_kernels.gemv import norm_linear as norm_linear  # an operation of its own
 from minillm_kernels.launch import MAX_HEAD_DIM
 from minillm_kernels.mla_config import MAX_ROPE_DIM, MAX_VALUE_DIM
 
@@ -27,8 +28,12 @@ class Options(TypedDict):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[N, in], [out, in], [out] -> [N, out]"""
-    narrow = x.dim() == 2 and 0 < len(x) <= GEMV_ROWS
-    return (gemv if narrow else reference).linear(x, weight, bias)
+    return (gemv if takes_rows(x) else reference).linear(x, weight, bias)
+
+
+def takes_rows(x: Tensor) -> bool:
+    """Whether the kernels for products of few rows take these."""
+    return x.dim() == 2 and 0 < len(x) <= GEMV_ROWS
 
 
 def paged_attention(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from minillm.ops.philox import Purpose
 from minillm.ops.sampling import Pack, dist
+from minillm.ops.transfers import indices
 from minillm.sampling.rules import DraftedToken, coins
 
 Decision = Callable[[Tensor, Tensor, int], tuple[float | Tensor, Tensor]]
@@ -48,11 +49,11 @@ class Ratio:
             return samples
         where = [i for i, each in enumerate(drafted) if each.dist is not None]
         every = len(where) == len(samples)
-        at = torch.tensor(where).to(samples.device)
+        at = indices(samples.device, where)
         own = pack if every else pack.select(at)
         p = dist(logits if every else logits[at], own)
         q = torch.stack(dists).to(p)
-        tokens = torch.tensor([drafted[i].token for i in where]).to(p.device)
+        tokens = indices(p.device, [drafted[i].token for i in where])
         accept, resample = coins(own, Purpose.ACCEPT, Purpose.RESAMPLE)
         accepted = accept < accept_probability(p, q, tokens)
         left = (~accepted).nonzero()[:, 0]  # synchronises

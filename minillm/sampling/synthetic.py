@@ -6,11 +6,13 @@ weights and at any acceptance rate. The generated text is meaningless.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.ops.philox import Purpose
 from minillm.ops.sampling import Pack, choose
+from minillm.ops.transfers import upload
 from minillm.sampling.rules import DraftedToken, coins
 
 
@@ -34,9 +36,9 @@ class Synthetic:
         """The draft if accepted, otherwise a different token: int64 [K]. If no other token has a
         finite logit, the draft is accepted."""
         device = samples.device
-        tokens = torch.tensor([each.token for each in drafted]).to(device)
-        rates = torch.tensor([self.rates[each.step] for each in drafted], dtype=torch.float64)
+        given = [each.token for each in drafted], [self.rates[each.step] for each in drafted]
+        tokens, rates = upload(device, np.array(given[0]), np.array(given[1], dtype=np.float64))
         others = logits.scatter(1, tokens[:, None], -torch.inf)
         other, best = choose(others, pack, model_dtype, Purpose.RESAMPLE)
-        accepted = (coins(pack, Purpose.ACCEPT)[0] < rates.to(device)) | ~best.isfinite()
+        accepted = (coins(pack, Purpose.ACCEPT)[0] < rates) | ~best.isfinite()
         return torch.where(accepted, tokens, other)

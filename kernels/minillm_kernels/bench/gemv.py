@@ -12,20 +12,21 @@ from torch import Tensor
 
 from minillm_kernels import gemv
 from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
+from minillm_kernels.gemv_config import Config
 
 EPS = 1e-6
 # Tiles to compare: rows and columns of W, warps, stages (1: loads into registers) and splits.
 ONE_ROW = (
-    gemv.Config(8, 1024, num_stages=1),
-    gemv.Config(8, 1024, num_stages=4),
-    gemv.Config(4, 1024, num_stages=4),
-    gemv.Config(16, 512, num_stages=4),
+    Config(8, 1024, num_stages=1),
+    Config(8, 1024, num_stages=4),
+    Config(4, 1024, num_stages=4),
+    Config(16, 512, num_stages=4),
 )
 SEVERAL_ROWS = (
-    gemv.Config(64, 64, num_stages=6),
-    gemv.Config(64, 128, num_stages=4, splits=4),
-    gemv.Config(32, 128, num_stages=5),
-    gemv.Config(128, 64, num_warps=4, num_stages=6),
+    Config(64, 64, num_stages=6),
+    Config(64, 128, num_stages=4, splits=4),
+    Config(32, 128, num_stages=5),
+    Config(128, 64, num_warps=4, num_stages=6),
 )
 
 
@@ -39,7 +40,7 @@ class Size:
     size: int
     norm: bool = False
     batch_invariant: bool = False
-    tiles: tuple[gemv.Config, ...] = ()
+    tiles: tuple[Config, ...] = ()
     target: float | None = None
 
     @property
@@ -62,7 +63,7 @@ SIZES = (
     Size("8B o", 1, 4096, 4096),
     Size("8B lm_head", 1, 128256, 4096, norm=True),
     Size("0.6B qkv", 1, 4096, 1024, norm=True),
-    Size("0.6B o", 1, 1024, 2048, tiles=(gemv.Config(1, 1024, num_stages=3),)),
+    Size("0.6B o", 1, 1024, 2048, tiles=(Config(1, 1024, num_stages=3),)),
     Size("8B down", 1, 4096, 14336, batch_invariant=True),
     Size("8B down", 2, 4096, 14336),
     Size("8B down", 8, 4096, 14336, tiles=SEVERAL_ROWS),
@@ -72,10 +73,10 @@ SIZES = (
     Size("0.6B o", 8, 1024, 2048),
 )
 TINY = (
-    Size("toy", 1, 24, 40, tiles=(gemv.Config(8, 32),)),
+    Size("toy", 1, 24, 40, tiles=(Config(8, 32),)),
     Size("toy", 1, 24, 40, norm=True, target=0.90),
     Size("toy", 1, 24, 40, batch_invariant=True),
-    Size("toy", 4, 24, 40, norm=True, tiles=(gemv.Config(16, 16, splits=2),)),
+    Size("toy", 4, 24, 40, norm=True, tiles=(Config(16, 16, splits=2),)),
 )
 
 
@@ -126,7 +127,7 @@ class Sets:
         norm_weight = torch.ones(size.size, **options)  # type: ignore[call-overload]
         return x, norm_weight, weight.mul_(size.size**-0.5)
 
-    def ours(self, config: gemv.Config | None) -> Call:
+    def ours(self, config: Config | None) -> Call:
         """The kernel, with its own tile or another."""
 
         def call(number: int) -> object:
@@ -135,7 +136,7 @@ class Sets:
             if not self.size.norm:
                 return gemv.linear(x, weight, config=config, batch_invariant=invariant)
             options = {"config": config, "batch_invariant": invariant}
-            return gemv.norm_linear(x, norm_weight, EPS, weight, **options)  # type: ignore[arg-type]
+            return gemv.norm_linear(x, None, norm_weight, EPS, weight, **options)  # type: ignore[arg-type]
 
         return call
 
@@ -152,7 +153,7 @@ class Sets:
         return {"torch": self.torch_linear} | tiles
 
 
-def described(tile: gemv.Config) -> str:
+def described(tile: Config) -> str:
     """A tile in a few characters."""
     text = f"{tile.block_out}x{tile.block_in} w{tile.num_warps} s{tile.num_stages}"
     return text + (f" /{tile.splits}" if tile.splits > 1 else "")

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from minillm_kernels import gemv, reference
 from minillm_kernels.check.case import (
     Launch,
+    Mismatch,
+    compare,
     compare_products,
     generator,
     guarded,
@@ -29,7 +31,8 @@ class Case:
     """One call: x [rows, size], weight [num_out, size].
 
     Attributes:
-        norm: `norm_linear`.
+        norm: `norm_linear`, of x plus a residual if `residual`; `gated`: its outputs are
+            gate and up of SwiGLU.
         view: x and weight are parts of wider rows.
         tile: another `Config`, as block_out, block_in and splits.
         scale: of x; small, so that eps decides.
@@ -40,6 +43,8 @@ class Case:
     size: int
     dtype: torch.dtype = BF16
     norm: bool = False
+    residual: bool = False
+    gated: bool = False
     bias: bool = False
     view: bool = False
     batch_invariant: bool = False
@@ -60,7 +65,8 @@ def verify(case: Case, device: str = "cpu", kernels: ModuleType = gemv) -> None:
     weight = in_rows(numbers(case.num_out, case.size), gap)
     bias = surrounded(numbers(case.num_out)) if case.bias else None
     norm_weight = surrounded(numbers(case.size)) if case.norm else None
-    out = guarded((case.rows, case.num_out), case.dtype, device)
+    residual = surrounded(numbers(case.rows, case.size)) if case.residual else None
+    out = guarded((case.rows, case.num_out // (1 + case.gated)), case.dtype, device)
     options: dict[str, Any] = {"out": out.view, "batch_invariant": case.batch_invariant}
     if case.tile is not None:
         block_out, block_in, splits = case.tile
@@ -70,10 +76,18 @@ def verify(case: Case, device: str = "cpu", kernels: ModuleType = gemv) -> None:
     if norm_weight is None:
         kernels.linear(x, weight, bias, **options)
     else:
-        kernels.norm_linear(x, norm_weight, case.eps, weight, bias, **options)
+        before = (x, residual, norm_weight, case.eps)
+        _, total = kernels.norm_linear(*before, weight, bias, gated=case.gated, **options)
+        if not torch.equal(total, x if residual is None else x + residual):
+            raise Mismatch("the sum is not x plus the residual, rounded")
+        factors = total.double().cpu()
         factors = reference.rms_norm(factors, norm_weight.double().cpu(), case.eps)
     out.check()
     expected = reference.linear(factors, *product)
+    if case.gated:
+        spread = (factors**2 @ product[0].T ** 2).amax() if expected.numel() else 0.0
+        compare(out.view, reference.silu_mul(expected), "gated", floor=max(1e-3, float(spread)))
+        return
     compare_products(out.view, expected, factors, product[0], floor=1e-3)
 
 
@@ -95,24 +109,36 @@ CASES: tuple[Case, ...] = (
     Case(2, 20, 1025, FP32, norm=True, bias=True, tile=(16, 64, 8)),
     Case(16, 9, 130, FP16, tile=(16, 64, 16)),  # more splits than tiles
     Case(9, 65, 2100, norm=True, view=True),  # splits of its own
+    *(Case(rows, 50, 200, dtype, norm=True, residual=True) for rows in (1, 5) for dtype in DTYPES),
+    *(
+        Case(rows, 130, 90, dtype, norm=True, residual=True, gated=True, bias=True)
+        for rows in (1, 4)
+        for dtype in DTYPES
+    ),
+    Case(1, 22, 1500, norm=True, residual=True, gated=True, view=True, tile=(1, 64, 1)),
+    Case(9, 70, 2100, norm=True, residual=True, gated=True, tile=(16, 128, 4)),
     Case(0, 8, 16),
     Case(3, 0, 16),
+    Case(2, 0, 16, norm=True, residual=True),
 )
 
 
 def random_case(rng: random.Random) -> Case:
     """Any case."""
     several = rng.random() < 0.6
-    norm, bias, view, batch_invariant = (rng.random() < 0.5 for _ in range(4))
+    norm, bias, view, batch_invariant, more = (rng.random() < 0.5 for _ in range(5))
+    gated = norm and rng.random() < 0.5
     tile = None
     if rng.random() < 0.5:
         tile = (rng.choice((16, 32, 64)), rng.choice((32, 64, 256)), rng.randint(1, 6))
     return Case(
         rng.randint(0, gemv.MAX_ROWS) if several else 1,
-        rng.choice((1, 8, rng.randint(1, 200))),
+        rng.choice((1, 8, rng.randint(1, 200))) * (1 + gated),
         rng.choice((1, 64, rng.randint(1, 600), 8 * rng.randint(1, 200))),
         rng.choice(DTYPES),
         norm,
+        norm and more,
+        gated,
         bias,
         view,
         batch_invariant,
@@ -129,18 +155,26 @@ ARCHITECTURES = (80, 90, 100)
 
 
 def _launch(
-    name: str, rows: int, num_out: int, size: int, norm: bool = False, dtype: torch.dtype = BF16
+    name: str,
+    rows: int,
+    num_out: int,
+    size: int,
+    norm: bool = False,
+    gated: bool = False,
+    dtype: torch.dtype = BF16,
 ) -> Launch:
     """A layer of a model; matrix units where there are several rows in half precision."""
 
     def run() -> object:
         x, weight = torch.empty(rows, size, dtype=dtype), torch.empty(num_out, size, dtype=dtype)
-        return gemv.norm_linear(x, x[0], 1e-6, weight) if norm else gemv.linear(x, weight)
+        before = (x, x, x[0], 1e-6)
+        return gemv.norm_linear(*before, weight, gated=gated) if norm else gemv.linear(x, weight)
 
     units = rows > 1 and dtype != FP32
     kind = str(dtype).removeprefix("torch.")
     return Launch(
-        f"{'norm_linear' if norm else 'linear'} {name} {rows}x{size}x{num_out} {kind}",
+        f"{'norm_linear' if norm else 'linear'} {name} {rows}x{size}x{num_out} {kind}"
+        + " gated" * gated,
         run,
         tensor_cores=ARCHITECTURES if units else (),
     )
@@ -149,7 +183,7 @@ def _launch(
 def _with_bias(rows: int, dtype: torch.dtype) -> Callable[[], object]:
     def run() -> object:
         x, weight = torch.empty(rows, 896, dtype=dtype), torch.empty(1152, 896, dtype=dtype)
-        return gemv.norm_linear(x, x[0], 1e-6, weight, torch.empty(1152, dtype=dtype))
+        return gemv.norm_linear(x, None, x[0], 1e-6, weight, torch.empty(1152, dtype=dtype))
 
     return run
 
@@ -158,15 +192,21 @@ LAUNCHES: tuple[Launch, ...] = (
     _launch("Llama-3.1-8B qkv", 1, 6144, 4096, norm=True),
     _launch("Llama-3.1-8B down", 1, 4096, 14336),
     _launch("Llama-3.1-8B down", 1, 4096, 14336, dtype=FP16),
+    _launch("Llama-3.1-8B gate_up", 1, 28672, 4096, norm=True, gated=True),
     _launch("Qwen3-0.6B qkv", 1, 4096, 1024, norm=True),
+    _launch("Qwen3-0.6B gate_up", 1, 6144, 1024, norm=True, gated=True),
     _launch("Qwen3-0.6B o", 1, 1024, 2048),
     _launch("Qwen3-30B-A3B router", 1, 128, 2048),
     _launch("Llama-3.1-8B qkv", 8, 6144, 4096, norm=True),
     _launch("Llama-3.1-8B qkv", 8, 6144, 4096, norm=True, dtype=FP16),
-    _launch("Llama-3.1-8B gate_up", 4, 28672, 4096, norm=True),
+    _launch("Llama-3.1-8B gate_up", 4, 28672, 4096, norm=True, gated=True),
+    replace(
+        _launch("Qwen3-0.6B gate_up", 8, 6144, 1024, norm=True, gated=True), may_spill=(100,)
+    ),  # 8 bytes
     _launch("Llama-3.1-8B down", 16, 4096, 14336),
     _launch("Qwen3-0.6B o", 16, 1024, 2048),
-    _launch("equality tests", 1, 1024, 1024, norm=True, dtype=FP32),
+    # 8 bytes; the engine uses float32 in tests only.
+    replace(_launch("equality tests", 1, 1024, 1024, norm=True, dtype=FP32), may_spill=(100,)),
     _launch("equality tests", 8, 1024, 1024, norm=True, dtype=FP32),
     Launch("norm_linear Qwen2.5-0.5B qkv with bias 1", _with_bias(1, BF16)),
     Launch("norm_linear Qwen2.5-0.5B qkv with bias 4", _with_bias(4, BF16), ARCHITECTURES),

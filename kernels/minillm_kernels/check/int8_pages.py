@@ -175,6 +175,7 @@ def verify(case: Case, device: str = "cpu", kernels: Any = int8_pages) -> None:
         raise Mismatch("rows behind the last sequence were written")
     if case.bad:
         return
+    verify_prologue(case, given, device, kernels)
     key, value = (near(*int8_cache.quantize(x)) for x in (key, value))
     keys, values = (torch.zeros(due[0].shape, dtype=torch.float64) for _ in range(2))
     reference.write_cache(key, value, keys, values, slots)
@@ -182,6 +183,37 @@ def verify(case: Case, device: str = "cpu", kernels: Any = int8_pages) -> None:
     right = reference.paged_attention(queries, keys, values, *tables, case.scale, case.window)
     for row, (begin, end) in enumerate(pairwise(starts.tolist())):
         compare(got[begin:end], right[begin:end], f"attention of sequence {row}", ROUNDING)
+
+
+def verify_prologue(case: Case, given: Inputs, device: str, kernels: Any) -> None:
+    """Mismatch if norm, rotation and writing in one launch are far from the reference's."""
+    count, dim, interleaved = len(given.slots), case.head_dim, case.seed % 3 == 0
+    rng, heads = generator(case.seed + 1), case.num_heads + 2 * case.num_kv_heads
+    qkv = normal(rng, (count, heads, dim), case.dtype, device)
+    norms: list[Any] = [None, None]
+    if case.seed % 2:
+        norms = [normal(rng, (dim,), case.dtype, device) for _ in norms]
+    turns = torch.rand(count, dim // 2, generator=rng) * 2 * math.pi
+    pages = garbage(case, given.num_blocks, device)
+    angles = turns.cos().to(device), turns.sin().to(device)
+    q = kernels.norm_rope_write(qkv, *norms, 1e-5, *angles, interleaved, *pages, given.slots)
+    exact: list[Any] = [None if each is None else each.double().cpu() for each in (qkv, *norms)]
+    caches = [torch.full(pages[0].shape, math.nan, dtype=torch.float64) for _ in range(2)]
+    right = reference.norm_rope_write(
+        exact[0], exact[1], exact[2], 1e-5, turns.cos(), turns.sin(), interleaved,
+        caches[0], caches[1], given.slots.cpu(),
+    )  # fmt: skip
+    written = given.slots.cpu() >= 0
+    compare(q.cpu()[written], right[written], "rotated queries", 0.02)
+    table = torch.arange(given.num_blocks)
+    for what, codes, scale, due in zip(("keys", "values"), pages[:2], pages[2:], caches,
+                                       strict=True):  # fmt: skip
+        due = due.transpose(0, 1).flatten(1, 2)  # [Hkv, S, D]
+        got = [int8_cache.gather(each.cpu(), table, due.shape[1]) for each in (codes, scale)]
+        numbers, there = (got[0] * got[1])[:, : due.shape[1]], ~due.isnan()
+        if bool((numbers[~there] == numbers[~there]).any()):
+            raise Mismatch(f"{what} were written to slots that are not in the batch")
+        compare(numbers[there], due[there], what, 0.02)
 
 
 # ---- compiled only ----------------------------------------------------------------------------
@@ -213,6 +245,14 @@ def _write(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     int8_pages.write_cache(key, key, *_pages(num_kv_heads, head_dim, 16), slots)
 
 
+def _prologue(num_heads: int, num_kv_heads: int, head_dim: int, normed: bool) -> None:
+    qkv = torch.empty(64, num_heads + 2 * num_kv_heads, head_dim, dtype=BRAIN)
+    norm = torch.empty(head_dim, dtype=BRAIN) if normed else None
+    angles, slots = torch.empty(64, head_dim // 2), torch.empty(64, dtype=torch.int64)
+    pages = _pages(num_kv_heads, head_dim, 16)
+    int8_pages.norm_rope_write(qkv, norm, norm, 1e-5, angles, angles, False, *pages, slots)
+
+
 def _launches() -> Iterator[Launch]:
     everywhere = (80, 90, 100)
     models = {"Llama-3.1-8B": (32, 8, 128), "Llama-3.2-1B": (32, 8, 64), "Gemma-2-2b": (8, 4, 256)}
@@ -223,6 +263,8 @@ def _launches() -> Iterator[Launch]:
             yield Launch(f"{form}, {model}", call, everywhere)
     window = partial(_attend, 32, 32, 96, 64, window=4096)
     yield Launch("decode, Phi-3-mini, pages of 64, a window", window, everywhere)
+    yield Launch("norm_rope_write, Llama-3.1-8B", partial(_prologue, 32, 8, 128, False))
+    yield Launch("norm_rope_write, Qwen3-0.6B", partial(_prologue, 16, 8, 128, True))
     yield Launch("write, Llama-3.1-8B", partial(_write, 8, 128, BRAIN))
     yield Launch("write, head_dim 80 float32", partial(_write, 2, 80, torch.float32))
 

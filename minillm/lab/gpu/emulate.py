@@ -19,7 +19,7 @@ from minillm.engine import setup as engine_setup
 from minillm.execution import setup as execution_setup
 from minillm.models.checkpoint import ModelSource, open_model
 from minillm.models.decoder import Decoder
-from minillm.ops import cpu_sampling, dispatch, transfers
+from minillm.ops import cpu_int8_cache, cpu_sampling, dispatch, transfers
 from minillm.ops.dispatch import Backend
 from minillm.parallel.split import stage_config
 
@@ -73,6 +73,7 @@ def emulated(capability: int = ARCH) -> Iterator[list[Any]]:
         (dispatch, "backend_of", lambda device: backend),
         (ops, "backend_of", lambda device: backend),
         (cpu_sampling, "takes", lambda *others: False),
+        (cpu_int8_cache, "takes", lambda *others: False),
         (execution_setup, "packs", lambda *others: False),
         (engine_setup, "packs", lambda *others: False),
         (execution_setup, "keep_plain", lambda model: None),

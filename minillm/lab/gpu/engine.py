@@ -25,6 +25,7 @@ from minillm.lab.gpu.worker import Case, Context, Found
 from minillm.layers.kv_cache import KVCache
 from minillm.models.batches import make_batch
 from minillm.models.decoder import Decoder
+from minillm.models.fused_layers import FusedLayers
 from minillm.models.presets import preset
 from minillm.ops import dispatch
 from minillm.ops.batch import AttentionMode, Batch
@@ -188,6 +189,7 @@ def same_logits(context: Context, made: dict[str, Decoder], count: int) -> dict[
         config = stage_config(preset(context.task), range(LAYERS[context.task]))
         made["model"] = Decoder(config, torch.bfloat16, context.device, 4096)
         made["model"].initialize(std=0.05)
+        made["model"].all_layers = FusedLayers.of(made["model"])
     model = made["model"]
     with torch.inference_mode():
         eager, replayed = with_kernels(model, count, context)

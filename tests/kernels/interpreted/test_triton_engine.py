@@ -3,10 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from minillm import ops
 from minillm.models import deterministic
 from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
+from minillm.models.forward_pass import Chunk, ForwardPass
+from minillm.models.fused_layers import FusedLayers
 from minillm_kernels import mla
 from minillm_kernels.interpreter import ordered_dots
 from tests.kernels.engine_cases import PROMPTS, TINY, generate, logprobs, open_engine, tokens
@@ -40,6 +44,26 @@ def test_the_engine_says_the_same(family, folder_of, plain, kernels):
     for got, expected in zip(outputs, plain[family], strict=True):
         assert logprobs(got) == pytest.approx(logprobs(expected), abs=2e-4)
     assert len(kernels) >= 5, kernels
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_fused_layers_compute_the_same(family, folder_of, kernels):
+    """Three sequences, one of them with two tokens; then as many rows as no kernel takes."""
+    model = Decoder(open_model(folder_of(family)).config)
+    model.initialize(std=0.2)
+    runs = ForwardPass(model)
+    fused, given = FusedLayers.of(model), [Chunk(0, 0, [5, 9]), Chunk(1, 0, [7]), Chunk(2, 0, [4])]
+    apart, kv = runs.run(given, runs.allocate(3, 4)), runs.allocate(3, 4)
+    assert "_silu_mul" in kernels
+    kernels.clear()
+    model.all_layers = fused
+    for got, expected in zip(runs.run(given, kv), apart, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+    assert "_silu_mul" not in kernels
+    runs.run([Chunk(0, 0, [1] * 9)], runs.allocate(1, 9))
+    assert "_silu_mul" in kernels
+    model.layers[0].mlp.activation = ops.invariant_silu_mul
+    assert FusedLayers.of(model) is None
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillm_kernels import gemv
+from minillm_kernels import gemv, reference
 from minillm_kernels.check import gemv as check
 from minillm_kernels.check.case import generator
 from minillm_kernels.interpreter import ordered_dots
@@ -31,7 +31,7 @@ def test_a_row_has_the_same_bits_for_every_number_of_rows(dtype: torch.dtype, no
     def run(rows: slice) -> torch.Tensor:
         options = {"config": config, "batch_invariant": True}
         if norm:
-            return gemv.norm_linear(x[rows], norm_weight, 1e-6, weight, bias, **options)
+            return gemv.norm_linear(x[rows], None, norm_weight, 1e-6, weight, bias, **options)[0]
         return gemv.linear(x[rows], weight, bias, **options)
 
     with ordered_dots():
@@ -60,6 +60,16 @@ def test_the_rows_of_a_result_may_be_wider(splits: int) -> None:
     assert bool((wide[:, :4] == -1).all() and (wide[:, 24:] == -1).all())
 
 
+def test_bits_do_not_depend_on_who_is_last(another_order) -> None:
+    rng = generator(8)
+    x, weight = torch.randn(5, 200, generator=rng), torch.randn(40, 200, generator=rng)
+    options = {"config": gemv.Config(16, 16, splits=4)}
+    with ordered_dots():
+        usual = gemv.linear(x, weight, **options)
+        with another_order:
+            assert torch.equal(gemv.linear(x, weight, **options), usual)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_product_of_nothing_is_its_bias(rows: int) -> None:
     bias = torch.arange(5.0)
@@ -71,11 +81,28 @@ def test_a_product_of_nothing_is_its_bias(rows: int) -> None:
 def test_a_bad_row_hurts_no_other() -> None:
     rng = generator(5)
     x, weight = torch.randn(4, 96, generator=rng), torch.randn(20, 96, generator=rng)
-    fine = gemv.norm_linear(x, torch.ones(96), 1e-6, weight)
+    fine = gemv.norm_linear(x, None, torch.ones(96), 1e-6, weight)[0]
     x[2] = torch.nan
-    spoilt = gemv.norm_linear(x, torch.ones(96), 1e-6, weight)
+    spoilt = gemv.norm_linear(x, None, torch.ones(96), 1e-6, weight)[0]
     assert bool(spoilt[2].isnan().all())
     assert torch.equal(spoilt[[0, 1, 3]], fine[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("dtype", check.DTYPES)
+@pytest.mark.parametrize(("rows", "splits"), [(1, 1), (5, 1), (5, 3)])
+def test_fused_rows_have_the_bits_of_separate_launches(dtype, rows: int, splits: int) -> None:
+    """The norm apart: it rounds what it stores."""
+    rng = generator(7)
+    x, residual = (torch.randn(rows, 96, generator=rng).to(dtype) for _ in range(2))
+    weight, norm = torch.randn(52, 96, generator=rng).to(dtype), torch.ones(96, dtype=dtype)
+    options = {"config": gemv.Config(16, 32, splits=splits)}
+    with ordered_dots():
+        before = x + residual, torch.zeros_like(x)
+        plain, same = gemv.norm_linear(*before, norm, 1e-6, weight, **options)
+        gated, total = gemv.norm_linear(x, residual, norm, 1e-6, weight, gated=True, **options)
+    assert torch.equal(total, same)
+    close = 0 if dtype == BF16 else 1e-6  # numpy's exp
+    torch.testing.assert_close(gated, reference.silu_mul(plain), rtol=close, atol=close)
 
 
 # ---- configurations ----------------------------------------------------------------------------
@@ -118,9 +145,12 @@ def test_a_tile_fits_into_shared_memory() -> None:
         (lambda x, w: gemv.linear(x, w, w[:, 0]), "bias has shape [4] and strides (16,)"),
         (lambda x, w: gemv.linear(x, w, out=w), "out is [4, 16]; it must be [2, 4]."),
         (lambda x, w: gemv.linear(x, w.to("meta")), "x is on cpu and weight on meta"),
-        (lambda x, w: gemv.norm_linear(x, w[0, :8], 0.0, w), "norm_weight is [8]; it must be [16]"),
-        (lambda x, w: gemv.norm_linear(x, w[0].to(BF16), 0.0, w), "x is torch.float32 and norm_we"),
-        (lambda x, w: gemv.norm_linear(x, w.view(64)[::4], 0.0, w), "norm_weight has shape [16]"),
+        (lambda x, w: gemv.norm_linear(x, None, w[0, :8], 0.0, w), "norm_weight is [8]; it must"),
+        (lambda x, w: gemv.norm_linear(x, None, w[0].to(BF16), 0.0, w), "and norm_weight torch.b"),
+        (lambda x, w: gemv.norm_linear(x, None, w.view(64)[::4], 0.0, w), "norm_weight has shape"),
+        (lambda x, w: gemv.norm_linear(x, x[:1], w[0], 0.0, w), "residual is [1, 16]; it must be"),
+        (lambda x, w: gemv.norm_linear(x, x.half(), w[0], 0.0, w), "and residual torch.float16"),
+        (lambda x, w: gemv.norm_linear(x, None, w[0], 0.0, w[:3], gated=True), "gate and up must"),
     ],
 )
 def test_bad_input_is_one_sentence(call: object, sentence: str) -> None:
@@ -134,6 +164,8 @@ def test_bad_input_is_one_sentence(call: object, sentence: str) -> None:
 ONE = tuple(case for case in check.CASES if case.rows == 1)
 SPLIT = tuple(case for case in check.CASES if case.tile)
 MANY = tuple(case for case in check.CASES if case.rows != 1)
+ADDED = tuple(case for case in check.CASES if case.residual)
+GATED = tuple(case for case in check.CASES if case.gated)
 BUGS = [
     (ONE, "the last columns forgotten", "tl.range(0, SIZE, BLOCK_IN,",
      "tl.range(0, SIZE - SIZE % BLOCK_IN, BLOCK_IN,"),
@@ -141,17 +173,15 @@ BUGS = [
      "        inside = column < SIZE + BLOCK_IN\n"),
     (MANY, "unguarded columns of several rows", "inside = (column < SIZE)[None, :]",
      "inside = (column >= 0)[None, :]"),
-    (ONE, "unguarded rows of the weight", "mask = (out < num_out)[:, None] & inside[None, :]",
+    (ONE, "unguarded rows of the weight", "mask = here[:, None] & inside[None, :]",
      "mask = (out >= 0)[:, None] & inside[None, :]"),
-    (MANY, "unguarded rows of the weight, many of x", "(out < num_out)[:, None] & inside\n",
-     "(out >= 0)[:, None] & inside\n"),
+    (MANY, "unguarded rows of the weight, many of x", "mask = here[:, None] & inside\n",
+     "mask = (out >= 0)[:, None] & inside\n"),
     (MANY, "unguarded rows of x", "live = (row < num_rows)[:, None]",
      "live = (row >= 0)[:, None]"),
     (MANY, "unguarded rows of y", "mask = here[:, None] & (row < stored)[None, :]",
      "mask = here[:, None] & (row >= 0)[None, :]"),
-    (ONE, "the bias of one row forgotten", "    if bias_ptr is not None:\n        result",
-     "    if False:\n        result"),
-    (MANY, "the bias of several rows forgotten", "total += tl.load(bias_ptr + out,",
+    (ONE, "the bias forgotten", "total += tl.load(bias_ptr + out,",
      "total += 0.0 * tl.load(bias_ptr + out,"),
     (SPLIT, "the last split added twice", "total = tl.zeros_like(total)", "total = total + 0.0"),
     (SPLIT, "counters left at the number of splits", "tl.store(arrivals_ptr + tile, 0)",
@@ -161,20 +191,26 @@ BUGS = [
      "tl.sum(squares, axis=1) / SIZE"),
     (ONE, "a mean over the padded width", "tl.sum(squares) / SIZE",
      "tl.sum(squares) / BLOCK_IN"),
-    (MANY, "the norm of another row", "scale = norm_scales(x_rows,",
-     "scale = norm_scales(x_ptr + (row * 0).to(tl.int64)[:, None],"),
-    (SPLIT, "the norm of one split", "live, eps, SIZE, ROWS, NORM_BLOCK",
-     "live, eps, SPLIT, ROWS, NORM_BLOCK"),
+    (MANY, "the norm of another row", "            x_rows, residual_ptr, sum_ptr,",
+     "            x_ptr + (row * 0).to(tl.int64)[:, None], residual_ptr, sum_ptr,"),
+    (SPLIT, "the norm of one split", "eps, SIZE, ROWS, NORM_BLOCK", "eps, SPLIT, ROWS, NORM_BLOCK"),
     (MANY, "no weight of the norm", "scale * norm_weight.to(tl.float32)",
      "scale + 0 * norm_weight.to(tl.float32)"),
     (ONE, "the norm of weighted numbers", "            squares += x * x\n            x *=",
      "            x *="),
-    (SPLIT, "splits from the beginning", "begin = tl.program_id(1) * SPLIT", "begin = 0"),
+    (SPLIT, "splits from the beginning", "begin = split * SPLIT", "begin = 0"),
     (SPLIT, "splits to the end", "tl.minimum(begin + SPLIT, SIZE)", "SIZE"),
     (SPLIT, "the last split forgotten", "tl.static_range(SPLITS)",
      "tl.static_range(SPLITS - 1)"),
     (SPLIT, "parts of splits that overlap", "step = num_rows.to(tl.int64) * num_out",
      "step = num_out.to(tl.int64)"),
+    (ADDED, "the norm of x alone", "x = added.to(tl.float32)\n        if norm",
+     "x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)\n        if norm"),
+    (ADDED, "a sum of the last program", "tl.where(tile == 0,", "tl.where(tile == 1,"),
+    (ADDED, "a sum of other rows", "sum_ptr + offsets + column", "sum_ptr + column + 0 * offsets"),
+    (GATED, "gate and up apart", "place // 2 + place % 2 * (num_out // 2) if", "place if"),
+    (GATED, "up and gate", "gate, up = tl.split", "up, gate = tl.split"),
+    (GATED, "unguarded pairs", "here = out < num_out // 2", "here = out < num_out"),
     (MANY, "an unscaled product in half precision", "x.to(tl.float32) * scale * norm",
      "x.to(tl.float32) * norm"),
 ]  # fmt: skip

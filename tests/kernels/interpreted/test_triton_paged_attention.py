@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from minillm_kernels import paged_attention, paged_decode, paged_prefill
+from minillm_kernels import paged_attention, paged_decode, paged_parts, paged_prefill
 from minillm_kernels.check.paged_attention import (
     BLOCK_N,
     MIXED,
@@ -22,6 +22,7 @@ from minillm_kernels.check.paged_attention import (
 from minillm_kernels.interpreter import ordered_dots
 from minillm_kernels.launch import KernelError
 from minillm_kernels.paged_config import choose, count_splits
+from tests.kernels.interpreted.conftest import programs_in
 from tests.kernels.mutants import convicted, mutant
 
 # exp2 of a soft cap's argument is infinite for large scores, on purpose.
@@ -147,6 +148,10 @@ def test_limits_of_heads_and_blocks() -> None:
             called(k_cache=torch.zeros(6, 2, size, 32), v_cache=torch.zeros(6, 2, size, 32))
 
 
+SPLIT_ROWS = {"sequences": ((5, 37), (1, 0), (3, 270)), "max_query_len": 5, "splits": 3,
+              "form": "rows", "num_heads": 8}  # fmt: skip
+
+
 # ---- one machine code, at any size ------------------------------------------------------------
 
 
@@ -212,7 +217,6 @@ def test_a_few_queries_are_split_over_the_gpu(
     launches = Launches()
     monkeypatch.setattr(paged_prefill, "prefill_kernel", launches)
     monkeypatch.setattr(paged_decode, "decode_kernel", launches)
-    monkeypatch.setattr(paged_decode, "combine_kernel", Launches())
     rows, count = sum(query_lens), len(query_lens)
     paged_attention.paged_attention(
         torch.zeros(rows, num_heads, 64), *[torch.zeros(1, num_kv_heads, 16, 64)] * 2,
@@ -226,7 +230,7 @@ def test_a_workspace_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the batch-invariant mode a table of a long context has many splits."""
     launches = Launches()
     monkeypatch.setattr(paged_prefill, "invariant_kernel", launches)
-    monkeypatch.setattr(paged_decode, "combine_kernel", Launches())
+    monkeypatch.setattr(paged_parts, "combine_kernel", Launches())
     case = Case(((5, 70), (3, 20)), batch_invariant=True, form="rows", splits=2, max_query_len=5)
     for limit, splits in ((2**26, 2), (2000, 1)):
         monkeypatch.setattr(paged_attention, "MAX_WORKSPACE", limit)
@@ -247,6 +251,17 @@ def test_more_queries_than_said_write_nothing_else(batch_invariant: bool) -> Non
     torch.testing.assert_close(got[9:], wanted[9:])
     if batch_invariant:
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("case", [SPLIT_ROWS, SPLIT_ROWS | {"form": "swap", "dtype": torch.half}])
+def test_bits_do_not_depend_on_who_is_last(case: dict[str, Any], another_order) -> None:
+    case = Case(**case)
+    given_ = inputs(case, "cpu")
+    with ordered_dots():
+        usual = run(case, paged_attention, given_)
+        with another_order:
+            assert torch.equal(run(case, paged_attention, given_), usual)
+            verify(case)
 
 
 def test_heads_may_lie_far_apart() -> None:
@@ -286,20 +301,16 @@ def test_a_cache_without_blocks() -> None:
 # ---- deliberate bugs --------------------------------------------------------------------------
 
 
-FILES = (paged_attention, paged_prefill, paged_decode)
+FILES = (paged_attention, paged_prefill, paged_decode, paged_parts)
 DECODE = Case(((1, 37), (1, 70)), 2, 1, form="rows", max_query_len=1)
 SPLIT = replace(DECODE, sequences=((1, 20), (1, 150)), splits=3)
-LONG_SPLIT = Case(
-    ((1, 1200),), 1, 1, form="rows", splits=19, seed=3
-)  # more than are merged at once
+LONG_SPLIT = Case(((1, 1200),), 1, 1, form="rows", splits=19, seed=3)
 HEADS = replace(DECODE, sequences=((1, 9),), num_heads=4, num_kv_heads=2)
 CHUNKS = Case(((1, 20), (40, 80)), 2, 1, form="rows", max_query_len=40)
 LATER = replace(CHUNKS, sequences=((18, 50), (20, 25)))  # in the tile behind the first
 INVARIANT = Case(((1, 70), (9, 80)), 2, 1, form="rows", batch_invariant=True)
 SWAPPED = "acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * rescale,"
 POSITION = "position = first + tl.arange(0, BLOCK_M) // GROUP"
-USED = """for start in tl.range(0, used, BLOCK_S):
-        split = start + tl.arange(0, BLOCK_S)"""
 SEVERAL = Case(((5, 37), (3, 70)), 4, 2, form="rows", max_query_len=5, splits=3, padding=2)
 SEEN = "visible = visible & (each <= own)"
 WINDOW = "visible = visible & (each > own - window)"
@@ -318,12 +329,17 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
      "total += tl.sum(p, 1)", CHUNKS),
     ("merge without rescale", "acc * tl.expand_dims(old, AXIS)", "acc", LONG_SPLIT),
     ("merge in registers without rescale", "acc * tl.expand_dims(old, AXIS)", "acc", INVARIANT),
-    ("parts without weights", "part_acc * weight[:, None]", "part_acc", SPLIT),
-    ("sums without weights", "part_total * weight", "part_total", SPLIT),
-    ("empty splits count", USED, USED.replace("used, B", "num_splits, B") +
-     "\n        used = num_splits", SPLIT),
-    ("another cut in the combination", "MIN_TILES=call.config.min_split_tiles", "MIN_TILES=1",
-     replace(SPLIT, sequences=((1, 20), (1, 70)))),
+    ("parts without weights", "tl.fma(part_acc, tl.expand_dims(new, AXIS)",
+     "tl.fma(part_acc, tl.expand_dims(new * 0.0 + 1.0, AXIS)", SPLIT),
+    ("sums without weights", "tl.fma(part_total, new,", "tl.fma(part_total, new * 0.0 + 1.0,",
+     SPLIT),
+    ("empty splits are merged", "(0, used, num_stages=2)", "(0, num_splits, num_stages=2)",
+     replace(SPLIT, sequences=((1, 100), (1, 150)))),
+    ("empty splits are combined", "(0, used):", "(0, num_splits):", APART),
+    ("the last but one merges", "== programs - 1", "== programs - 2", SPLIT),
+    ("counters are left behind", "tl.store(place, 0)", "tl.store(place, programs)", SPLIT),
+    ("nobody writes an empty sequence", "split >= tl.maximum(used, 1)", "split >= used",
+     replace(SPLIT, sequences=((1, 0), (1, 150)))),
     ("a row does not see itself", "keys[None, :] <= position[:, None])",
      "keys[None, :] < position[:, None])", CHUNKS),
     ("a row sees the next one", POSITION, POSITION.replace("first +", "first + 1 +"), CHUNKS),
@@ -358,8 +374,6 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
      replace(DECODE, block_size=64)),
     ("table read behind its end", "mask=needed, other=0)", "mask=positions >= 0, other=0)",
      replace(DECODE, sequences=((1, 37),), block_size=3)),
-    ("chunks joined as decode rows", "(query >= query_len) | (query_len > few)",
-     "query >= query_len", replace(CHUNKS, splits=2)),
     ("decode rows beside chunks left out", "if few:", "if max_query_len == few:", CHUNKS),
     ("nobody takes a single chunk", "        few = 0  # nothing to decode", "        return out",
      replace(CHUNKS, sequences=((40, 80),))),
@@ -392,19 +406,19 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
      replace(SEVERAL, sequences=((5, 66), (3, 70)), splits=4)),
     ("splits of one query's window", "seq_len, window + query_len - 1, num_splits, BLOCK_N, 0",
      "seq_len, window, num_splits, BLOCK_N, 0", replace(WINDOWS, sequences=((5, 84), (3, 70)))),
-    ("another cut where parts are joined",
-     "window + query_len - 1, num_splits, BLOCK_N, SPLIT_TILES, M",
-     "window, num_splits, BLOCK_N, SPLIT_TILES, M",
-     replace(WINDOWS, sequences=((5, 93), (3, 70)), window=60)),
+    ("another cut where parts are combined",
+     "(\n        seq_len, window + query_len - 1, num_splits, BLOCK_N, SPLIT_TILES",
+     "(\n        seq_len, window, num_splits, BLOCK_N, SPLIT_TILES",
+     replace(APART, sequences=((5, 125), (3, 70)), window=60)),
     ("the first tile's queries again", "sequence % tiles * BLOCK_Q", "sequence % tiles * 0", TILES),
     ("a tile too few", "num_tiles = call.num_sequences * -(-few // block_q)",
      "num_tiles = call.num_sequences", TILES),
     ("the first query's result for all", "out + (first_row + query) * out_strides",
-     "out + first_row * out_strides", SEVERAL),
+     "out + first_row * out_strides", APART),
     ("queries that are not there are written", "(query >= query_len) | (query_len > few)",
      "query_len > few", replace(APART, padding=2)),
-    ("several: a sequence's parts in its neighbour's place", "split, sequence * few + row",
-     "split, sequence + row", SEVERAL),
+    ("several: a sequence's parts in its neighbour's place", "arrivals, sequence * few + row",
+     "arrivals, sequence + row", replace(SEVERAL, sequences=((5, 137), (3, 150)))),
     ("several: invariant parts in a neighbour's place", "(2), sequence * few + row",
      "(2), sequence + row", APART),
     ("several: splits begin where one row's do", "used = splits_of(\n            seq_len, window + "
@@ -424,4 +438,6 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
     ("old", "new", "case"), [bug[1:] for bug in BUGS], ids=[bug[0] for bug in BUGS]
 )
 def test_bug_is_found(old: str, new: str, case: Case, tmp_path: Path) -> None:
-    assert convicted(verify, [case], mutant(FILES, old, new, tmp_path))
+    broken = mutant(FILES, old, new, tmp_path)
+    with programs_in("by splits"):  # so that a part in a wrong place meets the one that is there
+        assert convicted(verify, [case, case], broken)
