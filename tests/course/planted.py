@@ -520,6 +520,37 @@ bug("16_penalty", "sampling.sampler:Sampler._edited")(
 )
 
 
+# ---- Token trees --------------------------------------------------------------------------------
+
+
+@bug("17", "models.trees:Tree.walk")
+def _(right, tree, samples, drafts):
+    """Only the first child of a node is looked at, as in a chain."""
+    path = right(tree, samples, drafts)
+    firsts = [0, *(draft + 1 for draft in tree.chain)]
+    return [node for node, first in zip(path, firsts, strict=False) if node == first]
+
+
+# A node sees the slots before it instead of the nodes of its path.
+bug("17_siblings", "models.trees:tree_batch")(
+    lambda right, *arguments: replace(right(*arguments), tails=None)
+)
+# An accepted path stays where it was computed.
+bug("17_moves", "execution.runner:keep_path")(lambda right, *arguments: None)
+
+
+@bug("17_values", "speculative.trees:values")
+def _(right, paths, accuracy):
+    """The value of a draft is the accuracy of its own head: its parent is not asked."""
+    return [accuracy[len(path) - 1][path[-1]] for path in paths]
+
+
+@bug("17_grown", "speculative.trees:grown")
+def _(right, accuracy, most):
+    """A tree grows in the order of its depths, not of its values."""
+    return [(rank,) for rank in range(min(most, len(accuracy[0])))]
+
+
 # ---- Several processes --------------------------------------------------------------------------
 
 # Every rank draws the noise of its tokens as if they began at 0.

@@ -154,8 +154,8 @@ def draw_agreement(
     )
 
 
-def draw_gains(gains: Mapping[str, Mapping[int, float]], what: str) -> None:
-    """Draw the gain in tokens per second against the batch."""
+def draw_gains(gains: Mapping[str, Mapping[int, float]], what: str, legend: float = 0.66) -> None:
+    """Draw the gain in tokens per second against the batch; `legend` is its height, 0 to 1."""
     fig, ax = figure("batch (sequences, logarithmic)", "tokens per second / plain",
                      size=(7, 3.8))  # fmt: skip
     for number, (name, values) in enumerate(gains.items()):
@@ -167,7 +167,7 @@ def draw_gains(gains: Mapping[str, Mapping[int, float]], what: str) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xticks(batches, [f"{batch}" for batch in batches])
     ax.set_ylim(bottom=0)
-    ax.legend(loc="center left", bbox_to_anchor=(0.0, 0.66))
+    ax.legend(loc="center left", bbox_to_anchor=(0.0, legend))
     told = " and ".join(f"{v[batches[-1]]:.2f} ({name})" for name, v in gains.items())
     show(
         fig,
