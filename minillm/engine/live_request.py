@@ -18,8 +18,8 @@ class LiveRequest:
 
     __slots__ = (
         "__weakref__", "_ended", "_first_token", "_last_token", "_num_read", "_prompt_token_ids",
-        "_scheduled", "_tokenizer", "acceptance", "completions", "finished", "num_updates", "prompt_logprobs",
-        "request", "sequences",
+        "_scheduled", "_tokenizer", "acceptance", "completions", "finished", "num_updates",
+        "prompt_logprobs", "request", "sequences",
     )  # fmt: skip
 
     def __init__(

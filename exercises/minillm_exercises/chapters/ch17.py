@@ -80,7 +80,9 @@ class Pass:
     def logits(self, tokens: Sequence[int], tree: Tree | None = None) -> Tensor:
         """Logits behind each node of a tree, or each token of a chain: [n, V]."""
         parts = self.tables, self.kv.block_size, [0], [self.start], [len(tokens)], list(tokens)
-        batch = make_batch(*parts) if tree is None else tree_batch(*parts, [tree])
+        batch = make_batch(*parts)
+        if tree is not None:
+            batch = tree_batch(batch, [self.start], [len(tokens)], [tree])
         return self.run.model.logits(self.run.model(batch, self.kv)).clone()
 
 
