@@ -48,7 +48,7 @@ FLOORS = {
 LINES = {
     "minillm": 56_704, "minillm without minillm/lab": 35_971, "minillm/lab": 20_733,
     "kernels": 12_759, "notebooks": 2_193,
-    "exercises/minillm_exercises": 18_333, "tests": 74_568,
+    "exercises/minillm_exercises": 18_335, "tests": 74_568,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25
