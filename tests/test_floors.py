@@ -46,9 +46,9 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 56_704, "minillm without minillm/lab": 35_971, "minillm/lab": 20_733,
+    "minillm": 56_707, "minillm without minillm/lab": 35_974, "minillm/lab": 20_733,
     "kernels": 12_759, "notebooks": 2_193,
-    "exercises/minillm_exercises": 18_335, "tests": 74_568,
+    "exercises/minillm_exercises": 18_335, "tests": 74_573,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

@@ -76,6 +76,9 @@ def without_meaningless(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+CACHE_POLICIES = ("longest_prefix_match",)  # those with `reads_cache`
+
+
 @dataclass(frozen=True)
 class EplbConfig(CheckedArguments):
     """Expert-parallel load balancing (EPLB); names, meanings and defaults are vLLM's.
@@ -255,7 +258,7 @@ class EngineArgs(CheckedArguments):
                 "kv_cache_memory_bytes and num_gpu_blocks_override both set the size of the KV "
                 "cache; give one of them."
             )
-        by_prefix = self.scheduling_policy == "longest_prefix_match"
+        by_prefix = self.scheduling_policy in CACHE_POLICIES
         if self.enable_prefix_caching is False and (self.prefix_cache is not None or by_prefix):
             name = "scheduling_policy" if self.prefix_cache is None else "prefix_cache"
             raise ConfigError(

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from minillm.api.arguments import CACHE_POLICIES
 from minillm.api.sampling_params import SamplingParams
 from minillm.cache.manager import BlockManager
 from minillm.scheduling.admission import MAX_REPEATED_REFUSALS
@@ -156,6 +157,10 @@ def test_who_lacks_blocks_is_looked_at_again_after_a_while(policy: str) -> None:
         seen.append(bool(looked))
     often = range(1, len(seen), MAX_REPEATED_REFUSALS + 1)  # the oldest is another in step 1
     assert [step for step, look in enumerate(seen) if look] == [0, *often]
+
+
+def test_the_arguments_know_which_policies_read_the_cache() -> None:
+    assert {name for name, each in POLICIES.items() if each.reads_cache} == {*CACHE_POLICIES}
 
 
 @pytest.mark.parametrize("policy", [name for name, each in POLICIES.items() if each.bound])
