@@ -48,7 +48,7 @@ FLOORS = {
 LINES = {
     "minillm": 56_707, "minillm without minillm/lab": 35_974, "minillm/lab": 20_733,
     "kernels": 12_759, "notebooks": 2_193,
-    "exercises/minillm_exercises": 18_335, "tests": 74_573,
+    "exercises/minillm_exercises": 18_335, "tests": 74_574,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

@@ -33,7 +33,8 @@ def test_watched_steps_make_up_the_text(config):
             new = [step.drafts[node - 1] for node in step.path[1:]] + [step.last]
             assert after.known == (*step.known, *new)
             assert step.tree.is_chain == ("tree" not in config)
-        assert sum(len(step.path) for step in steps) >= 19
+        # The first token comes with the prompt, and the last may come from a step without drafts.
+        assert sum(len(step.path) for step in steps) >= 20 - 2
         assert 0 < watch.seconds < 60
 
 
