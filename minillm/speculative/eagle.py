@@ -10,6 +10,7 @@ model (`shadow.py`). Positions of drafts were computed from a: they are computed
 the target has accepted them. Embedding and output matrix are those of the target.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,7 +45,7 @@ def layer_config(target: ModelConfig) -> ModelConfig:
     )  # fmt: skip
 
 
-class DraftLayer(nn.Module):
+class DraftLayer(nn.Module, ABC):
     """A layer that drafts from features of the target.
 
     Attributes:
@@ -60,15 +61,15 @@ class DraftLayer(nn.Module):
         """Device of the layer."""
         return self.norm.weight.device
 
+    @abstractmethod
     def feature_of(self, target: Decoder) -> nn.Module:
         """The module that maps the hidden states [N, depths * d] of a target to features [N, d]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(
         self, embedded: Tensor, features: Tensor, batch: Batch, kv: AttentionBackend
     ) -> Tensor:
         """Embeddings [N, d] and features of the positions before [N, d] -> a [N, d]."""
-        raise NotImplementedError
 
     def cache(self, features: Features, kv: KVCache) -> Shadow:
         """The layer's KV cache, in the blocks of `kv`, the target's, and always in its dtype."""

@@ -21,7 +21,6 @@ from minillm.errors import CheckpointError, ConfigError
 from minillm.gguf.container import is_gguf
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.layers.linear import Linear
-from minillm.layers.linear_methods import Matrix
 from minillm.layers.norm import RMSNorm
 from minillm.layers.rope import RotaryEmbedding
 from minillm.models.checkpoint import ModelSource, shard_headers, weight_files
@@ -65,9 +64,8 @@ class MTPLayer(DraftLayer):
             self.norm = RMSNorm(f"{prefix}shared_head.norm", d, config.rms_norm_eps)
             length = config.max_position_embeddings
             self.rope = RotaryEmbedding(config.rope, config.rotary_dim, length, length)
-        for each in self.modules() if format else ():
-            if isinstance(each, Matrix):
-                each.method = LoadingMethod(format, dense=True)  # type: ignore[arg-type]
+        for each in () if format is None else list_matrices(self):
+            each.method = LoadingMethod(format, dense=True)  # type: ignore[arg-type]
         allocate(self, dtype, device)
 
     def feature_of(self, target: Decoder) -> nn.Module:

@@ -1,12 +1,11 @@
 """The table of `minillm bench speculation`."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from minillm.cli.terminal import Terminal
 from minillm.lab.benchmarks.speculation import PLAIN, verification_cost
-
-MOST_SHOWN = 8  # places; a tree of 16 drafts has as many, but no path as long
 
 
 def show(found: Mapping[str, Any], terminal: Terminal) -> None:
@@ -24,7 +23,8 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
             ratio(one),
             f"{one['tokens_per_step']:.2f}",
             drafted_per_accepted(one),
-            " ".join(f"{rate:.2f}" for rate in one["acceptance"][:MOST_SHOWN]) or "-",
+            # Without zeros at the end: a tree has many more drafts than its paths are long.
+            re.sub("( 0.00)+$", "", " ".join(f"{rate:.2f}" for rate in one["acceptance"])) or "-",
             f"{one['others']:.0%}",
         ]
         for one in found["results"]

@@ -90,9 +90,8 @@ def real_variants(
             variants[f"{name} {number}"] = own
             if method == "medusa":
                 nodes = number if number == "auto" else NUM_NODES
-                variants[f"{name}, tree {nodes}"] = own | {
-                    "tree": "auto", "num_speculative_tokens": nodes
-                }  # fmt: skip
+                tree = {"tree": "auto", "num_speculative_tokens": nodes}
+                variants[f"{name}, tree {nodes}"] = own | tree
     variants["suffix auto, seen before"] = {"method": "suffix", "num_speculative_tokens": "auto"}
     wrong = RandomDrafts(vocab_size)
     variants["random auto"] = {"method": wrong, "num_speculative_tokens": "auto"}
