@@ -50,6 +50,8 @@ SETTINGS = {
         "fetchNews": "false",
         "checkForUpdates": False,
     },
+    # Beside the list of files a window of usual width shows fewer than 100 characters of a line.
+    "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},
 }
 
 
