@@ -33,11 +33,6 @@ class Segments:
     def __getitem__(self, name: str) -> Tensor:
         return self._columns[name]
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all columns."""
-        return self.owner.nbytes + sum(column.nbytes for column in self._columns.values())
-
     def start(self, row: int) -> int:
         """Start of a row's segment."""
         return self._starts[row]
