@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,27 +90,27 @@ class Copies:
 
 
 class Edit(ABC):
-    """One kind of edit, with the data of all rows that have it, on the device. `rows` are these
-    rows, added and removed by `Edits`. A new kind is a subclass, added to `EDITS` of `edits.py`."""
+    """One kind of edit, with the data of all rows that have it: on the host in `rows`, from which
+    `Edits` moves and drops it, and on the device. A new kind is added to `EDITS` of `edits.py`."""
 
     def __init__(self, context: Context):
-        self.context, self.rows = context, set[int]()
+        self.context = context
+        self.rows: dict[int, Any] = {}
 
     @abstractmethod
-    def set_row(self, row: int, request: SamplingRow) -> int:
-        """Store a request's data. Returns the position where its edits end: 0 if it has none,
-        `ALWAYS` if they do not end."""
-
-    @abstractmethod
-    def move(self, source: int, target: int) -> None:
-        """Move the data of a row to one that does not have this edit."""
+    def set_row(self, row: int, request: SamplingRow) -> tuple[Any, int] | None:
+        """What `rows` holds for a request, and the position where its edits end (`ALWAYS` if they
+        do not); None if it has none. Stores what is on the device."""
 
     @abstractmethod
     def apply(self, copies: Copies) -> None:
         """Edit the copies; some of them are of `rows`."""
 
+    def move(self, source: int, target: int) -> None:  # noqa: B027
+        """Move what is on the device to a row that does not have this edit."""
+
     def drop(self, row: int) -> None:  # noqa: B027
-        """Free the data of a row."""
+        """Free what is on the device."""
 
     def begin(self, rows: Ints, positions: Ints, drafts: Mapping[int, Ints]) -> None:  # noqa: B027
         """A step begins; the arguments are those of `Sampler.choose`."""

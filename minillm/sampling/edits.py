@@ -41,8 +41,8 @@ class Edits(Context):
         """Assign a row to a sequence."""
         self.drop(row)
         for edit in self.edits:
-            if until := edit.set_row(row, request):
-                edit.rows.add(row)
+            if asked := edit.set_row(row, request):
+                edit.rows[row], until = asked
                 self._of.setdefault(row, []).append(edit)
                 self._until[row] = max(until, self._until.get(row, 0))
 
@@ -50,8 +50,8 @@ class Edits(Context):
         """Free a row."""
         self._until.pop(row, None)
         for edit in self._of.pop(row, ()):
-            edit.rows.remove(row)
             edit.drop(row)
+            del edit.rows[row]
 
     def move(self, source: int, target: int) -> None:
         """Move a sequence to another row."""
@@ -60,9 +60,8 @@ class Edits(Context):
             self._of[target] = self._of.pop(source)
             self._until[target] = self._until.pop(source)
             for edit in self._of[target]:
-                edit.rows.remove(source)
-                edit.rows.add(target)
                 edit.move(source, target)
+                edit.rows[target] = edit.rows.pop(source)
 
     def rows_of(self, rows: Ints, positions: Ints) -> list[int]:
         """Indices into `rows` of those with edits at their position."""
@@ -97,7 +96,7 @@ class Edits(Context):
         """Edited copies of logits [P, V] of P distinct rows: float32 [P, V]."""
         copies = Copies(logits, rows, positions, self)
         for edit in self.edits:
-            if not edit.rows.isdisjoint(rows):
+            if any(row in edit.rows for row in rows):
                 edit.apply(copies)
         return copies.logits
 

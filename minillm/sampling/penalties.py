@@ -19,18 +19,19 @@ NAMES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 class Penalties(Edit):
-    """The penalties of all rows."""
+    """The penalties of all rows, and the free places in the segment of each."""
+
+    rows: dict[int, int]
 
     def __init__(self, context: Context):
         super().__init__(context)
         self._seen = Segments(context.num_rows, context.device)
-        self._room: dict[int, int] = {}  # row -> free places in its segment
         self._numbers = torch.ones(3, context.num_rows, device=context.device)
 
-    def set_row(self, row: int, request: SamplingRow) -> int:
+    def set_row(self, row: int, request: SamplingRow) -> tuple[int, int] | None:
         numbers = [getattr(request.params, name) for name in NAMES]
         if numbers == [1, 0, 0]:
-            return 0
+            return None
         prompt = request.prompt_token_ids if request.params.repetition_penalty != 1 else ()
         counts = dict.fromkeys(prompt, 0.0)
         for token in request.output_token_ids:
@@ -42,17 +43,14 @@ class Penalties(Edit):
         times = torch.zeros(len(ids))
         times[: len(counts)] = torch.tensor(list(counts.values()))
         self._seen.put(row, token=ids, count=times)
-        self._room[row] = room
         self._numbers[:, row] = upload(self.context.device, np.array(numbers, np.float32))[0]
-        return ALWAYS
+        return room, ALWAYS
 
     def drop(self, row: int) -> None:
-        del self._room[row]
         self._seen.drop(row)
 
     def move(self, source: int, target: int) -> None:
         self._seen.move(source, target)
-        self._room[target] = self._room.pop(source)
         self._numbers[:, target] = self._numbers[:, source]
 
     def apply(self, copies: Copies) -> None:
@@ -67,11 +65,11 @@ class Penalties(Edit):
         values.scatter_(0, where, value - frequency * count - presence * (count > 0))
 
     def snapshot(self) -> Callable[[], None]:
-        seen, room = self._seen, dict(self._room)
+        seen, room = self._seen, dict(self.rows)
         self._seen = seen.copy()
 
         def restore() -> None:
-            self._seen, self._room = seen, room
+            self._seen, self.rows = seen, room
 
         return restore
 
@@ -79,14 +77,14 @@ class Penalties(Edit):
         """Count one token in each row. A known token's count is increased; a new one goes to the
         next free place of the row's segment. The place is used up either way (padding for a known
         token), so the host tracks free places without reading the device."""
-        members = [i for i, row in enumerate(rows) if row in self._room]
+        members = [i for i, row in enumerate(rows) if row in self.rows]
         if not members:
             return
         rows, tokens = [rows[i] for i in members], tokens[indices(self.context.device, members)]
         for row in rows:
-            if self._room[row] == 0:
+            if self.rows[row] == 0:
                 self._widen(row)
-            self._room[row] -= 1
+            self.rows[row] -= 1
         seen, of = self._seen, indices(self.context.device, rows)
         chosen = torch.full((self.context.num_rows,), -1, device=self.context.device)
         chosen[of] = tokens
@@ -94,7 +92,7 @@ class Penalties(Edit):
         seen["count"].add_(match)
         known = torch.zeros_like(chosen)
         known = known.index_add_(0, seen.owner, match.long())[of] > 0
-        ends = [seen.start(row) + seen.size(row) - self._room[row] for row in rows]
+        ends = [seen.start(row) + seen.size(row) - self.rows[row] for row in rows]
         free = indices(self.context.device, ends) - 1
         seen["token"][free] = torch.where(known, self.context.vocab_size, tokens)
         seen["count"][free] = torch.where(known, 0.0, 1.0)
@@ -104,4 +102,4 @@ class Penalties(Edit):
         token, count = self._seen.of(row, "token"), self._seen.of(row, "count")
         more = torch.full_like(token, self.context.vocab_size)
         self._seen.put(row, token=torch.cat((token, more)), count=torch.cat((count, 0 * count)))
-        self._room[row] = len(more)
+        self.rows[row] = len(more)

@@ -40,19 +40,20 @@ def entries_of(request: SamplingRow) -> Iterator[Entry]:
 
 
 class TokenValues(Edit):
-    """The entries of all rows."""
+    """The entries of all rows, and whether a row has words of several tokens."""
+
+    rows: dict[int, bool]
 
     def __init__(self, context: Context):
         super().__init__(context)
         self._entries = Segments(context.num_rows, context.device)
-        self._with_words: set[int] = set()  # of several tokens
         # int64 [rows, RECENT], allocated at the first use: position p at p % RECENT
         self._recent = torch.zeros(0, RECENT, dtype=torch.int64, device=context.device)
 
-    def set_row(self, row: int, request: SamplingRow) -> int:
+    def set_row(self, row: int, request: SamplingRow) -> tuple[bool, int] | None:
         entries = list(entries_of(request))
         if not entries:
-            return 0
+            return None
         token, value, since, until, words = zip(*entries, strict=True)
         longest = max(map(len, words))
         before = [(-1,) * (longest - len(word)) + word for word in words]
@@ -63,24 +64,20 @@ class TokenValues(Edit):
             **{name: torch.tensor(column) for name, column in columns.items()},
         )
         if longest:
-            self._with_words.add(row)
             if not len(self._recent):
                 self._recent = self._recent.new_zeros(self.context.num_rows, RECENT)
             last = np.array(request.output_token_ids[-RECENT:], dtype=np.int64)
             places = np.arange(request.position - len(last), request.position) % RECENT
             place, recent = upload(self.context.device, places, last)
             self._recent[row, place] = recent
-        return max(until)
+        return longest > 0, max(until)
 
     def drop(self, row: int) -> None:
-        self._with_words.discard(row)
         self._entries.drop(row)
 
     def move(self, source: int, target: int) -> None:
         self._entries.move(source, target)
-        if source in self._with_words:
-            self._with_words.remove(source)
-            self._with_words.add(target)
+        if len(self._recent):
             self._recent[target] = self._recent[source]
 
     def apply(self, copies: Copies) -> None:
@@ -97,9 +94,9 @@ class TokenValues(Edit):
         copies.wide.view(-1).index_add_(0, copies.flat(at, token), value)
 
     def append(self, rows: Ints, positions: Ints, tokens: Tensor) -> None:
-        if self._with_words:
+        if any(self.rows.values()):
             where, at = indices(self.context.device, [list(rows), list(positions)])
             self._recent[where, at % RECENT] = tokens
 
     def follows(self, row: int) -> bool:
-        return row in self._with_words
+        return self.rows[row]

@@ -421,7 +421,7 @@ def test_prompt_logprobs_of_broken_logits_say_so():
 ALLOWED = dict(allowed_token_ids=[1, 2, 3, 5, 8, 13])
 KINDS = [
     dict(), dict(temperature=0.0),
-    dict(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.2),
+    dict(repetition_penalty=1.3, frequency_penalty=1.9, presence_penalty=-0.2),
     dict(presence_penalty=0.5, top_p=0.9), dict(logit_bias={3: 2.0, 7: -100.0}), ALLOWED,
     dict(structured_outputs={"regex": "x"}), dict(min_tokens=6), dict(bad_words=["x"]),
     dict(temperature=0.7, top_k=5, repetition_penalty=1.2, min_tokens=30),
@@ -528,12 +528,14 @@ def check_rows(sampler: Sampler, requests: dict[int, SamplingRow], drafts: list[
     rows = [row for row in requests for _ in behind_drafts]
     each = [behind(one, some) for one in requests.values() for some in behind_drafts]
     logits = random_logits(len(rows), len(rows), 40)
+    logits[::2, 2] += 6.0  # a bad word of several tokens ends with it
     given = dict.fromkeys(requests, drafts)
     tokens, best = sampler.choose(logits, rows, [one.position for one in each], (), given)
     assert tokens.tolist() == anew(logits, each)
     assert best.isfinite().all()
 
 
+FOLLOW = ("repetition_penalty", "presence_penalty", "bad_words", "structured_outputs")
 MASKS = ({}, ALLOWED, dict(structured_outputs={"regex": "x"}))
 BESIDE = [
     pytest.param(index, beside, id="+".join([*KINDS[index], *beside]))
@@ -550,6 +552,7 @@ def test_an_edit_moves_with_its_row_and_ends_with_it(index, beside, c, monkeypat
     followed by tokens and by drafts that are rejected, dropped, and its row used again."""
     if not c:
         monkeypatch.setattr(cpu, "functions", lambda dtype: None)
+    asked = {*KINDS[index], *beside}
     for other in range(index % 3, len(KINDS), 3):
         sampler, old = kept_sampler(4), kept_request(other, [7, 1])
         for place in range(3):
@@ -559,6 +562,7 @@ def test_an_edit_moves_with_its_row_and_ends_with_it(index, beside, c, monkeypat
         sampler.move(0, 2)
         assert sampler.edits.rows_of([0], [4]) == []
         for token in (3, 2, 5):
+            assert sampler.edits.follows(2) == (not asked.isdisjoint(FOLLOW))
             check_rows(sampler, {1: old, 2: mine}, [1, 2])
             check_rows(sampler, {2: mine}, [])
             sampler.append([2], [mine.position], torch.tensor([token]))
@@ -576,10 +580,7 @@ class LastToken(Edit):
     """A kind that no other code knows: rows of seed 77 choose token 39."""
 
     def set_row(self, row, request):
-        return ALWAYS if request.seed == 77 else 0
-
-    def move(self, source, target):
-        pass
+        return (None, ALWAYS) if request.seed == 77 else None
 
     def apply(self, copies):
         copies.logits[[row in self.rows for row in copies.rows], :39] = -INF
