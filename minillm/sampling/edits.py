@@ -70,17 +70,17 @@ class Edits(Context):
         return [i for i, row in enumerate(rows) if positions[i] < self._until.get(row, -1)]
 
     def masks(
-        self, members: list[int], rows: Ints, positions: Ints, drafts: Mapping[int, Ints],
-        logits: Tensor,
-    ) -> tuple[list[Tensor | None], list[int]]:  # fmt: skip
+        self, rows: Ints, positions: Ints, drafts: Mapping[int, Ints], logits: Tensor | None
+    ) -> tuple[list[Tensor | None], list[int]]:
         """Begin a step. Returns the mask of each of the logits, uint8 [bytes] or None, if C samples
-        and a mask is the only edit of some; and the other `members`, whose logits are copied."""
-        if self._until:
-            for edit in self.edits:
-                if edit.rows:
-                    edit.begin(rows, positions, drafts)
+        these `logits` and a mask is the only edit of some rows; and the indices of those with other
+        edits, which are copied."""
+        members = self.rows_of(rows, positions)
+        for edit in self.edits if members else ():
+            if edit.rows:
+                edit.begin(rows, positions, drafts)
         masks: list[Tensor | None] = [None] * len(rows)
-        for i in members if members and takes(logits) else ():
+        for i in members if members and logits is not None and takes(logits) else ():
             edit, *others = self._of[rows[i]]
             masks[i] = None if others else edit.mask(rows[i], positions[i])
         copied = [i for i in members if masks[i] is None]

@@ -128,15 +128,13 @@ class Sampler:
         guesses: list[DraftedToken | None] = []  # of each sample, for the rule
         if self.rule and drafts:
             guesses = samples.spread(list(drafts_at(rows, drafts, dists)))
-        members = self.edits.rows_of(rows, positions)  # indices of logits
-        masks, edited = self.edits.masks(members, rows, positions, drafts, logits)
-        if guesses:
-            masks, edited = [], members  # the rule reads edited logits
+        for_c = None if guesses else logits  # the rule reads edited logits
+        masks, edited = self.edits.masks(rows, positions, drafts, for_c)
         # 1. Every sample from unedited logits; of those with edits only `best` is used.
-        again = set(samples.of_logits(edited))
+        again, own_masks = set(samples.of_logits(edited)), samples.spread(masks)
         plain = [None if sample in again else guess for sample, guess in enumerate(guesses)]
-        own_pack, spread = self._greedy(pack, again), samples.spread(masks)
-        tokens, best = self._draw(samples.take(logits), own_pack, plain, masks=spread)
+        packed = self._greedy(pack, again)
+        tokens, best = self._draw(samples.take(logits), packed, plain, masks=own_masks)
         # 2. The samples with edits once more, from edited copies of some logits at a time.
         for part, copies in self._edited(logits, edited, rows, positions, drafts):
             own = samples.of_logits(part)
