@@ -80,7 +80,8 @@ class Edits(Context):
             if edit.rows:
                 edit.begin(rows, positions, drafts)
         masks: list[Tensor | None] = [None] * len(rows)
-        for i in members if members and logits is not None and takes(logits) else ():
+        may = any(edit.rows and type(edit).mask is not Edit.mask for edit in self.edits)
+        for i in members if may and logits is not None and takes(logits) else ():
             edit, *others = self._of[rows[i]]
             masks[i] = None if others else edit.mask(rows[i], positions[i])
         copied = [i for i in members if masks[i] is None]
@@ -96,7 +97,7 @@ class Edits(Context):
         """Edited copies of logits [P, V] of P distinct rows: float32 [P, V]."""
         copies = Copies(logits, rows, positions, self)
         for edit in self.edits:
-            if any(row in edit.rows for row in rows):
+            if not edit.rows.keys().isdisjoint(rows):
                 edit.apply(copies)
         return copies.logits
 
