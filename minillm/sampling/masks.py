@@ -47,9 +47,7 @@ class Masks(Edit):
 
 
 class AllowedTokens(Masks):
-    """allowed_token_ids: the same mask at every position."""
-
-    rows: dict[int, Tensor]
+    """allowed_token_ids: the same mask at every position, which `rows` holds."""
 
     def set_row(self, row: int, request: SamplingRow) -> tuple[Tensor, int] | None:
         ids = request.params.allowed_token_ids
@@ -67,9 +65,8 @@ class AllowedTokens(Masks):
 
 
 class StructuredOutputs(Masks):
-    """structured_outputs: a mask for each position of a step, written by the host."""
-
-    rows: dict[int, Constraint]
+    """structured_outputs: a mask for each position of a step, written by the host with the
+    `Constraint` in `rows`."""
 
     def set_row(self, row: int, request: SamplingRow) -> tuple[Constraint, int] | None:
         if request.params.structured_outputs is None:

@@ -4,6 +4,7 @@ The repetition penalty (Keskar et al., 2019) counts prompt and output; the frequ
 penalties count the output.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -19,9 +20,7 @@ NAMES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 class Penalties(Edit):
-    """The penalties of all rows, and the free places in the segment of each."""
-
-    rows: dict[int, int]
+    """The penalties of all rows. `rows` has the number of free places in a row's segment."""
 
     def __init__(self, context: Context):
         super().__init__(context)
@@ -33,15 +32,11 @@ class Penalties(Edit):
         if numbers == [1, 0, 0]:
             return None
         prompt = request.prompt_token_ids if request.params.repetition_penalty != 1 else ()
-        counts = dict.fromkeys(prompt, 0.0)
-        for token in request.output_token_ids:
-            counts[token] = counts.get(token, 0.0) + 1
+        counts = Counter(dict.fromkeys(prompt, 0))
+        counts.update(request.output_token_ids)
         room = max(ROOM, len(counts))
-        padding = self.context.vocab_size  # a column that is discarded
-        ids = torch.full((len(counts) + room,), padding)
-        ids[: len(counts)] = torch.tensor(list(counts), dtype=torch.int64)
-        times = torch.zeros(len(ids))
-        times[: len(counts)] = torch.tensor(list(counts.values()))
+        ids = torch.tensor([*counts, *[self.context.vocab_size] * room])  # a column that is dropped
+        times = torch.tensor([*counts.values(), *[0] * room], dtype=torch.float32)
         self._seen.put(row, token=ids, count=times)
         self._numbers[:, row] = upload(self.context.device, np.array(numbers, np.float32))[0]
         return room, ALWAYS

@@ -27,9 +27,6 @@ class Segments:
         self._columns: dict[str, Tensor] = {}
         self.owner = torch.zeros(0, dtype=torch.int64, device=device)
 
-    def __contains__(self, row: int) -> bool:
-        return row in self._sizes
-
     def __getitem__(self, name: str) -> Tensor:
         return self._columns[name]
 

@@ -40,9 +40,7 @@ def entries_of(request: SamplingRow) -> Iterator[Entry]:
 
 
 class TokenValues(Edit):
-    """The entries of all rows, and whether a row has words of several tokens."""
-
-    rows: dict[int, bool]
+    """The entries of all rows. `rows` says whether a row has bad words of several tokens."""
 
     def __init__(self, context: Context):
         super().__init__(context)
