@@ -128,14 +128,13 @@ class Sampler:
         guesses: list[DraftedToken | None] = []  # of each sample, for the rule
         if self.rule and drafts:
             guesses = samples.spread(list(drafts_at(rows, drafts, dists)))
-        edited = self.edits.rows_of(rows, positions)  # indices of logits
-        masks = self.edits.masks(edited, rows, positions, drafts, logits)
-        if masks is not None and not guesses:  # no other edits: nothing is copied
-            return choose(samples.take(logits), pack, masks=samples.spread(masks))
+        for_c = None if guesses else logits  # the rule reads edited logits
+        masks, edited = self.edits.masks(rows, positions, drafts, for_c)
         # 1. Every sample from unedited logits; of those with edits only `best` is used.
-        again = set(samples.of_logits(edited))
+        again, own_masks = set(samples.of_logits(edited)), samples.spread(masks)
         plain = [None if sample in again else guess for sample, guess in enumerate(guesses)]
-        tokens, best = self._draw(samples.take(logits), self._greedy(pack, again), plain)
+        packed = self._greedy(pack, again)
+        tokens, best = self._draw(samples.take(logits), packed, plain, masks=own_masks)
         # 2. The samples with edits once more, from edited copies of some logits at a time.
         for part, copies in self._edited(logits, edited, rows, positions, drafts):
             own = samples.of_logits(part)
@@ -152,10 +151,11 @@ class Sampler:
         pack: Pack,
         drafted: Sequence[DraftedToken | None],
         model_dtype: torch.dtype | None = None,
+        masks: Sequence[Tensor | None] = (),
     ) -> tuple[Tensor, Tensor]:
         """A token for each row of logits, and the largest logit. The rule decides tokens of rows
         with a draft in `drafted`."""
-        tokens, best = choose(logits, pack, model_dtype)
+        tokens, best = choose(logits, pack, model_dtype, masks=masks)
         if self.rule is None:
             return tokens, best
         drafts = {row: draft for row, draft in enumerate(drafted) if draft is not None}

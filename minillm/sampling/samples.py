@@ -24,8 +24,8 @@ class Samples:
         self._logits = range(num_logits) if self.counts is None else repeated(self.counts)
 
     def spread(self, values: list[T]) -> list[T]:
-        """A value for each sample from one for each of the logits."""
-        return values if self.counts is None else [values[i] for i in self._logits]
+        """A value for each sample from one for each of the logits, if there are any."""
+        return [values[i] for i in self._logits] if values and self.counts else values
 
     def take(self, logits: Tensor) -> Tensor:
         """[R, V] -> [K, V], the logits of each sample."""

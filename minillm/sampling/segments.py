@@ -27,16 +27,8 @@ class Segments:
         self._columns: dict[str, Tensor] = {}
         self.owner = torch.zeros(0, dtype=torch.int64, device=device)
 
-    def __contains__(self, row: int) -> bool:
-        return row in self._sizes
-
     def __getitem__(self, name: str) -> Tensor:
         return self._columns[name]
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all columns."""
-        return self.owner.nbytes + sum(column.nbytes for column in self._columns.values())
 
     def start(self, row: int) -> int:
         """Start of a row's segment."""

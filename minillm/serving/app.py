@@ -40,7 +40,6 @@ from minillm.serving.protocol import (
 from minillm.serving.replies import Header
 from minillm.serving.request_trace import RequestTrace
 from minillm.serving.settings import VERSION, Settings
-from minillm.speculative.setup import speculation_of
 from minillm.text.tokenizer import LONG_TEXT, Tokenizer
 
 LARGE_BODY = 2**16  # bytes; parsing fewer takes less than a millisecond
@@ -66,8 +65,6 @@ class Server:
         self.numbers = count()  # of requests
         self.defaults = self.engine.sampling_defaults
         self.tokenizer = self.engine.tokenizer
-        speculation = speculation_of(self.engine.args)
-        self.acceptance = None if speculation is None else speculation.acceptance
         if self.tokenizer is not None and self.settings.chat_template is not None:
             self.tokenizer = self.tokenizer.with_chat_template(self.settings.chat_template)
         longest = 1 if self.tokenizer is None else self.tokenizer.longest_token
@@ -123,7 +120,7 @@ class Server:
             with_ids=bool(body.return_token_ids),
             num_top=top,
             tokenizer=self.tokenizer,
-            acceptance=self.acceptance,
+            acceptance=self.engine.acceptance,
         )
 
     async def _generate(

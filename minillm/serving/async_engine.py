@@ -116,6 +116,11 @@ class AsyncLLMEngine:
         return self._engine.max_model_len
 
     @property
+    def acceptance(self) -> str | None:
+        """The rule that accepts drafts, if it changes the distribution of the text."""
+        return self._engine.acceptance
+
+    @property
     def vocab_size(self) -> int:
         """Logits of the model; token ids are smaller."""
         return self._engine.source.config.vocab_size

@@ -2,9 +2,11 @@
 
 import dataclasses
 import inspect
+import json
 import pickle
 import re
 from argparse import ArgumentParser
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +17,14 @@ from minillm.api.sampling_params import (
     SamplingParams,
     validate_against_model,
 )
-from minillm.cli.options import add_sampling_options
+from minillm.cli.options import add_sampling_options, sampling_params
 from minillm.errors import (
     InvalidRequestError,
     MinillmError,
     UnknownArgumentError,
 )
 from minillm.serving.params import Limits, completion_job
-from minillm.serving.protocol import CompletionRequest
+from minillm.serving.protocol import CompletionRequest, parse
 
 NAN, INF = float("nan"), float("inf")
 
@@ -237,15 +239,9 @@ def test_junk_never_causes_another_exception(arguments):
 
 # ---- the same parameters everywhere ------------------------------------------------------------
 
-# What a field can be, and why HTTP or the command line does not have it.
-OTHERS = {
-    "n": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "presence_penalty": 0.5,
-    "frequency_penalty": 0.5, "repetition_penalty": 1.5, "max_tokens": 7, "min_tokens": 2,
-    "seed": 5, "prompt_logprobs": 1, "stop": ["x"], "stop_token_ids": [4],
-    "include_stop_str_in_output": True, "ignore_eos": True, "logit_bias": {"3": 1.0},
-    "bad_words": ["x"], "allowed_token_ids": [1, 2], "skip_special_tokens": False,
-    "structured_outputs": {"choice": ["a", "b"]},
-}  # fmt: skip
+# One of these is a value of any parameter that is not its default.
+VALUES = (2, 0.5, True, False, ["x"], [1, 2], {3: 1.0}, {"choice": ["a", "b"]})
+# Why HTTP or the command line does not have a parameter.
 NOT_IN_HTTP = {
     "logprobs": "a number in completions, a flag and a number in chats: tests/serving",
     "detokenize": "replies are text",
@@ -261,14 +257,30 @@ NOT_ON_THE_COMMAND_LINE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(SamplingParams)])
-def test_a_parameter_is_in_requests_and_on_the_command_line_or_it_is_said_why_not(name):
+def another(name: str) -> tuple[Any, Any]:
+    """A value of a parameter as a user gives it, and as `SamplingParams` has it."""
+    for value in VALUES:
+        try:
+            found = getattr(SamplingParams(**{name: value}), name)
+        except MinillmError:
+            continue
+        if found != getattr(SamplingParams(), name):
+            return value, found
+    raise AssertionError(f"no value is known for {name}: add one to VALUES")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parameter_arrives_from_http_and_the_command_line_or_it_is_said_why_not(name):
+    given, expected = another(name)
     parser = ArgumentParser()
     add_sampling_options(parser, max_tokens=16, temperature=1.0, top_p=1.0)
-    on_command_line = f"--{name.replace('_', '-')}" in parser.format_help()
-    assert on_command_line != (name in NOT_ON_THE_COMMAND_LINE)
-    if name in NOT_IN_HTTP:
-        return
-    request = CompletionRequest(model="m", prompt="p", **{name: OTHERS[name]})
-    found = completion_job(request, {}, Limits(100, 1000), None).params
-    assert getattr(found, name) != getattr(SamplingParams(), name)
+    option = f"--{name.replace('_', '-')}"
+    assert (option in parser.format_help()) != (name in NOT_ON_THE_COMMAND_LINE)
+    if name not in NOT_ON_THE_COMMAND_LINE:
+        values = given if isinstance(given, list) else [] if given is True else [str(given)]
+        args = parser.parse_args([option, *values])
+        assert getattr(sampling_params(args), name) == expected
+    if name not in NOT_IN_HTTP:
+        body = json.dumps({"prompt": "p", name: given}).encode()
+        params = completion_job(parse(CompletionRequest, body), {}, Limits(100, 1000), None).params
+        assert getattr(params, name) == expected

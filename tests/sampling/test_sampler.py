@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -16,10 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minillm.api.sampling_params import SamplingParams
-from minillm.ops import cpu_sampling
-from minillm.sampling.edits import Edits
+from minillm.ops import cpu, cpu_sampling
+from minillm.sampling.edit import ALWAYS, Edit
+from minillm.sampling.edits import EDITS, Edits
 from minillm.sampling.logprobs import describe, token_logprobs
 from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
+from minillm.sampling.segments import Segments
 from minillm_kernels import reference
 from tests.sampling.sampling_rows import edit_logits, scale_logits, truncate_row
 
@@ -415,34 +418,73 @@ def test_prompt_logprobs_of_broken_logits_say_so():
 
 # ---- a sampler that is kept from step to step -------------------------------------------------
 
+ALLOWED = dict(allowed_token_ids=[1, 2, 3, 5, 8, 13])
 KINDS = [
     dict(), dict(temperature=0.0),
-    dict(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.2),
-    dict(presence_penalty=0.5, top_p=0.9), dict(logit_bias={3: 2.0, 7: -100.0}),
-    dict(allowed_token_ids=[1, 2, 3, 5, 8, 13]), dict(min_tokens=6), dict(bad_words=["x"]),
+    dict(repetition_penalty=1.3, frequency_penalty=1.9, presence_penalty=-0.2),
+    dict(presence_penalty=0.5, top_p=0.9), dict(logit_bias={3: 2.0, 7: -100.0}), ALLOWED,
+    dict(structured_outputs={"regex": "x"}), dict(min_tokens=6), dict(bad_words=["x"]),
     dict(temperature=0.7, top_k=5, repetition_penalty=1.2, min_tokens=30),
 ]  # fmt: skip
 WORDS = ((3,), (1, 2), (5, 5, 5), (2, 3, 1, 4))
 
 
-def kept_request(index: int, output: list[int]) -> SamplingRow:
-    params = SamplingParams(**KINDS[index % len(KINDS)], max_tokens=1000)
+class Thirds:
+    """A matcher: behind n tokens come those of every third id."""
+
+    is_accepting = False
+
+    def __init__(self):
+        self.count = 0
+
+    def fill(self, bits):
+        bits[:] = np.packbits(np.arange(40) % 3 == self.count % 3, bitorder="little")
+
+    def accept(self, token):
+        self.count += 1
+        return True
+
+    def rollback(self, count):
+        self.count -= count
+
+
+GRAMMARS = SimpleNamespace(
+    width=40, vocabulary=SimpleNamespace(length=[1] * 40), matcher=lambda _: Thirds()
+)
+
+
+def kept_sampler(num_rows: int, device="cpu") -> Sampler:
+    sampler = Sampler(num_rows, 40, torch.device(device))
+    sampler.edits.grammars = GRAMMARS
+    return sampler
+
+
+def kept_request(index: int, output: list[int], **beside) -> SamplingRow:
+    params = SamplingParams(**KINDS[index % len(KINDS)] | beside, max_tokens=1000)
     words = WORDS if params.bad_words else ()
     prompt = [1, 2, 2, index % 40]
+    known = [*prompt, *output]
     return SamplingRow(
-        params, index, 0, len(prompt) + len(output), prompt, list(output), (4, 9), words
+        params, index, 0, len(known), prompt, list(output), (4, 9), words, token_ids=known
     )
+
+
+def anew(logits: torch.Tensor, requests: list[SamplingRow]) -> list[int]:
+    """Tokens of rows that are made anew, without C."""
+    with patch.object(cpu, "functions", lambda dtype: None):
+        return sample(logits, requests, grammars=GRAMMARS).token_ids
 
 
 def test_a_sampler_that_is_kept_chooses_as_one_that_is_made_anew():
     """Eighteen sequences over 150 steps: rows come, go and move, and histories outgrow their room.
     Few different logits make penalties, bans and words matter."""
     dice = np.random.default_rng(0)
-    sampler, vocab = Sampler(20, 40, torch.device("cpu")), 40
+    sampler, vocab = kept_sampler(20), 40
+    held: dict[int, SamplingRow] = {}
     outputs = {index: [] for index in range(18)}
     places = {index: index for index in outputs}
     for row, index in enumerate(outputs):
-        sampler.set_row(row, kept_request(index, []))
+        sampler.set_row(row, held.setdefault(index, kept_request(index, [])))
     for step in range(150):
         if step % 29 == 5:  # a sequence ends, and the last one moves to its row
             gone, last = dice.choice(list(places)), max(places, key=places.get)
@@ -456,7 +498,7 @@ def test_a_sampler_that_is_kept_chooses_as_one_that_is_made_anew():
             new = 100 + step
             outputs[new] = []
             places[new] = free
-            sampler.set_row(free, kept_request(new, []))
+            sampler.set_row(free, held.setdefault(new, kept_request(new, [])))
         members = [index for index in places if dice.random() < 0.8] or list(places)
         logits = torch.from_numpy(
             dice.normal(size=(len(members), vocab)).astype(np.float32)
@@ -464,65 +506,114 @@ def test_a_sampler_that_is_kept_chooses_as_one_that_is_made_anew():
         rows = [places[index] for index in members]
         positions = [4 + len(outputs[index]) for index in members]
         tokens, _ = sampler.choose(logits, rows, positions)
-        anew = sample(logits, [kept_request(index, outputs[index]) for index in members])
-        assert tokens.tolist() == anew.token_ids, step
+        right = anew(logits, [kept_request(index, outputs[index]) for index in members])
+        assert tokens.tolist() == right, step
         sampler.append(rows, positions, tokens)
         for index, token in zip(members, tokens.tolist(), strict=True):
             outputs[index].append(token)
+            held[index].token_ids.append(token)
 
 
-EDITS = {
-    name: kind for kind in KINDS for name in kind if name not in ("temperature", "top_p", "top_k")
-}
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_an_edit_moves_with_its_row_and_ends_with_it(name):
-    """Every edit: moved to a row that had any other, followed by tokens, dropped, and its row used
-    again. After each the logits are those of a batch that is made anew."""
-    params, words = (
-        SamplingParams(**{name: EDITS[name][name]}, max_tokens=99),
-        WORDS * (name == "bad_words"),
+def behind(request: SamplingRow, tokens: list[int]) -> SamplingRow:
+    output = [*request.output_token_ids, *tokens]
+    known = [*request.prompt_token_ids, *output]
+    return dataclasses.replace(
+        request, position=len(known), output_token_ids=output, token_ids=known
     )
-    others = [kept_request(index, [7, 1]) for index in range(len(KINDS))]
-    logits, vocab = random_logits(2, 1, 40), 40
-    plain = kept_request(1, [7, 1])
 
-    def edited(edits: Edits, row: int, position: int) -> torch.Tensor:
-        return (
-            edits.apply(logits, [row], [position]) if edits.rows_of([row], [position]) else logits
-        )
 
-    for other in others:
-        output = [7, 2, 3, 1]
-        edits = Edits(4, vocab, torch.device("cpu"))
-        for place, request in ((0, other), (1, other), (2, other)):
-            edits.set_row(place, request)
-        request = dataclasses.replace(
-            others[0], params=params, bad_words_ids=words, position=4 + len(output),
-            output_token_ids=output)  # fmt: skip
-        edits.set_row(0, request)
-        edits.move(0, 2)
+def check_rows(sampler: Sampler, requests: dict[int, SamplingRow], drafts: list[int]) -> None:
+    """Every row chooses as one that is made anew, behind its tokens and behind each draft."""
+    behind_drafts = [drafts[:count] for count in range(len(drafts) + 1)]
+    rows = [row for row in requests for _ in behind_drafts]
+    each = [behind(one, some) for one in requests.values() for some in behind_drafts]
+    logits = random_logits(len(rows), len(rows), 40)
+    logits[::2, 2] += 6.0  # a bad word of several tokens ends with it
+    given = dict.fromkeys(requests, drafts)
+    tokens, best = sampler.choose(logits, rows, [one.position for one in each], (), given)
+    assert tokens.tolist() == anew(logits, each)
+    assert best.isfinite().all()
+
+
+FOLLOW = ("repetition_penalty", "presence_penalty", "bad_words", "structured_outputs")
+MASKS = ({}, ALLOWED, dict(structured_outputs={"regex": "x"}))
+BESIDE = [
+    pytest.param(index, beside, id="+".join([*KINDS[index], *beside]))
+    for index in range(2, len(KINDS))
+    for beside in MASKS
+    if KINDS[index].keys().isdisjoint(beside)
+]
+
+
+@pytest.mark.parametrize("c", [True, False])
+@pytest.mark.parametrize(("index", "beside"), BESIDE)
+def test_an_edit_moves_with_its_row_and_ends_with_it(index, beside, c, monkeypatch):
+    """Every edit, alone and beside a mask, in C and without: moved to a row that had any other,
+    followed by tokens and by drafts that are rejected, dropped, and its row used again."""
+    if not c:
+        monkeypatch.setattr(cpu, "functions", lambda dtype: None)
+    asked = {*KINDS[index], *beside}
+    for other in range(index % 3, len(KINDS), 3):
+        sampler, old = kept_sampler(4), kept_request(other, [7, 1])
+        for place in range(3):
+            sampler.set_row(place, old)
+        mine, plain = kept_request(index, [7, 2, 3, 1], **beside), kept_request(0, [7, 1])
+        sampler.set_row(0, mine)
+        sampler.move(0, 2)
+        assert sampler.edits.rows_of([0], [4]) == []
         for token in (3, 2, 5):
-            right = edit_logits(logits, [dataclasses.replace(
-                request, position=4 + len(output), output_token_ids=list(output))])  # fmt: skip
-            assert torch.equal(edited(edits, 2, 4 + len(output)), right)
-            assert edits.follows(2) == (name == "bad_words" or "penalty" in name)
-            edits.append([2], [4 + len(output)], torch.tensor([token]))
-            output.append(token)
-        assert edits.rows_of([0], [6]) == []
-        edits.set_row(0, plain)
-        edits.move(0, 2)
-        edits.set_row(3, other)
-        for place, due in ((1, edit_logits(logits, [other])), (2, logits), (3, None)):
-            right = edit_logits(logits, [other]) if due is None else due
-            assert torch.equal(edited(edits, place, other.position), right)
-        edits.drop(1)
-        assert edits.rows_of([1, 2], [6, 6]) == []
+            assert sampler.edits.follows(2) == (not asked.isdisjoint(FOLLOW))
+            check_rows(sampler, {1: old, 2: mine}, [1, 2])
+            check_rows(sampler, {2: mine}, [])
+            sampler.append([2], [mine.position], torch.tensor([token]))
+            mine.token_ids.append(token)
+            mine = dataclasses.replace(behind(mine, [token]), token_ids=mine.token_ids)
+        sampler.set_row(0, plain)
+        sampler.move(0, 2)
+        sampler.set_row(3, old)
+        check_rows(sampler, {1: old, 2: plain, 3: old}, [])
+        sampler.edits.drop(1)
+        assert sampler.edits.rows_of([1, 2], [6, 6]) == []
+
+
+class LastToken(Edit):
+    """A kind that no other code knows: rows of seed 77 choose token 39."""
+
+    def set_row(self, row, request):
+        return (None, ALWAYS) if request.seed == 77 else None
+
+    def apply(self, copies):
+        copies.logits[[row in self.rows for row in copies.rows], :39] = -INF
+
+
+@pytest.mark.parametrize("c", [True, False])
+def test_a_new_kind_of_edit_holds_beside_a_mask(c, monkeypatch):
+    """The C sampler reads the masks of the other rows only."""
+    if not c:
+        monkeypatch.setattr(cpu, "functions", lambda dtype: None)
+    monkeypatch.setattr("minillm.sampling.edits.EDITS", (*EDITS, LastToken))
+    sampler, masked, copied = kept_sampler(3), row(allowed_token_ids=[3, 39]), []
+    apply = Edits.apply
+    monkeypatch.setattr(
+        Edits, "apply", lambda self, z, rows, at: copied.extend(rows) or apply(self, z, rows, at)
+    )
+    for place, seed in ((0, 1), (1, 77), (2, 2)):
+        sampler.set_row(place, dataclasses.replace(masked, seed=seed))
+    logits = torch.zeros(3, 40)
+    logits[:, 3] = 20.0
+    assert sampler.choose(logits, [0, 1, 2], [0, 0, 0])[0].tolist() == [3, 39, 3]
+    assert copied == ([1] if cpu_sampling.takes(logits) else [0, 1, 2])
+
+
+def test_every_kind_of_edit_is_tested():
+    sampler = kept_sampler(len(KINDS))
+    for index in range(len(KINDS)):
+        sampler.set_row(index, kept_request(index, []))
+    assert [type(edit) for edit in sampler.edits.edits if edit.rows] == [*EDITS]
 
 
 def test_forks_draw_from_the_same_edited_logits():
-    sampler, logits = Sampler(4, 40, torch.device("cpu")), random_logits(1, 3, 40)
+    sampler, logits = kept_sampler(4), random_logits(1, 3, 40)
     requests = [kept_request(index, [7]) for index in (0, 2, 5)]
     for row, request in zip((3, 0, 2), requests, strict=True):
         sampler.set_row(row, request)
@@ -568,13 +659,13 @@ class OneDevice(TorchDispatchMode):
 def test_every_edit_stays_on_the_device_of_the_logits(monkeypatch, forks, drafted):
     """The meta device stands for a GPU: it computes shapes, and no value can be read."""
 
-    def drawn(logits, pack, *_):
+    def drawn(logits, pack, *_, **__):
         assert {len(column) for column in pack[:-1]} == {len(logits)}
         return logits.new_empty(len(logits), dtype=torch.int64), logits.amax(dim=-1).float()
 
     monkeypatch.setattr("minillm.sampling.sampler.choose", drawn)
     meta, rows = torch.device("meta"), list(range(len(KINDS)))
-    sampler = Sampler(len(rows), 40, meta)
+    sampler = kept_sampler(len(rows), "meta")
     drafts = {index: [3, 5] for index in rows if drafted}
     with OneDevice(monkeypatch):
         for index in rows:
@@ -616,6 +707,15 @@ def test_several_logits_of_a_row_are_drawn_at_their_positions():
         sampler.choose(logits, (1, 1, 1, 0), [4, 5, 6, 4])
 
 
+def tensors_of(part: object) -> list[torch.Tensor]:
+    """The tensors that an object keeps, also in dictionaries and segments."""
+    if isinstance(part, torch.Tensor):
+        return [part]
+    inner = part.values() if isinstance(part, dict) else vars(part).values()
+    return [one for each in inner if isinstance(each, torch.Tensor | dict | Segments)
+            for one in tensors_of(each)]  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [32, 256])
 def test_the_memory_of_edits_at_150k_tokens(rows):
@@ -625,7 +725,8 @@ def test_the_memory_of_edits_at_150k_tokens(rows):
     for row_id in range(rows):
         prompt = list(range(row_id, row_id + 1000))
         edits.set_row(row_id, row(prompt, position=1000, **params))
-    assert edits.num_bytes < rows * (151_936 / 8 + 2 * 1000 * 20 + 4096)
+    kept = sum(each.nbytes for edit in edits.edits for each in tensors_of(edit))
+    assert kept < rows * (151_936 / 8 + 2 * 1000 * 20 + 4096)
     logits, most = torch.zeros(rows, 151_936, dtype=torch.bfloat16), 0
     members = edits.rows_of(range(rows), [1000] * rows)
     for part in edits.chunks(members):

@@ -39,8 +39,9 @@ from minillm.cache.manager import BlockManager, BlockTable
 from minillm.errors import InvalidRequestError
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.plan import Row, StepPlan
+from minillm.scheduling.policies import POLICIES
 from minillm.scheduling.record import Counters
-from minillm.scheduling.request import Request, Sequence
+from minillm.scheduling.request import Key, Request, Sequence
 from minillm.scheduling.scheduler import Scheduler
 from tests.scheduling.drafting import (
     EVERY,
@@ -766,30 +767,20 @@ class World:
         lacking = bool(record.preempted or record.stalled)
         require(not (lacking and record.admitted), "decode", "arrivals take what the running lack")
 
-    def _key(self, sequence: Sequence) -> tuple[float, ...]:
-        """The policies once more, in other words."""
-        request = sequence.request
+    def _keys(self, sequence: Sequence) -> list[Key]:
+        """Its key with any number of cached tokens that it may have."""
+        policy, request = POLICIES[self.setup.policy], sequence.request
         arrival = self.arrivals[request.request_id]
-        first = {
-            "fcfs": 0.0,
-            "priority": float(request.priority),
-            "shortest_prefill_first": arrival + len(request.prompt_token_ids) / 16,
-            "longest_prefix_match": 0.0,
-        }[self.setup.policy]
-        return first, arrival, sequence.seq_id
+        counts = range(sequence.num_tokens) if policy.reads_cache else (0,)
+        return [(*policy.key(request, arrival, count), sequence.seq_id) for count in counts]
 
     def _check_order(self, before: Before) -> None:
         scheduler, record = self.scheduler, self.scheduler.record
         for seq_id in record.admitted:
             one = scheduler.sequences[seq_id]
             for other in scheduler.waiting:
-                if self.setup.policy == "longest_prefix_match":
-                    ahead = self.arrivals[one.request.request_id]
-                    ahead -= self.arrivals[other.request.request_id]
-                    require(ahead < max(one.num_tokens / 16, 1), "order", "overtakes by", ahead)
-                else:
-                    right = self._key(one) < self._key(other)
-                    require(right, "order", f"{seq_id} overtakes {other.seq_id}")
+                right = min(self._keys(one)) < max(self._keys(other))
+                require(right, "order", f"{seq_id} overtakes {other.seq_id}")
                 if other.arrival < one.arrival:
                     self.coverage[f"re-ordered by {self.setup.policy}"] += 1
         for preemption in record.preempted:
@@ -797,7 +788,7 @@ class World:
                 scheduler.sequences[preemption.seq_id],
                 scheduler.sequences[preemption.for_seq_id],
             )
-            behind = self._key(victim) > self._key(winner)
+            behind = self._keys(victim)[0] > self._keys(winner)[0]
             require(behind, "order", f"{victim.seq_id} is preempted for one behind it")
 
     def _check_swap(self, before: Before) -> None:

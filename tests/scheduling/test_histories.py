@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from minillm.cache.hash_chain import HashChain
+from minillm.scheduling.policies import POLICIES
 from tests.pairs import part_and_rest
 from tests.scheduling import machine
 from tests.scheduling.drafting import DRAFTS, drafting
@@ -168,6 +169,13 @@ def test_histories_that_shrink(name: str, slow: bool, monkeypatch: pytest.Monkey
     assert sum(coverage[f"rule {name}"] for name in RULES) >= MIN_STEPS * coverage["histories"]
     if slow or rules is DraftingMachine:
         assert not [name for name in seen if not coverage[name]], coverage
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_keeps_its_order(policy: str) -> None:
+    """Also a new one, from which `SETUPS` does not draw."""
+    for seed in range(5):
+        random_history(seed, Counter(), policy=policy)
 
 
 def simplest(table: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from minillm.api.sampling_params import SamplingParams
-from minillm.sampling.edits import RECENT, Edits, SamplingRow
+from minillm.sampling.edits import Edits, SamplingRow
 from minillm.sampling.sampler import Sampler, sample
+from minillm.sampling.token_values import RECENT
 from tests.pairs import some
 
 VOCABULARY = 24  # few tokens and rounded logits, so that edits and their counts decide

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from minillm.sampling.edits import Edits
+from minillm.sampling.masks import StructuredOutputs
 from minillm.scheduling import ahead
 from minillm.structured.grammars import Constraint, Grammars
 from minillm.structured.matcher import GuidanceMatcher, Matcher
@@ -72,22 +73,22 @@ def ends_always(patch: Patch) -> None:
 
 def rows_keep_their_constraints(patch: Patch) -> None:
     """A reused row has the constraint of the sequence before it."""
-    drop = Edits.drop
+    set_row, kept = StructuredOutputs.set_row, {}
 
-    def wrong(self, row):
-        kept = self._constraints.get(row)
-        drop(self, row)
-        if kept is not None:
-            self._constraints[row], self._until[row] = kept, 2**62
+    def wrong(self, row, request):
+        return kept.setdefault((self, row), set_row(self, row, request))
 
-    patch.setattr(Edits, "drop", wrong)
+    patch.setattr(StructuredOutputs, "set_row", wrong)
 
 
 def moved_rows_lose_their_constraints(patch: Patch) -> None:
     move = Edits.move
 
     def wrong(self, source, target):
-        self._constraints.pop(source, None)
+        for edit in self.edits:
+            if isinstance(edit, StructuredOutputs) and source in edit.rows:
+                self._of[source].remove(edit)
+                del edit.rows[source]
         move(self, source, target)
 
     patch.setattr(Edits, "move", wrong)
