@@ -19,8 +19,10 @@ layer's tensors. Packing and quantisation replace the method of a layer instead 
     RowParallel, VocabularyParallel    `parallel/shard.py`, around another method
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +38,7 @@ MOST_PADDED = 16  # remainders up to this size are padded to the next size
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of unquantised weights
 
 Index = tuple[slice, ...]
+MergedMatrices = Sequence[tuple[str, Sequence[str]]]  # as in `ModelConfig`
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,33 @@ class CheckpointTensor:
     def load(self, found: Tensor) -> None:
         """Store the part of the tensor that `slice` selects."""
         self.put(self, found)
+
+
+def joined(tensors: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
+    """The tensors of a matrix. Those of one name become one, which is read once and cut."""
+    found: dict[str, list[CheckpointTensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.name, []).append(tensor)
+    for name, members in found.items():
+        if len(members) == 1:
+            yield members[0]
+            continue
+        sides = zip(*(each.slice.index for each in members), strict=True)
+        cover = TensorSlice(
+            members[0].slice.shape,
+            tuple(slice(min(s.start for s in side), max(s.stop for s in side)) for side in sides),
+        )
+        no_memory = torch.empty(cover.held, device="meta")
+        yield CheckpointTensor(name, no_memory, cover, partial(load_members, members))
+
+
+def load_members(
+    members: Sequence[CheckpointTensor], place: CheckpointTensor, found: Tensor
+) -> None:
+    """Load the slice of each member from a tensor that covers all."""
+    for member in members:
+        sides = zip(member.slice.index, place.slice.index, strict=True)
+        member.load(found[tuple(slice(s.start - c.start, s.stop - c.start) for s, c in sides)])
 
 
 def load_plain(place: CheckpointTensor, found: Tensor) -> None:
@@ -119,6 +149,19 @@ class WeightSlice:
     def slice_of_rows(self) -> TensorSlice:
         """The slice of a tensor with one value per row: a bias, or scales."""
         return TensorSlice(self.shape[:1], (slice(self.rows.start, self.rows.stop),))
+
+    def within(self, merged: MergedMatrices, heights: Mapping[str, int]) -> "WeightSlice":
+        """The same rows, of the merged matrix that has them, if there is one. `heights` has the
+        rows of each matrix of the layer."""
+        prefix, dot, own = self.name.rpartition(".")
+        for name, members in merged:
+            sizes = [heights.get(prefix + dot + each, 0) for each in members]
+            if own in members and all(sizes):
+                first = sum(sizes[: members.index(own)])
+                rows = range(first + self.rows.start, first + self.rows.stop)
+                shape = sum(sizes), self.shape[1]
+                return WeightSlice(prefix + dot + name, shape, rows, self.columns)
+        return self
 
 
 class Matrix(nn.Module):
@@ -165,12 +208,24 @@ class Matrix(nn.Module):
         """The dense matrix, in `shape`, for algorithms that need more than products."""
         return self.method.values(self)
 
+    def merge(self, merged: MergedMatrices) -> None:
+        """Read the parts from the merged matrices of the checkpoint."""
+        heights = {part.name: part.shape[0] for part in self.parts}
+        self.parts = tuple(part.within(merged, heights) for part in self.parts)
+
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """All checkpoint tensors of which the layer holds a part."""
-        start = 0
-        for part in self.parts:
-            yield from self.method.checkpoint_tensors(self, part, start)
-            start += len(part.rows)
+        yield from joined(
+            tensor
+            for part, start in zip(self.parts, self.starts, strict=True)
+            for tensor in self.method.checkpoint_tensors(self, part, start)
+        )
+
+    @property
+    def starts(self) -> list[int]:
+        """The first row of each part."""
+        stops = accumulate(len(part.rows) for part in self.parts)
+        return [stop - len(part.rows) for part, stop in zip(self.parts, stops, strict=True)]
 
 
 class LinearMethod:

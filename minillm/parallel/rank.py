@@ -161,10 +161,11 @@ def initialize_slices(model: Decoder, whole: Decoder, seed: int, std: float = 0.
 
 def held_of(mine: Matrix, whole: Matrix, drawn: Tensor) -> Tensor:
     """A rank's slices of the `drawn` values of a whole matrix [.., out, in]."""
-    heights = [part.shape[0] for part in whole.parts]
-    of = {p.name: x for p, x in zip(whole.parts, drawn.flatten(0, -2).split(heights), strict=True)}
-    found = [
-        of[part.name][part.rows.start : part.rows.stop, part.columns.start : part.columns.stop]
-        for part in mine.parts
-    ]
+    found, drawn = [], drawn.flatten(0, -2)
+    for part in mine.parts:
+        for all_rows, start in zip(whole.parts, whole.starts, strict=True):
+            if all_rows.name == part.name and part.rows.start in all_rows.rows:
+                first = start + part.rows.start - all_rows.rows.start
+                columns = slice(part.columns.start, part.columns.stop)
+                found.append(drawn[first : first + len(part.rows), columns])
     return torch.cat(found).view(mine.shape)
