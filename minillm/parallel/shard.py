@@ -62,13 +62,10 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def slice_of(name: str, whole: tuple[int, int], held: tuple[int, int], split: Split) -> WeightSlice:
-    """A rank's slice of shape `held` of the matrix `name`. With more ranks than slices, as of KV
-    heads, neighbouring ranks hold the same."""
-    starts = [
-        split.rank * (total // size) // split.size * size
-        for total, size in zip(whole, held, strict=True)
-    ]
-    rows, columns = (range(start, start + size) for start, size in zip(starts, held, strict=True))
+    """A rank's slice of shape `held` of the matrix `name`. There are as many slices as ranks, or
+    fewer that several ranks hold, as of KV heads: one of all rows or all columns."""
+    starts = (split.kv_heads(whole[side] // held[side]).start * held[side] for side in (0, 1))
+    rows, columns = (range(at, at + size) for at, size in zip(starts, held, strict=True))
     return WeightSlice(name, whole, rows, columns)
 
 
