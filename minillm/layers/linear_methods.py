@@ -168,8 +168,11 @@ class Matrix(nn.Module):
     """A weight: parts of checkpoint matrices, concatenated along the outputs [out, in], or stacked
     [copies, out, in].
 
-    `create` allocates it; before that, its parts and its method may be replaced.
+    `create` allocates it; before that, its parts and its method may be replaced. `is_absorbed`:
+    MLA multiplies by it in two ways that are no product of a linear layer (`mla.py`).
     """
+
+    is_absorbed = False
 
     def __init__(self, parts: Sequence[WeightSlice], copies: int | None = None):
         super().__init__()

@@ -24,7 +24,7 @@ from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
 from minillm.ops.cpu_layers import Layers, LayerShape, LayerWeights
 from minillm.ops.cpu_quantized import MatrixParts
-from minillm.quantization.mixed import members
+from minillm.quantization.mixed import MixedMethod, members
 from minillm.quantization.outliers import OutlierMethod
 from minillm.quantization.panels import PanelQuantizedMethod
 
@@ -122,24 +122,16 @@ def fits(layer: Any) -> bool:
     return all(
         isinstance(each.method, PanelLinearMethod | PanelQuantizedMethod)
         and not isinstance(each.method, OutlierMethod)
-        for each in matrices(attention, mlp)
+        for each in products(layer)
     )
 
 
-def matrices(attention: Attention | MLAttention, mlp: MLP | MoE) -> list[Matrix]:
-    """The matrices of a layer, without `kv_b_proj` of MLA; of a mixed qkv its members."""
-    found: list[Matrix] = [attention.o_proj]
-    if isinstance(attention, Attention):
-        found += members(attention.qkv_proj)
-    else:
-        low = [] if attention.q_a_proj is None else [attention.q_a_proj]
-        found += [*low, attention.q_proj, attention.kv_a_proj]
-    dense = mlp if isinstance(mlp, MLP) else mlp.shared
-    if isinstance(mlp, MoE):
-        found += [mlp.router, mlp.experts.gate_up, mlp.experts.down]
-    if dense is not None:
-        found += [dense.gate_up_proj, dense.down_proj]
-    return found
+def products(layer: Any) -> list[Matrix]:
+    """The matrices of a layer that MLA does not absorb; of a mixed qkv its members."""
+    qkv = getattr(layer.attention, "qkv_proj", None)
+    mixed = qkv if qkv is not None and isinstance(qkv.method, MixedMethod) else None
+    found = (each for each in layer.modules() if isinstance(each, Matrix) and each is not mixed)
+    return [each for each in found if not each.is_absorbed]
 
 
 def layer_weights(layer: Any) -> LayerWeights:

@@ -17,6 +17,7 @@ from minillm.models.decoder import Decoder
 from minillm.models.deterministic import TILES, TiledDecoder, find_tiles
 from minillm.models.fixed_sums import why_tiles
 from minillm.models.loader import DTYPES, load_model
+from minillm.models.packing import list_matrices
 from minillm.models.quantize import quantize_weights, quantize_while_reading
 from minillm.parallel.balance import balance_experts
 from minillm.parallel.communicator import Communicator
@@ -144,8 +145,7 @@ def initialize_slices(model: Decoder, whole: Decoder, seed: int, std: float = 0.
     """A rank's slices of the random weights that `Decoder.initialize` gives the whole model: whole
     parameters are drawn one at a time and cut."""
     generator = torch.Generator(model.device).manual_seed(seed)
-    own = [each for each in model.modules() if isinstance(each, Matrix)]
-    held = {part.name: each for each in own for part in each.parts}
+    held = {part.name: each for each in list_matrices(model) for part in each.parts}
     matrices = {f"{name}.weight": each for name, each in whole.named_modules()}
     model.initialize()  # norms and biases
     for name, shape in whole.named_parameters():

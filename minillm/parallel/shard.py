@@ -23,6 +23,7 @@ from minillm.layers.linear_methods import LinearMethod, Matrix, WeightSlice, fin
 from minillm.layers.moe import Experts, MoE
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
+from minillm.models.packing import list_matrices
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.experts import OwnExperts, share_experts
 from minillm.parallel.split import Split
@@ -37,7 +38,7 @@ def slice_matrices(
     experts where these are whole."""
     if split.size > 1:
         shapes = whole_shapes(whole)
-        for matrix in (each for each in model.modules() if isinstance(each, Matrix)):
+        for matrix in list_matrices(model):
             matrix.parts = tuple(
                 slice_of(part.name, shapes[part.name], part.shape, split) for part in matrix.parts
             )
@@ -54,8 +55,8 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
 
     def note(model: Decoder) -> None:
-        matrices = (each for each in model.modules() if isinstance(each, Matrix))
-        found.update((part.name, part.shape) for each in matrices for part in each.parts)
+        parts = (part for each in list_matrices(model) for part in each.parts)
+        found.update((part.name, part.shape) for part in parts)
 
     Decoder(config, device="meta", shard=note)  # called before parts are merged
     return found
