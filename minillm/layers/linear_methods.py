@@ -249,10 +249,6 @@ class LinearMethod:
         concatenated copies, for a stack)."""
         raise RuntimeError(f"{part.name} is packed ({type(self).__name__}) and cannot be loaded.")
 
-    def load(self, place: CheckpointTensor, found: Tensor) -> None:
-        """Store the part of a tensor that `place.slice` selects."""
-        load_plain(place, found)
-
     def finish(self, matrix: Matrix) -> None:
         """Called once, when all tensors of the layer are loaded."""
 
@@ -313,7 +309,7 @@ class PlainLinearMethod(LinearMethod):
         self, matrix: Matrix, part: WeightSlice, start: int
     ) -> Iterator[CheckpointTensor]:
         rows = matrix.weight.data.flatten(0, -2)[start : start + len(part.rows)]
-        yield CheckpointTensor(f"{part.name}.weight", rows, part.slice, self.load)
+        yield CheckpointTensor(f"{part.name}.weight", rows, part.slice, load_plain)
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
         return ops.linear(x, matrix.weight, bias)

@@ -146,13 +146,9 @@ def initialize_slices(model: Decoder, whole: Decoder, seed: int, std: float = 0.
     parameters are drawn one at a time and cut."""
     generator = torch.Generator(model.device).manual_seed(seed)
     held = {part.name: each for each in list_matrices(model) for part in each.parts}
-    matrices = {f"{name}.weight": each for name, each in whole.named_modules()}
     model.initialize()  # norms and biases
-    for name, shape in whole.named_parameters():
-        matrix = matrices.get(name)
-        if not isinstance(matrix, Matrix):
-            continue
-        drawn = torch.empty(shape.shape, dtype=shape.dtype, device=model.device)
+    for matrix in list_matrices(whole):
+        drawn = torch.empty(matrix.shape, dtype=model.dtype, device=model.device)
         drawn.normal_(0.0, std, generator=generator)
         names = [part.name for part in matrix.parts]  # of a stack of experts some may be held
         if mine := next((held[each] for each in names if each in held), None):
@@ -161,7 +157,7 @@ def initialize_slices(model: Decoder, whole: Decoder, seed: int, std: float = 0.
 
 def held_of(mine: Matrix, whole: Matrix, drawn: Tensor) -> Tensor:
     """A rank's slices of the `drawn` values of a whole matrix [.., out, in]."""
-    found, drawn = [], drawn.flatten(0, -2)
+    found, drawn = [drawn.new_empty(0, mine.in_features)], drawn.flatten(0, -2)
     for part in mine.parts:
         for all_rows, start in zip(whole.parts, whole.starts, strict=True):
             if all_rows.name == part.name and part.rows.start in all_rows.rows:
