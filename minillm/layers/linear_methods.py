@@ -19,7 +19,7 @@ layer's tensors. Packing and quantisation replace the method of a layer instead 
     RowParallel, VocabularyParallel    `parallel/shard.py`, around another method
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -150,19 +150,6 @@ class WeightSlice:
         """The slice of a tensor with one value per row: a bias, or scales."""
         return TensorSlice(self.shape[:1], (slice(self.rows.start, self.rows.stop),))
 
-    def within(self, merged: MergedMatrices, heights: Mapping[str, int]) -> "WeightSlice":
-        """The same rows, of the merged matrix that has them, if there is one. `heights` has the
-        rows of each matrix of the layer."""
-        prefix, dot, own = self.name.rpartition(".")
-        for name, members in merged:
-            sizes = [heights.get(prefix + dot + each, 0) for each in members]
-            if own in members and all(sizes):
-                first = sum(sizes[: members.index(own)])
-                rows = range(first + self.rows.start, first + self.rows.stop)
-                shape = sum(sizes), self.shape[1]
-                return WeightSlice(prefix + dot + name, shape, rows, self.columns)
-        return self
-
 
 class Matrix(nn.Module):
     """A weight: parts of checkpoint matrices, concatenated along the outputs [out, in], or stacked
@@ -210,11 +197,6 @@ class Matrix(nn.Module):
     def values(self) -> Tensor:
         """The dense matrix, in `shape`, for algorithms that need more than products."""
         return self.method.values(self)
-
-    def merge(self, merged: MergedMatrices) -> None:
-        """Read the parts from the merged matrices of the checkpoint."""
-        heights = {part.name: part.shape[0] for part in self.parts}
-        self.parts = tuple(part.within(merged, heights) for part in self.parts)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """All checkpoint tensors of which the layer holds a part."""

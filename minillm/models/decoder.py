@@ -16,6 +16,7 @@ from minillm.layers.moe import ExpertNames, MoE, Router
 from minillm.layers.norm import RMSNorm
 from minillm.layers.post_norm import PostNormLayer
 from minillm.layers.rope import RotaryEmbedding
+from minillm.models.merged import merge
 from minillm.ops.batch import Batch
 
 MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")
@@ -111,7 +112,7 @@ class Decoder(nn.Module):
             shard(self)
         for each in self.modules():
             if isinstance(each, Matrix):
-                each.merge(config.merged_matrices)
+                merge(each, config.merged_matrices)
                 each.method = each.method if method_of is None else method_of(each)
         allocate(self, dtype, device)
 

@@ -19,6 +19,7 @@ from minillm.models import checkpoint
 from minillm.models.checkpoint import ModelSource, shard_headers
 from minillm.models.decoder import Decoder
 from minillm.models.loader import check_tensors, fill
+from minillm.models.merged import merge
 from minillm.models.presets import PRESETS
 from minillm.plan.cost import weight_bytes
 
@@ -93,7 +94,8 @@ def test_a_stack_holds_the_rows_of_each_of_its_matrices(tmp_path, ranks, merged)
     for rank in range(ranks):
         layer = Linear("a.", 6, QKV, bias=True)
         layer.parts = tuple(narrowed(part, rank, ranks) for part in layer.parts)
-        layer.merge([("w_pack", tuple(QKV))] if merged else [("w_pack", ("q_proj", "other"))])
+        merge(layer, [("w_pack", tuple(QKV))] if merged else [("w_pack", ("q_proj", "other"))])
+        assert len(layer.parts) == (1 if merged and ranks == 1 else 3)
         loaded(path, layer)
         assert layer.shape == (16 // ranks, 6)
         for kind, got in (("weight", layer.values()), ("bias", layer.bias)):
