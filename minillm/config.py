@@ -161,6 +161,9 @@ class ModelConfig:
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
     moe_layers: tuple[bool, ...] = ()  # per layer; empty: all layers if `moe` is set
+    # Matrices that the checkpoint stores as one, in the order of their rows, such as
+    # ("qkv_proj", ("q_proj", "k_proj", "v_proj")). They must belong to one `Linear`.
+    merged_matrices: tuple[tuple[str, tuple[str, ...]], ...] = ()
     dtype: str = "bfloat16"  # of the checkpoint
 
     def __post_init__(self) -> None:
@@ -226,7 +229,8 @@ KNOWN_FIELDS: Mapping[type, str] = MappingProxyType(
     {
         ModelConfig: """family vocab_size hidden_size num_layers num_heads num_kv_heads head_dim
             intermediate_size max_position_embeddings rope rms_norm_eps tie_word_embeddings qkv_bias
-            output_bias mlp_bias qk_norm sliding_windows mla moe moe_layers dtype""",
+            output_bias mlp_bias qk_norm sliding_windows mla moe moe_layers
+            merged_matrices dtype""",
         RopeConfig: """theta rope_type factor original_max_position_embeddings low_freq_factor
             high_freq_factor beta_fast beta_slow mscale mscale_all_dim truncate attention_factor
             short_factor long_factor interleaved""",

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from minillm.layers.linear_methods import CheckpointTensor, Matrix, WeightSlice, frozen, load_plain
+from minillm.layers.linear_methods import (
+    CheckpointTensor,
+    Matrix,
+    WeightSlice,
+    frozen,
+    joined,
+    load_plain,
+)
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
@@ -42,12 +49,12 @@ class Linear(Matrix):
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """The checkpoint tensors that the layer holds, whole or in part."""
         yield from super().checkpoint_tensors()
-        start = 0
-        for part in self.parts if self.bias is not None else ():
-            stop = start + len(part.rows)
-            target = self.bias.data[start:stop]  # type: ignore[union-attr]
-            yield CheckpointTensor(f"{part.name}.bias", target, part.slice_of_rows, load_plain)
-            start = stop
+        if self.bias is not None:
+            targets = self.bias.data.split([len(part.rows) for part in self.parts])
+            yield from joined(
+                CheckpointTensor(f"{part.name}.bias", target, part.slice_of_rows, load_plain)
+                for part, target in zip(self.parts, targets, strict=True)
+            )
 
 
 class Embedding(Matrix):

@@ -19,8 +19,10 @@ layer's tensors. Packing and quantisation replace the method of a layer instead 
     RowParallel, VocabularyParallel    `parallel/shard.py`, around another method
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +38,7 @@ MOST_PADDED = 16  # remainders up to this size are padded to the next size
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of unquantised weights
 
 Index = tuple[slice, ...]
+MergedMatrices = Sequence[tuple[str, Sequence[str]]]  # as in `ModelConfig`
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,33 @@ class CheckpointTensor:
     def load(self, found: Tensor) -> None:
         """Store the part of the tensor that `slice` selects."""
         self.put(self, found)
+
+
+def joined(tensors: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
+    """The tensors of a matrix. Those of one name become one, which is read once and cut."""
+    found: dict[str, list[CheckpointTensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.name, []).append(tensor)
+    for name, members in found.items():
+        if len(members) == 1:
+            yield members[0]
+            continue
+        sides = zip(*(each.slice.index for each in members), strict=True)
+        cover = TensorSlice(
+            members[0].slice.shape,
+            tuple(slice(min(s.start for s in side), max(s.stop for s in side)) for side in sides),
+        )
+        no_memory = torch.empty(cover.held, device="meta")
+        yield CheckpointTensor(name, no_memory, cover, partial(load_members, members))
+
+
+def load_members(
+    members: Sequence[CheckpointTensor], place: CheckpointTensor, found: Tensor
+) -> None:
+    """Load the slice of each member from a tensor that covers all."""
+    for member in members:
+        sides = zip(member.slice.index, place.slice.index, strict=True)
+        member.load(found[tuple(slice(s.start - c.start, s.stop - c.start) for s, c in sides)])
 
 
 def load_plain(place: CheckpointTensor, found: Tensor) -> None:
@@ -125,8 +155,11 @@ class Matrix(nn.Module):
     """A weight: parts of checkpoint matrices, concatenated along the outputs [out, in], or stacked
     [copies, out, in].
 
-    `create` allocates it; before that, its parts and its method may be replaced.
+    `create` allocates it; before that, its parts and its method may be replaced. `is_absorbed`:
+    MLA multiplies by it in two ways that are no product of a linear layer (`mla.py`).
     """
+
+    is_absorbed = False
 
     def __init__(self, parts: Sequence[WeightSlice], copies: int | None = None):
         super().__init__()
@@ -167,10 +200,17 @@ class Matrix(nn.Module):
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """All checkpoint tensors of which the layer holds a part."""
-        start = 0
-        for part in self.parts:
-            yield from self.method.checkpoint_tensors(self, part, start)
-            start += len(part.rows)
+        yield from joined(
+            tensor
+            for part, start in zip(self.parts, self.starts, strict=True)
+            for tensor in self.method.checkpoint_tensors(self, part, start)
+        )
+
+    @property
+    def starts(self) -> list[int]:
+        """The first row of each part."""
+        stops = accumulate(len(part.rows) for part in self.parts)
+        return [stop - len(part.rows) for part, stop in zip(self.parts, stops, strict=True)]
 
 
 class LinearMethod:
@@ -190,10 +230,6 @@ class LinearMethod:
         """The checkpoint tensors of `part`, whose rows start at row `start` of this matrix (of the
         concatenated copies, for a stack)."""
         raise RuntimeError(f"{part.name} is packed ({type(self).__name__}) and cannot be loaded.")
-
-    def load(self, place: CheckpointTensor, found: Tensor) -> None:
-        """Store the part of a tensor that `place.slice` selects."""
-        load_plain(place, found)
 
     def finish(self, matrix: Matrix) -> None:
         """Called once, when all tensors of the layer are loaded."""
@@ -255,7 +291,7 @@ class PlainLinearMethod(LinearMethod):
         self, matrix: Matrix, part: WeightSlice, start: int
     ) -> Iterator[CheckpointTensor]:
         rows = matrix.weight.data.flatten(0, -2)[start : start + len(part.rows)]
-        yield CheckpointTensor(f"{part.name}.weight", rows, part.slice, self.load)
+        yield CheckpointTensor(f"{part.name}.weight", rows, part.slice, load_plain)
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
         return ops.linear(x, matrix.weight, bias)

@@ -46,6 +46,7 @@ class MLAttention(nn.Module):
         self.kv_a_norm = RMSNorm(f"{prefix}kv_a_layernorm", mla.kv_lora_rank, LATENT_NORM_EPS)
         kv_b_size = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         self.kv_b_proj = Linear(prefix, mla.kv_lora_rank, {"kv_b_proj": kv_b_size})
+        self.kv_b_proj.is_absorbed = True
         o_outputs = {"o_proj": d}
         self.o_proj = Linear(prefix, heads * mla.v_head_dim, o_outputs, config.output_bias)
 

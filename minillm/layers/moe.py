@@ -93,7 +93,7 @@ class MoE(nn.Module):
         self.shared = None
         if moe.shared_intermediate_size:
             shared_prefix, size = f"{prefix}shared_experts.", moe.shared_intermediate_size
-            self.shared = MLP(shared_prefix, config.hidden_size, size, config.mlp_bias)
+            self.shared = MLP(config, shared_prefix, size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, d] -> [N, d]"""

@@ -38,7 +38,7 @@ class PostNormLayer(nn.Module):
         prefix, d, eps = f"model.layers.{layer}.", config.hidden_size, config.rms_norm_eps
         self.attention = WholeNormAttention(config, layer, f"{prefix}self_attn.")
         self.attention_norm = RMSNorm(f"{prefix}post_attention_layernorm", d, eps)
-        self.mlp = MLP(f"{prefix}mlp.", d, config.intermediate_size, config.mlp_bias)
+        self.mlp = MLP(config, f"{prefix}mlp.")
         self.mlp_norm = RMSNorm(f"{prefix}post_feedforward_layernorm", d, eps)
 
     def forward(

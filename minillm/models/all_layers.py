@@ -1,10 +1,10 @@
 """All layers of a decoder in one C call, for supported models."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from minillm.config import ModelConfig, unknown_fields
@@ -24,7 +24,7 @@ from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
 from minillm.ops.cpu_layers import Layers, LayerShape, LayerWeights
 from minillm.ops.cpu_quantized import MatrixParts
-from minillm.quantization.mixed import members
+from minillm.quantization.mixed import MixedMethod, members
 from minillm.quantization.outliers import OutlierMethod
 from minillm.quantization.panels import PanelQuantizedMethod
 
@@ -103,49 +103,35 @@ def without_biases(weights: LayerWeights) -> LayerWeights:
     return replace(weights, o_bias=None, down_bias=None, experts=experts)
 
 
-def fits(layer: nn.Module) -> bool:
+def fits(layer: Any) -> bool:
     """Whether C supports a layer's attention and its MLP or experts, with all weights in panels."""
-    if not isinstance(layer, DecoderLayer):
+    if type(layer) is not DecoderLayer:
         return False
     attention, mlp = layer.attention, layer.mlp
-    if not isinstance(attention, Attention | MLAttention) or not isinstance(mlp, MLP | MoE):
-        return False
-    if not {type(layer), type(attention), type(mlp)} <= {
-        DecoderLayer,
-        Attention,
-        MLAttention,
-        MLP,
-        MoE,
-    }:
+    if type(attention) not in (Attention, MLAttention) or type(mlp) not in (MLP, MoE):
         return False  # a subclass computes something else
-    if isinstance(mlp, MoE) and not isinstance(
-        mlp.experts.gate_up.method, PanelExpertsMethod | PanelQuantizedMethod
+    if isinstance(mlp, MoE) and not (
+        isinstance(mlp.experts.gate_up.method, PanelExpertsMethod | PanelQuantizedMethod)
+        and isinstance(mlp.router.method, PanelLinearMethod)
     ):
         return False
-    if isinstance(mlp, MoE) and not isinstance(mlp.router.method, PanelLinearMethod):
+    if isinstance(attention, MLAttention) and not isinstance(
+        attention.kv_b_proj.method, PanelHeadsMethod
+    ):
         return False
-    absorbed = [attention.kv_b_proj] if isinstance(attention, MLAttention) else []
-    return all(isinstance(each.method, PanelHeadsMethod) for each in absorbed) and all(
+    return all(
         isinstance(each.method, PanelLinearMethod | PanelQuantizedMethod)
         and not isinstance(each.method, OutlierMethod)
-        for each in matrices(attention, mlp)
+        for each in products(layer)
     )
 
 
-def matrices(attention: Attention | MLAttention, mlp: MLP | MoE) -> list[Matrix]:
-    """The matrices of a layer, without `kv_b_proj` of MLA; of a mixed qkv its members."""
-    found: list[Matrix] = [attention.o_proj]
-    if isinstance(attention, Attention):
-        found += members(attention.qkv_proj)
-    else:
-        low = [] if attention.q_a_proj is None else [attention.q_a_proj]
-        found += [*low, attention.q_proj, attention.kv_a_proj]
-    dense = mlp if isinstance(mlp, MLP) else mlp.shared
-    if isinstance(mlp, MoE):
-        found += [mlp.router, mlp.experts.gate_up, mlp.experts.down]
-    if dense is not None:
-        found += [dense.gate_up_proj, dense.down_proj]
-    return found
+def products(layer: Any) -> list[Matrix]:
+    """The matrices of a layer that MLA does not absorb; of a mixed qkv its members."""
+    qkv = getattr(layer.attention, "qkv_proj", None)
+    mixed = qkv if qkv is not None and isinstance(qkv.method, MixedMethod) else None
+    found = (each for each in layer.modules() if isinstance(each, Matrix) and each is not mixed)
+    return [each for each in found if not each.is_absorbed]
 
 
 def layer_weights(layer: Any) -> LayerWeights:
@@ -213,71 +199,53 @@ def latent_weights(attention: MLAttention) -> LatentWeights:
 def expert_weights(layer: MoE) -> ExpertWeights:
     """The tensors of a mixture of experts."""
     shared = layer.shared
+    gate_up, down = (None, None) if shared is None else (shared.gate_up_proj, shared.down_proj)
     return ExpertWeights(
         router=layer.router.weight,
         bias=layer.router.bias,
         gate_up=parts_of(layer.experts.gate_up),
         down=parts_of(layer.experts.down),
-        shared_gate_up=None if shared is None else parts_of(shared.gate_up_proj),
-        shared_gate_up_bias=None if shared is None else shared.gate_up_proj.bias,
-        shared_down=None if shared is None else parts_of(shared.down_proj),
-        shared_down_bias=None if shared is None else shared.down_proj.bias,
+        shared_gate_up=parts_of(gate_up),
+        shared_gate_up_bias=bias_of(gate_up),
+        shared_down=parts_of(down),
+        shared_down_bias=bias_of(down),
     )
 
 
 def layer_shape(model: Decoder) -> LayerShape:
     """The common shape of the layers of a model that `fits`."""
-    config = model.config
-    layers: Sequence[Any] = list(model.layers)
-    experts = next((expert_shape(each.mlp) for each in layers if not has_mlp(each)), None)
-    intermediate = config.intermediate_size if any(map(has_mlp, layers)) else 0
-    return shape_of(config, experts, intermediate, layers[0].attention.scale)
+    attention: Any = model.layers[0].attention
+    return shape_of(model.config, attention.scale)
 
 
 def sizes_fit(config: ModelConfig) -> bool:
     """Whether C could compute all layers of a model with these sizes, its weights in panels."""
-    if unknown_fields(config):
-        return False
-    moe, heads = config.moe, config.num_heads * config.head_dim
-    experts = None
-    if moe is not None:
-        sizes = moe.intermediate_size, moe.shared_intermediate_size
-        count, chosen = moe.num_experts, moe.num_experts_per_token
-        experts = ExpertShape(config.hidden_size, count, chosen, *sizes)
-    shape = shape_of(config, experts, config.intermediate_size, scale=1.0)
-    inputs = config.hidden_size, heads if config.mla is None else 0
-    return shape.fits and not any(size % cpu.PANEL_STEP for size in inputs)
+    inputs = config.hidden_size, 0 if config.mla else config.num_heads * config.head_dim
+    whole = not any(size % cpu.PANEL_STEP for size in inputs)
+    return whole and not unknown_fields(config) and shape_of(config).fits
 
 
-def shape_of(
-    config: ModelConfig, experts: ExpertShape | None, intermediate: int, scale: float
-) -> LayerShape:
-    """The shape of layers with this configuration; `intermediate` is 0 without a dense MLP."""
+def shape_of(config: ModelConfig, scale: float = 1.0) -> LayerShape:
+    """The shape of layers with this configuration."""
+    sparse = [config.is_moe_layer(layer) for layer in range(config.num_layers)]
     return LayerShape(
         hidden=config.hidden_size,
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        intermediate=intermediate,
+        intermediate=0 if all(sparse) else config.intermediate_size,
         interleaved=config.rope.interleaved,
         eps=config.rms_norm_eps,
         qk_eps=config.rms_norm_eps,
         scale=scale,
-        latent=latent_shape(config),
-        experts=experts,
+        latent=latent_shape(config) if config.mla else None,
+        experts=expert_shape(config) if any(sparse) else None,
     )
 
 
-def has_mlp(layer: Any) -> bool:
-    """Whether a layer has a dense MLP, not experts."""
-    return isinstance(layer.mlp, MLP)
-
-
-def latent_shape(config: ModelConfig) -> LatentShape | None:
-    """The sizes of MLA, if the model has it."""
-    mla = config.mla
-    if mla is None:
-        return None
+def latent_shape(config: ModelConfig) -> LatentShape:
+    """The sizes of MLA."""
+    mla: Any = config.mla
     return LatentShape(
         heads=config.num_heads,
         rank=mla.kv_lora_rank,
@@ -289,15 +257,15 @@ def latent_shape(config: ModelConfig) -> LatentShape | None:
     )
 
 
-def expert_shape(layer: MoE) -> ExpertShape:
+def expert_shape(config: ModelConfig) -> ExpertShape:
     """The sizes and the routing of a mixture of experts. Of a rank's part, those that it holds."""
-    moe, down = layer.router.moe, layer.experts.down
+    moe: Any = config.moe
     return ExpertShape(
-        hidden=layer.router.in_features,
+        hidden=config.hidden_size,
         experts=moe.num_experts,
         chosen=moe.num_experts_per_token,
-        size=down.in_features,
-        shared_size=0 if layer.shared is None else layer.shared.down_proj.in_features,
+        size=moe.intermediate_size,
+        shared_size=moe.shared_intermediate_size,
         sigmoid=moe.scoring == "sigmoid",
         normalize=moe.normalize,
         groups=moe.num_groups,

@@ -6,9 +6,11 @@ Only JSON, safetensors and GGUF files are read; code in a checkpoint is never ru
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -309,12 +311,26 @@ def shard_headers(path: Path) -> dict[str, Header]:
     """Shape and dtype of every tensor in a file, by name. Reads only the file's header."""
     if is_gguf(path):
         return gguf_headers(path)
-    with open_shard(path) as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return {
-            name: Header(tuple(each.get_shape()), DTYPES.get(each.get_dtype()))
-            for name, each in slices.items()
-        }
+    with open_shard(path), path.open("rb") as file:  # safetensors has checked the header's form
+        size = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(size), object_pairs_hook=partial(without_repeats, path))
+    return {
+        name: Header(tuple(each["shape"]), DTYPES.get(each["dtype"]))
+        for name, each in entries.items()
+        if name != "__metadata__"
+    }
+
+
+def without_repeats(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object of a header. Raises CheckpointError if it has a name twice, which safetensors
+    forbids and does not check."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(
+            name for name, count in Counter(name for name, _ in pairs).items() if count > 1
+        )
+        raise CheckpointError(f"{path} has {twice} twice; a name stands for one tensor.")
+    return found
 
 
 def read_tensors(path: Path, slices: Mapping[str, TensorSlice]) -> Iterator[tuple[str, Tensor]]:

@@ -16,6 +16,7 @@ from minillm.layers.moe import ExpertNames, MoE, Router
 from minillm.layers.norm import RMSNorm
 from minillm.layers.post_norm import PostNormLayer
 from minillm.layers.rope import RotaryEmbedding
+from minillm.models.merged import merge
 from minillm.ops.batch import Batch
 
 MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")
@@ -51,7 +52,7 @@ class DecoderLayer(nn.Module):
             names = MIXTRAL_EXPERTS if config.family == "mixtral" else ExpertNames()
             self.mlp = MoE(config, config.moe, prefix, names)
         else:
-            self.mlp = MLP(f"{prefix}mlp.", d, config.intermediate_size, config.mlp_bias)
+            self.mlp = MLP(config, f"{prefix}mlp.")
 
     def forward(
         self,
@@ -110,8 +111,9 @@ class Decoder(nn.Module):
         if shard is not None:
             shard(self)
         for each in self.modules():
-            if method_of is not None and isinstance(each, Matrix):
-                each.method = method_of(each)
+            if isinstance(each, Matrix):
+                merge(each, config.merged_matrices)
+                each.method = each.method if method_of is None else method_of(each)
         allocate(self, dtype, device)
 
     @property
@@ -147,13 +149,17 @@ class Decoder(nn.Module):
         return self.embedding.as_output(hidden) if self.lm_head is None else self.lm_head(hidden)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        """All tensors of a Hugging Face checkpoint of which this model holds a part, by name."""
-        return {
-            tensor.name: tensor
-            for layer in self.modules()
-            if isinstance(layer, Matrix | RMSNorm)
-            for tensor in layer.checkpoint_tensors()
-        }
+        """All tensors of a Hugging Face checkpoint of which this model holds a part, by name.
+        RuntimeError if two of its layers read the same one."""
+        found: dict[str, CheckpointTensor] = {}
+        for layer in self.modules():
+            for tensor in layer.checkpoint_tensors() if isinstance(layer, Matrix | RMSNorm) else ():
+                if tensor.name in found:
+                    raise RuntimeError(
+                        f"Two layers of the model read {tensor.name}; each tensor has one place."
+                    )
+                found[tensor.name] = tensor
+        return found
 
     @torch.no_grad()
     def initialize(self, std: float = 0.02, seed: int = 0) -> None:

@@ -28,7 +28,7 @@ from minillm.layers.linear_methods import Matrix, PanelLinearMethod, PlainLinear
 from minillm.layers.mlp import MLP
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.models.deterministic import TiledDecoder
-from minillm.models.packing import into_panels, packable
+from minillm.models.packing import into_panels, list_matrices, packable
 from minillm.ops import c_library, cpu, dispatch
 from minillm.ops.batch import Batch
 from minillm.ops.cpu_sums import MOST_PARTS, padded_part, panel_sums, with_zeros
@@ -141,7 +141,7 @@ def why_tiles(model: Decoder) -> str:
         return f"heads of {dim} dimensions are not a multiple of {cpu.LANES}"
     if config.hidden_size % cpu.PANEL_STEP:
         return f"hidden size {config.hidden_size} is not a multiple of {cpu.PANEL_STEP}"
-    if any(not isinstance(each.method, PlainLinearMethod) for each in matrices(model)):
+    if any(not isinstance(each.method, PlainLinearMethod) for each in list_matrices(model)):
         return "its weights are not plain numbers"
     return ""
 
@@ -152,14 +152,9 @@ def is_dense(layer: torch.nn.Module) -> bool:
     return kinds == (DecoderLayer, Attention, MLP)  # a subclass computes something else
 
 
-def matrices(model: Decoder) -> list[Matrix]:
-    """All matrices of a model, including the embedding."""
-    return [each for each in model.modules() if isinstance(each, Matrix)]
-
-
 def is_part(model: Decoder) -> bool:
     """Whether a model is a rank's shard."""
-    parts = [part for each in matrices(model) for part in each.parts]
+    parts = [part for each in list_matrices(model) for part in each.parts]
     return any(part.shape != (len(part.rows), len(part.columns)) for part in parts)
 
 

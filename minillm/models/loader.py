@@ -102,11 +102,8 @@ def stored_format(source: ModelSource, headers: Headers) -> Format | None:
 
 
 def reading(format: Format | None) -> MethodOf | None:
-    """How the matrices of a quantised checkpoint are read. The matrix that MLA absorbs becomes
-    dense, because its products are not those of a linear layer."""
-    if format is None:
-        return None
-    return lambda matrix: LoadingMethod(format, matrix.parts[0].name.endswith(".kv_b_proj"))
+    """How the matrices of a quantised checkpoint are read; the one that MLA absorbs is dense."""
+    return None if format is None else lambda each: LoadingMethod(format, each.is_absorbed)
 
 
 def check_model(format: Format | None, model: Decoder) -> None:

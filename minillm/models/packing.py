@@ -85,14 +85,13 @@ def keep_plain(model: Decoder) -> None:
 
 def packable(model: Decoder) -> list[Linear | Embedding]:
     """The layers whose weight is used only in their own product, with the output matrix last."""
-    absorbed = {id(each.kv_b_proj) for each in model.modules() if isinstance(each, MLAttention)}
     kinds = Linear if model.lm_head is not None else Linear | Embedding
     found = [
         each
         for each in model.modules()
         if isinstance(each, kinds)
         and isinstance(each.method, PlainLinearMethod)
-        and id(each) not in absorbed
+        and not each.is_absorbed
     ]
     return sorted(found, key=lambda each: isinstance(each, Embedding))
 
@@ -118,16 +117,13 @@ def list_matrices(model: nn.Module) -> list[Matrix]:
 def may_be_panels(model: Decoder) -> list[Matrix]:
     """The matrices that may be quantised in panels. Not the experts of a layer if only gate_up or
     only down could be, nor the matrix that MLA absorbs, nor routers."""
-    left_out = set[int]()
-    for each in model.modules():
-        if isinstance(each, MLAttention):
-            left_out.add(id(each.kv_b_proj))
-        elif isinstance(each, MoE):
-            left_out.add(id(each.router))  # its logits are not rounded
-            pair = each.experts.gate_up, each.experts.down
-            if not all(map(runs_in_panels, pair)):
-                left_out.update(map(id, pair))
-    return [each for each in list_matrices(model) if id(each) not in left_out]
+    left_out = {each for each in list_matrices(model) if each.is_absorbed}
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            pair = {layer.experts.gate_up, layer.experts.down}
+            left_out |= {layer.router}  # its logits are not rounded
+            left_out |= set() if all(map(runs_in_panels, pair)) else pair
+    return [each for each in list_matrices(model) if each not in left_out]
 
 
 def pack_parts(model: nn.Module) -> None:

@@ -31,7 +31,6 @@ from minillm.layers.linear_methods import (
     WeightSlice,
     load_plain,
 )
-from minillm.layers.mla import MLAttention
 from minillm.layers.moe import Router
 from minillm.models.decoder import Decoder
 from minillm.ops import c_library
@@ -61,17 +60,12 @@ ROUNDINGS: Mapping[str, Rounding] = MappingProxyType({"int8": round_int8, "int4"
 
 def rounded_matrices(model: Decoder, how: str) -> Iterator[tuple[Matrix, Rounding]]:
     """The matrices of a model that are quantised, each with its rounding."""
-    skipped = {id(each.kv_b_proj) for each in model.modules() if isinstance(each, MLAttention)}
     for matrix in model.modules():
         if not isinstance(matrix, Matrix) or not isinstance(matrix.method, PlainLinearMethod):
             continue
         is_input = isinstance(matrix, Embedding) and not model.config.tie_word_embeddings
-        if (
-            isinstance(matrix, Router)
-            or is_input
-            or id(matrix) in skipped
-            or not matrix.out_features
-        ):
+        is_special = isinstance(matrix, Router) or matrix.is_absorbed
+        if is_input or is_special or not matrix.out_features:
             continue
         is_output = matrix is model.lm_head or isinstance(matrix, Embedding)
         yield matrix, ROUNDINGS["int8" if is_output else how]

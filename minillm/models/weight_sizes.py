@@ -18,9 +18,9 @@ from minillm.layers.linear import Embedding
 from minillm.layers.linear_methods import Matrix, WeightSlice
 from minillm.layers.moe import Router
 from minillm.layers.norm import RMSNorm
-from minillm.models.checkpoint import ModelSource, read_tensors
+from minillm.models.checkpoint import ModelSource
 from minillm.models.decoder import Decoder
-from minillm.models.loader import checked_files
+from minillm.models.loader import checked_files, fill
 from minillm.models.packing import list_matrices
 from minillm.models.quantize import Rounding, rounded_matrices
 from minillm.ops.cpu_quantized import PANEL
@@ -87,13 +87,12 @@ class Examples:
         count = len(matrix.parts) // (matrix.copies or 1)  # all experts are alike
         parts = [first_rows(part) for part in matrix.parts[:count]]
         rounding = self.roundings.get(id(matrix))
-        key: Key = (rounding, *(self._kind(part) for part in parts))
+        key: Key = (rounding, matrix.is_absorbed, *(self._kind(part) for part in parts))
         self.keys[id(matrix)] = key
         if key not in self.by_key:
             example = Matrix(parts)
             if self.format is not None:
-                absorbed = parts[0].name.endswith(".kv_b_proj")
-                example.method = LoadingMethod(self.format, absorbed)
+                example.method = LoadingMethod(self.format, matrix.is_absorbed)
             example.create(self.layout.dtype, "cpu")
             self.by_key[key] = example, rounding
 
@@ -102,18 +101,15 @@ class Examples:
         if self.format is None or self.format.is_plain(part):
             return (len(part.columns),)
         stored = self.format.tensors(part).items()
-        names = part.name.endswith(".kv_b_proj"), len(part.columns)
-        return (*names, *((suffix, each.slice.held, each.dtype) for suffix, each in stored))
+        tensors = ((suffix, each.slice.held, each.dtype) for suffix, each in stored)
+        return (len(part.columns), *tensors)
 
     @torch.inference_mode()
     def load(self, files: list[Path]) -> None:
         """Load the examples (random values if there are no files), and bring them into the layout
         of the engine."""
         found = [each for each, _ in self.by_key.values()]
-        places = {place.name: place for each in found for place in each.checkpoint_tensors()}
-        slices = {name: place.slice for name, place in places.items()}
-        for name, tensor in (pair for path in files for pair in read_tensors(path, slices)):
-            places[name].load(tensor)
+        fill({place.name: place for each in found for place in each.checkpoint_tensors()}, files)
         for example, rounding in self.by_key.values():
             example.method.finish(example)
             if rounding is not None and not is_quantized(example):

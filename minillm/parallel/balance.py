@@ -11,6 +11,7 @@ which the ranks share like experts that never move.
 
 import logging
 from collections.abc import Iterator
+from itertools import chain
 from operator import ne
 from zlib import crc32
 
@@ -183,9 +184,7 @@ def report(now: list[Placement], found: list[Placement], loads: list[list[int]])
         sum(each.balance(load) for each, load in zip(some, loads, strict=True)) / len(loads)
         for some in (now, found)
     )
-    old, new = (
-        [slot for each in some for held in each.slots for slot in held] for some in (now, found)
-    )
+    old, new = ([each for one in some for each in chain(*one.slots)] for some in (now, found))
     logger.info(
         "Experts are placed by load: mean over largest load of a rank %.2f before, %.2f now; %d of "
         "%d slots have another expert.",

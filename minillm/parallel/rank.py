@@ -17,6 +17,7 @@ from minillm.models.decoder import Decoder
 from minillm.models.deterministic import TILES, TiledDecoder, find_tiles
 from minillm.models.fixed_sums import why_tiles
 from minillm.models.loader import DTYPES, load_model
+from minillm.models.packing import list_matrices
 from minillm.models.quantize import quantize_weights, quantize_while_reading
 from minillm.parallel.balance import balance_experts
 from minillm.parallel.communicator import Communicator
@@ -144,15 +145,10 @@ def initialize_slices(model: Decoder, whole: Decoder, seed: int, std: float = 0.
     """A rank's slices of the random weights that `Decoder.initialize` gives the whole model: whole
     parameters are drawn one at a time and cut."""
     generator = torch.Generator(model.device).manual_seed(seed)
-    own = [each for each in model.modules() if isinstance(each, Matrix)]
-    held = {part.name: each for each in own for part in each.parts}
-    matrices = {f"{name}.weight": each for name, each in whole.named_modules()}
+    held = {part.name: each for each in list_matrices(model) for part in each.parts}
     model.initialize()  # norms and biases
-    for name, shape in whole.named_parameters():
-        matrix = matrices.get(name)
-        if not isinstance(matrix, Matrix):
-            continue
-        drawn = torch.empty(shape.shape, dtype=shape.dtype, device=model.device)
+    for matrix in list_matrices(whole):
+        drawn = torch.empty(matrix.shape, dtype=model.dtype, device=model.device)
         drawn.normal_(0.0, std, generator=generator)
         names = [part.name for part in matrix.parts]  # of a stack of experts some may be held
         if mine := next((held[each] for each in names if each in held), None):
@@ -161,10 +157,11 @@ def initialize_slices(model: Decoder, whole: Decoder, seed: int, std: float = 0.
 
 def held_of(mine: Matrix, whole: Matrix, drawn: Tensor) -> Tensor:
     """A rank's slices of the `drawn` values of a whole matrix [.., out, in]."""
-    heights = [part.shape[0] for part in whole.parts]
-    of = {p.name: x for p, x in zip(whole.parts, drawn.flatten(0, -2).split(heights), strict=True)}
-    found = [
-        of[part.name][part.rows.start : part.rows.stop, part.columns.start : part.columns.stop]
-        for part in mine.parts
-    ]
+    found, drawn = [drawn.new_empty(0, mine.in_features)], drawn.flatten(0, -2)
+    for part in mine.parts:
+        for all_rows, start in zip(whole.parts, whole.starts, strict=True):
+            if all_rows.name == part.name and part.rows.start in all_rows.rows:
+                first = start + part.rows.start - all_rows.rows.start
+                columns = slice(part.columns.start, part.columns.stop)
+                found.append(drawn[first : first + len(part.rows), columns])
     return torch.cat(found).view(mine.shape)

@@ -12,19 +12,18 @@ product is added once, after the sum. The router and the latent cache of MLA are
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minillm.config import ModelConfig
-from minillm.layers.attention import Attention
 from minillm.layers.linear_methods import LinearMethod, Matrix, WeightSlice, finished
-from minillm.layers.mla import MLAttention
-from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts, MoE
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
+from minillm.models.packing import list_matrices
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.experts import OwnExperts, share_experts
 from minillm.parallel.split import Split
@@ -37,61 +36,43 @@ def slice_matrices(
 ) -> None:
     """Select the rows and columns of the checkpoint that a rank's layers hold; `experts` lists its
     experts where these are whole."""
+    if split.size > 1:
+        shapes = whole_shapes(whole)
+        for matrix in list_matrices(model):
+            matrix.parts = tuple(
+                slice_of(part.name, shapes[part.name], part.shape, split) for part in matrix.parts
+            )
     for layer in model.modules():
-        if isinstance(layer, Attention):
-            dim, kv_heads = layer.head_dim, split.kv_heads(whole.num_kv_heads)
-            kv_rows = whole.num_kv_heads * dim, range(kv_heads.start * dim, kv_heads.stop * dim)
-            q, k, v = layer.qkv_proj.parts
-            queries = whole.num_heads * dim, split.share(whole.num_heads * dim)
-            layer.qkv_proj.parts = rows(q, *queries), rows(k, *kv_rows), rows(v, *kv_rows)
-            keep_columns(layer.o_proj, *queries)
-        elif isinstance(layer, MLAttention):
-            share_rows(layer.q_proj, split)
-            share_rows(layer.kv_b_proj, split)
-            share_columns(layer.o_proj, split)
-        elif isinstance(layer, MLP):
-            share_rows(layer.gate_up_proj, split)
-            share_columns(layer.down_proj, split)
-        elif isinstance(layer, Experts) and experts is not None:
+        if isinstance(layer, Experts) and experts is not None:
             share_experts(layer, experts)
-        elif isinstance(layer, Experts):
-            share_rows(layer.gate_up, split)
-            share_columns(layer.down, split)
     for matrix in vocabulary_matrices(model):
         (part,) = matrix.parts
-        matrix.parts = (rows(part, whole.vocab_size, split.vocabulary(whole.vocab_size)),)
+        matrix.parts = (replace(part, rows=split.vocabulary(whole.vocab_size)),)
+
+
+def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Rows and columns of each matrix of a whole model, by name."""
+    found: dict[str, tuple[int, int]] = {}
+
+    def note(model: Decoder) -> None:
+        parts = (part for each in list_matrices(model) for part in each.parts)
+        found.update((part.name, part.shape) for part in parts)
+
+    Decoder(config, device="meta", shard=note)  # called before parts are merged
+    return found
+
+
+def slice_of(name: str, whole: tuple[int, int], held: tuple[int, int], split: Split) -> WeightSlice:
+    """A rank's slice of shape `held` of the matrix `name`. There are as many slices as ranks, or
+    fewer that several ranks hold, as of KV heads: one of all rows or all columns."""
+    starts = (split.kv_heads(whole[side] // held[side]).start * held[side] for side in (0, 1))
+    rows, columns = (range(at, at + size) for at, size in zip(starts, held, strict=True))
+    return WeightSlice(name, whole, rows, columns)
 
 
 def vocabulary_matrices(model: Decoder) -> list[Matrix]:
     """The embedding and the output matrix, as far as this stage has them."""
     return [each for each in (model.embedding, model.lm_head) if isinstance(each, Matrix)]
-
-
-def rows(part: WeightSlice, total: int, held: range) -> WeightSlice:
-    """The slice `held` of a matrix with `total` rows."""
-    return WeightSlice(part.name, (total, part.shape[1]), held, part.columns)
-
-
-def share_rows(matrix: Matrix, split: Split) -> None:
-    """Each part becomes this rank's share of a matrix with `size` times as many rows."""
-    totals = [part.shape[0] * split.size for part in matrix.parts]
-    matrix.parts = tuple(
-        rows(part, total, split.share(total))
-        for part, total in zip(matrix.parts, totals, strict=True)
-    )
-
-
-def share_columns(matrix: Matrix, split: Split) -> None:
-    """Each part becomes this rank's share of a matrix with `size` times as many columns."""
-    total = matrix.in_features * split.size
-    keep_columns(matrix, total, split.share(total))
-
-
-def keep_columns(matrix: Matrix, total: int, held: range) -> None:
-    """The slices `held` of matrices with `total` columns."""
-    matrix.parts = tuple(
-        WeightSlice(part.name, (part.shape[0], total), part.rows, held) for part in matrix.parts
-    )
 
 
 # ---- communication -----------------------------------------------------------------------------

@@ -160,22 +160,20 @@ def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
 
 def why_not(config: ModelConfig, size: int, whole_experts: bool = False, spares: int = 0) -> str:
     """Which dimension of a model `size` ranks do not divide; empty if they divide all."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    if heads % size:
-        return f"{heads} attention heads"
-    if not config.mla and max(kv_heads, size) % min(kv_heads, size):
-        return f"{kv_heads} KV heads"
-    dense = config.moe is None or not all(map(config.is_moe_layer, range(config.num_layers)))
-    if dense and config.intermediate_size % size:
-        return f"intermediate size {config.intermediate_size}"
-    moe = config.moe
-    if moe is not None and whole_experts and (moe.num_experts + spares) % size:
-        return f"{moe.num_experts + spares} experts"
-    if moe is not None and not whole_experts and moe.intermediate_size % size:
-        return f"intermediate size {moe.intermediate_size} of the experts"
-    if moe is not None and moe.shared_intermediate_size % size:
-        return f"intermediate size {moe.shared_intermediate_size} of the shared experts"
-    return ""
+    sizes = {"{} attention heads": config.num_heads}
+    if not config.mla and size % config.num_kv_heads:  # else ranks share a head
+        sizes["{} KV heads"] = config.num_kv_heads
+    if not all(map(config.is_moe_layer, range(config.num_layers))):
+        sizes["intermediate size {}"] = config.intermediate_size
+    if config.moe is not None and whole_experts:
+        sizes["{} experts"] = config.moe.num_experts + spares
+    elif config.moe is not None:
+        sizes["intermediate size {} of the experts"] = config.moe.intermediate_size
+    if config.moe is not None:
+        shared = config.moe.shared_intermediate_size
+        sizes["intermediate size {} of the shared experts"] = shared
+    wrong = [text.format(total) for text, total in sizes.items() if total % size]
+    return wrong[0] if wrong else ""
 
 
 def check_split(

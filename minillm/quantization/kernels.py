@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from minillm import ops
 from minillm.layers.linear import Embedding, Linear
 from minillm.layers.linear_methods import Matrix
-from minillm.layers.mla import MLAttention
 from minillm.ops import dispatch
 from minillm.quantization.methods import QuantizedMethod, some_copies
 from minillm.quantization.quantized import Quantized, integer_codes, split_bytes
@@ -100,14 +99,13 @@ def pack_for_kernels(model: nn.Module, device: torch.device) -> int:
     MLA's `kv_b_proj`) stay as they are."""
     if dispatch.backend_of(device).name != "triton":
         return 0
-    absorbed = {id(each.kv_b_proj) for each in model.modules() if isinstance(each, MLAttention)}
     count = 0
     for matrix in model.modules():
         if not isinstance(matrix, Matrix) or type(matrix.method) is not QuantizedMethod:
             continue
         if matrix.copies is not None:
             matrix.method = StackedQuantizedMethod(matrix.method.dtype, matrix.method.names)
-        elif isinstance(matrix, Linear | Embedding) and id(matrix) not in absorbed:
+        elif isinstance(matrix, Linear | Embedding) and not matrix.is_absorbed:
             count += repack(matrix, matrix.method)
     return count
 

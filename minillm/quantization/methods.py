@@ -97,7 +97,7 @@ class LoadingMethod(LinearMethod):
 
     def __init__(self, format: Format, dense: bool = False):
         self.format, self.dense = format, dense
-        self.found: dict[str, Tensor] = {}
+        self.found: dict[tuple[WeightSlice, str], Tensor] = {}
         self.dtype = torch.float32
         self.device: torch.device | str = "cpu"
 
@@ -107,14 +107,14 @@ class LoadingMethod(LinearMethod):
             for suffix, stored in self.format.tensors(part).items():
                 shape = stored.slice.held
                 memory = torch.empty(shape, dtype=stored.dtype or dtype, device=device)
-                self.found[f"{part.name}.{suffix}"] = memory
+                self.found[part, suffix] = memory
 
     def checkpoint_tensors(
         self, matrix: Matrix, part: WeightSlice, start: int
     ) -> Iterator[CheckpointTensor]:
         for suffix, stored in self.format.tensors(part).items():
-            name = f"{part.name}.{suffix}"
-            yield CheckpointTensor(name, self.found[name], stored.slice, load_same)
+            target = self.found[part, suffix]
+            yield CheckpointTensor(f"{part.name}.{suffix}", target, stored.slice, load_same)
 
     def finish(self, matrix: Matrix) -> None:
         """Decode all parts; afterwards the layer computes."""
@@ -151,8 +151,8 @@ class LoadingMethod(LinearMethod):
         hold_members(matrix, made)
 
     def _decode(self, part: WeightSlice) -> Quantized | Tensor:
-        names = {suffix: f"{part.name}.{suffix}" for suffix in self.format.tensors(part)}
-        return self.format.decode(part, {k: self.found.pop(name) for k, name in names.items()})
+        suffixes = self.format.tensors(part)
+        return self.format.decode(part, {each: self.found.pop((part, each)) for each in suffixes})
 
     def num_bytes(self, matrix: Matrix) -> int:
         return sum(each.nbytes for each in self.found.values())

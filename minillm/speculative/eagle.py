@@ -109,7 +109,7 @@ class EagleLayer(DraftLayer):
             wide = Linear(f"{prefix}self_attn.", 2 * d, outputs, config.qkv_bias)
             self.attention.qkv_proj = wide
             self.mlp_norm = RMSNorm(f"{prefix}post_attention_layernorm", d, eps)
-            self.mlp = MLP(f"{prefix}mlp.", d, config.intermediate_size, config.mlp_bias)
+            self.mlp = MLP(config, f"{prefix}mlp.")
             self.norm = RMSNorm("norm", d, eps)
             length = config.max_position_embeddings
             self.rope = RotaryEmbedding(config.rope, config.rotary_dim, length, length)

@@ -19,6 +19,7 @@ from minillm.models import checkpoint
 from minillm.models.checkpoint import ModelSource, shard_headers
 from minillm.models.decoder import Decoder
 from minillm.models.loader import check_tensors, fill
+from minillm.models.merged import merge
 from minillm.models.presets import PRESETS
 from minillm.plan.cost import weight_bytes
 
@@ -76,15 +77,25 @@ def narrowed(part: WeightSlice, rank: int, ranks: int, columns: bool = False) ->
 QKV = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
 
 
+@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_stack_holds_the_rows_of_each_of_its_matrices(tmp_path, ranks):
-    """A shard of a stack is not a slice of it: each matrix is cut, with its own bias."""
-    shapes = {f"a__{name}__weight": (size, 6) for name, size in QKV.items()}
-    biases = {f"a__{name}__bias": (size,) for name, size in QKV.items()}
+def test_a_stack_holds_the_rows_of_each_of_its_matrices(tmp_path, ranks, merged):
+    """A shard of a stack is not a slice of it: each matrix is cut, with its own bias. The file may
+    have one tensor of all."""
+    stored = {"w_pack": sum(QKV.values())} if merged else QKV
+    shapes = {f"a__{name}__weight": (size, 6) for name, size in stored.items()}
+    biases = {f"a__{name}__bias": (size,) for name, size in stored.items()}
     path, tensors = saved(tmp_path, **shapes, **biases)
+    if merged:
+        for kind in ("weight", "bias"):
+            pieces = tensors[f"a.w_pack.{kind}"].split(list(QKV.values()))
+            names = (f"a.{name}.{kind}" for name in QKV)
+            tensors |= dict(zip(names, pieces, strict=True))
     for rank in range(ranks):
         layer = Linear("a.", 6, QKV, bias=True)
         layer.parts = tuple(narrowed(part, rank, ranks) for part in layer.parts)
+        merge(layer, [("w_pack", tuple(QKV))] if merged else [("w_pack", ("q_proj", "other"))])
+        assert len(layer.parts) == (1 if merged and ranks == 1 else 3)
         loaded(path, layer)
         assert layer.shape == (16 // ranks, 6)
         for kind, got in (("weight", layer.values()), ("bias", layer.bias)):

@@ -278,14 +278,11 @@ def resumed_rows_keep_their_drafts(patch: Patch) -> None:
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-def up_of_another_rank(matrix, split):
+def up_of_another_rank(name, whole, held, split, slice_of=shard.slice_of):
     """As where the stack of gate and up is cut, and not each of them: the shapes fit."""
-    parts = []
-    for place, part in enumerate(matrix.parts):
-        total = part.shape[0] * split.size
-        own = Split((split.rank + place) % split.size, split.size).share(total)
-        parts.append(shard.rows(part, total, own))
-    matrix.parts = tuple(parts)
+    if name.endswith("up_proj"):
+        split = Split((split.rank + 1) % split.size, split.size)
+    return slice_of(name, whole, held, split)
 
 
 def no_sum(self, matrix, x, bias):
@@ -448,7 +445,7 @@ BUGS: Mapping[str, tuple[Plant, Cell]] = {
         Cell("llama", ranks="tp 4")),
     "no sum": (swap(shard.RowParallel, "apply", no_sum), Cell("mistral", ranks="tp 4")),
     "up of another rank": (
-        swap(shard, "share_rows", up_of_another_rank), Cell("mistral", ranks="tp 4")),
+        swap(shard, "slice_of", up_of_another_rank), Cell("mistral", ranks="tp 4")),
     "shared experts summed again": (
         swap(shard.SummedMoE, "forward", summed_twice), Cell("deepseek_v3", ranks="tp 4")),
     "ids of the shard": (

@@ -22,6 +22,7 @@ from minillm.errors import (
     UnsupportedFeatureError,
 )
 from minillm.models.checkpoint import open_model
+from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 from tests.models.parity import TOLERANCE, reference_logits, relative_error, whole
 from tests.models.tiny import BASE, Tiny, prompt
@@ -330,3 +331,20 @@ def test_end_of_sequence_ids(tmp_path, generation, config, expected):
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     source = open_model(tmp_path)
     assert source.eos_token_ids == expected
+
+
+def test_a_name_of_two_tensors(folder):
+    """In one header, which safetensors reads without a word, and in two layers of a model."""
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    size = struct.unpack_from("<Q", data)[0]
+    text = data[8 : 8 + size].decode().strip()
+    entry = json.dumps({NORM: json.loads(text)[NORM]})[1:-1]
+    text = f"{text[:-1]},{entry}}}"
+    text += " " * (-len(text) % 8)
+    file.write_bytes(struct.pack("<Q", len(text)) + text.encode() + data[8 + size :])
+    refused(folder, CheckpointError, "model.safetensors", f"{NORM} twice")
+    model = Decoder(open_model("tiny").config, device="meta")
+    model.layers[1].mlp_norm.name = model.layers[0].mlp_norm.name
+    with pytest.raises(RuntimeError, match=r"Two layers.*layers\.0\.post_attention"):
+        model.checkpoint_tensors()

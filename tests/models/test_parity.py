@@ -30,7 +30,7 @@ from tests.models.parity import (
     relative_error,
     whole,
 )
-from tests.models.tiny import CASES, ROPES, Tiny, old_style, prompt
+from tests.models.tiny import CASES, ROPE_CASES, Tiny, old_style, prompt
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -99,19 +99,17 @@ def test_a_field_that_faster_paths_do_not_know_switches_them_off(checkpoint_of, 
     assert not unknown_fields(model.config)
 
 
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rope_types(family, rope, checkpoint_of):
-    checkpoint = checkpoint_of(f"{family} / {rope}")
+@pytest.mark.parametrize("case", ROPE_CASES)
+def test_rope_types(case, checkpoint_of):
+    checkpoint = checkpoint_of(case)
     ids = prompt(130)
     reference = reference_logits(checkpoint, ids)
     assert relative_error(whole(load(checkpoint), ids), reference) <= TOLERANCE
 
 
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_old_config_style_means_the_same(family, rope, checkpoint_of):
-    checkpoint = checkpoint_of(f"{family} / {rope}")
+@pytest.mark.parametrize("case", ROPE_CASES)
+def test_old_config_style_means_the_same(case, checkpoint_of):
+    checkpoint = checkpoint_of(case)
     old = old_style(checkpoint.config)
     assert "rope_parameters" not in old
     assert parse_config(old) == parse_config(checkpoint.config)
@@ -127,6 +125,7 @@ def test_old_config_style_of_a_folder(checkpoint_of, tmp_path):
 
 
 def test_cases_cover_one_and_many_shards_tied_and_untied(checkpoint_of):
+    assert {case.split(" / ")[0] for case in ROPE_CASES} == FAMILIES.keys()
     for family in FAMILIES:
         seen = set()
         for name, tiny in CASES.items():

@@ -192,6 +192,12 @@ ROPES: dict[str, Rope] = {
     ),
 }
 
+# The variants of a family whose transformers model does not have all of them.
+ROPES_OF: dict[str, tuple[str, ...]] = {}
+ROPE_CASES = [
+    f"{family} / {rope}" for family in FAMILY for rope in ROPES_OF.get(family, tuple(ROPES))
+]
+
 CASES: dict[str, Tiny] = {
     "llama": Tiny("llama", shard_size="40KB"),
     "llama, tied": Tiny("llama", {"tie_word_embeddings": True}),

@@ -8,6 +8,8 @@ import copy
 import json
 import re
 import zlib
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minillm.api.arguments import EngineArgs
 from minillm.lab.quantise.quantize_folder import quantize_folder
 from minillm.lab.quantise.recipe import Recipe
+from minillm.layers.linear_methods import MergedMatrices
 from minillm.models.checkpoint import open_model, shard_files
 from minillm.models.loader import load_model
+from minillm.parallel.place import thread_places
+from minillm.parallel.rank import load_rank
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.parity import FlatRunner
 from tests.models.tiny import FAMILY, Checkpoint, Tiny, prompt
@@ -56,10 +62,16 @@ def is_matrix(name: str, head: str) -> bool:
     return head == "quantised" or not re.search(r"embed_tokens|lm_head", name)
 
 
-def write(checkpoint: Checkpoint, layout: str, head: str, folder: Path) -> dict[str, torch.Tensor]:
+def write(
+    checkpoint: Checkpoint, layout: str, head: str, folder: Path, merged: MergedMatrices = ()
+) -> dict[str, torch.Tensor]:
     """Replace the matrices of a checkpoint by random ones in a layout. Their values."""
     made, values = LAYOUTS[layout], {}
     tensors = {k: v for path in shard_files(checkpoint.folder) for k, v in load_file(path).items()}
+    for name, members in merged:
+        for first in [each for each in tensors if each.endswith(f".{members[0]}.weight")]:
+            parts = [tensors.pop(first.replace(members[0], each)) for each in members]
+            tensors[first.replace(members[0], name)] = torch.cat(parts)
     for name in [each for each in tensors if is_matrix(each, head)]:
         out, width = tensors.pop(name).shape
         dice = np.random.default_rng(zlib.crc32(name.encode()))
@@ -128,6 +140,33 @@ def test_a_layout_is_read(checkpoint_of, tmp_path, layout, family, head):  # noq
     checkpoint = checkpoint_of(tiny(family, head))
     values = write(checkpoint, layout, head, tmp_path)
     check(checkpoint, values, tmp_path)
+
+
+MERGED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_merged_matrix_is_cut_in_every_layout(checkpoint_of, tmp_path, layout):  # noqa: F811
+    """q, k, v are one tensor, gate and up another: whole, and for each of two ranks."""
+    checkpoint = checkpoint_of(Tiny("llama", WIDTHS | {"intermediate_size": 128}))
+    values = write(checkpoint, layout, "plain", tmp_path, MERGED)
+    source = open_model(tmp_path)
+    source = replace(source, config=replace(source.config, merged_matrices=MERGED))
+    args = EngineArgs("tiny", enforce_eager=True)
+    load = partial(load_rank, args, source, F32, torch.device("cpu"), 64)
+    for size in (1, 2):
+        for rank, model in enumerate(map(load, thread_places(size))):
+            for number, layer in enumerate(model.layers):
+                q, k, v = values[f"model.layers.{number}.self_attn.qkv_proj.weight"].split(
+                    (64, 32, 32)
+                )
+                gate, up = values[f"model.layers.{number}.mlp.gate_up_proj.weight"].chunk(2)
+                for matrix, parts in (
+                    (layer.attention.qkv_proj, (q, k, v)),
+                    (layer.mlp.gate_up_proj, (gate, up)),
+                ):
+                    due = torch.cat([each.chunk(size)[rank] for each in parts])
+                    torch.testing.assert_close(matrix.values(), due)
 
 
 # ---- written by `minillm quantize` ---------------------------------------------------------------
