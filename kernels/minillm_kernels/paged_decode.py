@@ -19,25 +19,39 @@ positions are the rows, and the G heads, padded to 16, are the columns.
 """
 
 from minillm_kernels.launch import tl, triton
-from minillm_kernels.paged_parts import TABLES, finish, merge_rows, splits_of, store_rows
+from minillm_kernels.paged_parts import TABLES, TAILS, finish, merge_rows, splits_of, store_rows
 
 # ---- block tables -----------------------------------------------------------------------------
 
 
 @triton.jit
-def locate(table, tile, low, high, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def in_tail(positions, needed, tail_start, tail):
+    """The places of positions. Those from `tail_start` on are a path of a token tree, of which
+    `tail` has the order; it is read where `needed`."""
+    later = positions - tail_start
+    order = tl.load(tail + later, mask=needed & (later >= 0), other=0)
+    return tl.where(later >= 0, tail_start + order, positions)
+
+
+@triton.jit
+def locate(
+    table, tile, low, high, tail_start, tail, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """The location of KV tile `tile`: the block of each position, and its offset in the block.
 
     Only entries for positions in [low, high) are read, because later entries are stale. A tile
-    within one block needs one lookup; its block and first offset are scalars.
+    within one block needs one lookup; its block and first offset are scalars. With a `tail` it has
+    many, as if blocks were of one position.
     """
     first = tile * BLOCK_N
-    if BLOCK_SIZE % BLOCK_N == 0:
+    if BLOCK_SIZE % BLOCK_N == 0 and tail is None:
         block = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
         return block, first % BLOCK_SIZE
     else:
         positions = first + tl.arange(0, BLOCK_N)
         needed = (positions >= low) & (positions < high)
+        if tail is not None:
+            positions = in_tail(positions, needed, tail_start, tail)
         blocks = tl.load(table + positions // BLOCK_SIZE, mask=needed, other=0).to(tl.int64)
         return blocks, positions % BLOCK_SIZE
 
@@ -113,7 +127,7 @@ def log2_scores(products, scale, soft_cap, HAS_CAP: tl.constexpr):
 @triton.jit
 def attend_heads(
     q, position, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table, begin, end,
-    kv_head, low, high, window, scale, soft_cap,
+    kv_head, low, high, window, scale, soft_cap, tail_start, tail,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SWAP: tl.constexpr, BULK: tl.constexpr,
@@ -126,13 +140,14 @@ def attend_heads(
     query attends to all of [low, high); with `SEVERAL`, each query is masked by its `position`.
     """
     AXIS: tl.constexpr = 0 if SWAP else 1  # the axis of positions
+    ROWS: tl.constexpr = BLOCK_SIZE if tail is None else 1  # that are surely contiguous
     for tile in tl.range(begin, end):
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         valid = (keys >= low) & (keys < high)
-        block, place = locate(table, tile, low, high, BLOCK_SIZE, BLOCK_N)
+        block, place = locate(table, tile, low, high, tail_start, tail, BLOCK_SIZE, BLOCK_N)
         k = load_rows(
             k_cache, k_strides, block, place, kv_head, valid,
-            NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, BULK, MASKED,
+            NUM_KV_HEADS, ROWS, BLOCK_N, HEAD_DIM, BLOCK_D, BULK, MASKED,
         )  # fmt: skip
         if SWAP:
             products = tl.dot(k, q, input_precision="ieee")  # [BLOCK_N, rows]
@@ -156,7 +171,7 @@ def attend_heads(
         weights = tl.fma(weights, rescale, p)
         v = load_rows(
             v_cache, v_strides, block, place, kv_head, valid,
-            NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, VALUE_DIM, BLOCK_DV, BULK, MASKED,
+            NUM_KV_HEADS, ROWS, BLOCK_N, VALUE_DIM, BLOCK_DV, BULK, MASKED,
         )  # fmt: skip
         if SWAP:
             acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * rescale, input_precision="ieee")
@@ -166,11 +181,11 @@ def attend_heads(
     return m, weights, acc
 
 
-@triton.jit(do_not_specialize=[*TABLES, "table_stride", "window", "few", "num_splits"])
+@triton.jit(do_not_specialize=[*TABLES, *TAILS, "table_stride", "window", "few", "num_splits"])
 def decode_kernel(
     q, k_cache, v_cache, out, partial, stats, arrivals, query_start, seq_lens, block_tables,
-    q_strides, k_strides, v_strides, out_strides, table_stride,
-    scale, soft_cap, window, few, num_splits,
+    tail_starts, tail_order, tail_stride, q_strides, k_strides, v_strides, out_strides,
+    table_stride, scale, soft_cap, window, few, num_splits,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -211,15 +226,21 @@ def decode_kernel(
     weights = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_DV, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_DV], tl.float32)
     table = block_tables + sequence.to(tl.int64) * table_stride
+    tail_start, tail = 0, None
+    if tail_order is not None:
+        tail_start = tl.load(tail_starts + sequence)
+        tail = tail_order + sequence.to(tl.int64) * tail_stride
     m, weights, acc = attend_heads(
         rows, position, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table,
-        begin, full, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
-        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, SWAP, BULK, SEVERAL, False,
+        begin, full, kv_head, low, high, window, scale, soft_cap, tail_start, tail, NUM_KV_HEADS,
+        BLOCK_SIZE, BLOCK_N, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, SWAP,
+        BULK, SEVERAL, False,
     )  # fmt: skip
     m, weights, acc = attend_heads(
         rows, position, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table,
-        full, end, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
-        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, SWAP, BULK, SEVERAL, True,
+        full, end, kv_head, low, high, window, scale, soft_cap, tail_start, tail, NUM_KV_HEADS,
+        BLOCK_SIZE, BLOCK_N, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, SWAP,
+        BULK, SEVERAL, True,
     )  # fmt: skip
     AXIS: tl.constexpr = 0 if SWAP else 1
     finish(

@@ -62,7 +62,7 @@ class SpeculativeConfig(CheckedArguments):
             every output says so (`sampling/typical.py`).
             "synthetic" accepts with `synthetic_acceptance_rates`, whatever the drafts are, to
             measure speed with dummy weights.
-        tree: a token tree for "medusa", verified on a CPU: "auto" grows it from the accuracies
+        tree: a token tree for "medusa": "auto" grows it from the accuracies
             stored with the heads, and drafts as much of it as is fastest. Or its paths, lists
             of ranks: [0, 1] is the second best token of head 1 behind the best of head 0. Then
             `num_speculative_tokens` is optional, by default "auto" or all paths.

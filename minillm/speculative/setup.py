@@ -160,13 +160,8 @@ def build_heads(
     cache is `kv`.
 
     Raises:
-        ConfigError: the heads cannot be loaded, or the tree needs another device.
+        ConfigError: the heads cannot be loaded.
     """
-    if source.tree is not None and model.device.type != "cpu":
-        raise ConfigError(
-            f"token trees are verified on a CPU and this engine is on {model.device.type}; leave "
-            "out 'tree' of speculative_config to draft a chain."
-        )
     try:
         heads = source.load(model.dtype, model.device, packs)
     except MinillmError as error:

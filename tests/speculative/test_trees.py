@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from minillm.api.speculative_config import SpeculativeConfig
 from minillm.cache.spec import CacheSpec
 from minillm.errors import ConfigError
 from minillm.execution import runner as runner_module
@@ -20,7 +19,6 @@ from minillm.models.forward_pass import Chunk
 from minillm.models.trees import ROOT, Tree, tree_batch
 from minillm.ops.sampling import Pack
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
-from minillm.speculative import heads as heads_module
 from minillm.speculative.proposer import Draft
 from minillm.speculative.trees import (
     grown,
@@ -412,19 +410,6 @@ def test_accuracies_are_a_mean_of_temperatures(folder, tmp_path):
     wanted = np.mean([TABLE, worse], axis=0).tolist()
     assert llm.engine.runner.speculator.proposer.tree == tuple(grown(wanted, 31))
     assert json.loads((heads / "heads.json").read_text())["rank_accuracy"]["0"] == TABLE
-
-
-def test_a_gpu_takes_no_tree_yet(tmp_path):
-    """Without a GPU: the check at the start reads the device of the model."""
-    source = heads_module.HeadsSource("medusa", tmp_path, 4, None, tree=((0,),))
-    on_gpu = type("Model", (), {"device": torch.device("cuda")})()
-    from minillm.speculative.setup import build_heads
-
-    config = SpeculativeConfig.of(MEDUSA | {"tree": [[0]]})
-    with pytest.raises(
-        ConfigError, match="verified on a CPU and this engine is on cuda; leave out"
-    ):
-        build_heads(config, source, on_gpu, None, False, None, 1)
 
 
 ANSWERS = {
