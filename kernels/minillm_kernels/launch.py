@@ -273,10 +273,10 @@ Tails = tuple[Tensor, Tensor]
 positions are in order. Only sequences of one query may have such positions."""
 
 
-def tail_arguments(tails: Tails | None, count: int) -> tuple[Tensor | None, Tensor | None, int]:
+def tail_arguments(tails: Tails | None, count: int) -> tuple[Tensor | None, Tensor | None, int | None]:
     """What kernels take for the tails of `count` sequences: nothing is read without them."""
     if tails is None:
-        return None, None, 0
+        return None, None, None
     starts, order = tails
     check_dtype((torch.int32,), tail_starts=starts, tail_order=order)
     check_shape("tail_starts", starts, count)

@@ -116,6 +116,7 @@ def build_executor(
                 features = runner.features
             else:
                 features = Features(kv, host, runner.rows.tables, model.config.hidden_size)
+                runner.by_slot = *kv.tensors, *features.pages.tensors
             parts = features, packs(args, model.device), kv, plan.settings.max_num_batched_tokens
             proposer = build_heads(speculation, draft, model, *parts)
         elif isinstance(draft, DraftSource):

@@ -200,10 +200,12 @@ def heads_tree(
     given = () if config.tree == AUTO else config.tree
     if (depth := max(map(len, given), default=0)) > most:
         raise ConfigError(
-            f"speculative_config's 'tree' has a path of {depth} ranks and {name} has {most} heads; "
-            f"give paths of at most {most}."
+            f"speculative_config's 'tree' has a path of {depth} ranks and {name} drafts at most "
+            f"{most} tokens one after another; give paths of at most {most}."
         )
-    table = mean_accuracy(data.get("rank_accuracy"), most)
+    table = mean_accuracy(data.get("rank_accuracy"), None if config.method == "eagle" else most)
+    if table is not None:  # drafts of a layer behind those that were measured: as the last of them
+        table = [*table, *[table[-1]] * (most - len(table))]
     if table is None and (config.adapts or not given):
         raise ConfigError(
             f"{name} has no valid rank_accuracy in {HEADS_FILE}, which an adaptive tree is built "
@@ -215,7 +217,7 @@ def heads_tree(
     return tuple(paths), tuple(values)
 
 
-def mean_accuracy(given: Any, num_heads: int) -> trees.Table | None:
+def mean_accuracy(given: Any, num_heads: int | None) -> trees.Table | None:
     """The mean over temperatures of `rank_accuracy` of a `heads.json`, [heads, ranks]: how often
     each rank of each head is the token that comes, by falling rate. None if it has another form, or
     no token ever came."""
@@ -223,7 +225,7 @@ def mean_accuracy(given: Any, num_heads: int) -> trees.Table | None:
         tables = np.array(list(given.values()), dtype=np.float64)
     except (AttributeError, TypeError, ValueError):
         return None
-    right = tables.ndim == 3 and tables.size and tables.shape[1] == num_heads
+    right = tables.ndim == 3 and tables.size and num_heads in (None, tables.shape[1])
     if not right or not ((tables >= 0) & (tables <= 1)).all() or not tables[:, 0, 0].any():
         return None
     return np.minimum.accumulate(tables.mean(axis=0), axis=1).tolist()

@@ -358,12 +358,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no parent": ({"tree": [[0], [1, 0]]}, r"path \[1, 0\]; .* add \[1\]"),
     "twice": ({"tree": [[0], [0]]}, r"path \[0\] twice"),
     "too many": ({"tree": [[a, b] for a in range(8) for b in range(8)]}, "64 paths; .* most 63"),
-    "too deep": ({"tree": [[0] * i for i in range(1, 6)]}, "of 5 ranks and .* has 4 heads; give"),
+    "too deep": (
+        {"tree": [[0] * i for i in range(1, 6)]},
+        "of 5 ranks and .* at most 4 tokens .*; give",
+    ),
     "too deep for its accuracies": (
         {"tree": [[0] * i for i in range(1, 6)], "rank_accuracy": {"0": TABLE}},
-        "of 5 ranks and .* has 4 heads; give",
+        "of 5 ranks and .* at most 4 tokens .*; give",
     ),
-    "ngram": ({"method": "ngram", "model": None, "tree": [[0]]}, "a tree belongs to 'medusa'"),
+    "ngram": (
+        {"method": "ngram", "model": None, "tree": [[0]]},
+        "a tree belongs to 'medusa', 'eagle', 'mtp'",
+    ),
     "standard": ({"rejection_sample_method": "standard", "tree": [[0]]}, "is verified 'strict'"),
     "no accuracies": ({"tree": "auto"}, "no valid rank_accuracy in heads.json, .* train the heads"),
     "none for a number": (

@@ -10,6 +10,7 @@ the target's distribution.
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +18,19 @@ from torch import Tensor
 
 from minillm.lab.training.attention import causal_rows
 from minillm.lab.training.heads import LATER, HeadRecipe, Task, autocast
-from minillm.lab.training.own_text import PROMPT, TEMPERATURES
+from minillm.lab.training.own_text import PART, PROMPT, TEMPERATURES
+from minillm.lab.training.ranks import RANKS
 from minillm.lab.training.trainer import rows_batch
 from minillm.ops.batch import Batch
+from minillm.ops.sampling import Pack
 from minillm.speculative.eagle import EagleLayer, run_layers
 from minillm.speculative.heads import tensors_of
+from minillm.speculative.trees import ranked
 
 RECIPE = HeadRecipe("eagle", num_heads=0, lr=2e-3)
 SELF_FED = 2  # passes on features of its own, of the loss
 MEASURED = 4  # passes whose accuracy is measured
+RANKED = 24  # rows of a temperature of which it is by rank
 ALONE = 0.4  # part of the training with pass 0 only
 
 
@@ -177,3 +182,33 @@ class EagleTask(Task):
             total = rows[i::3, PROMPT:].numel()
             found[f"{temperature:g}"] = [round(float(each) / total, 3) for each in right]
         return found
+
+    @torch.no_grad()
+    def rank_accuracy(
+        self, model: str, out: Path, text: Path | None, held_out: tuple[Tensor, Tensor]
+    ) -> dict[str, list[list[float]]]:
+        """By temperature [passes, RANKS]: how often each rank of a pass is the token that follows,
+        if the tokens before are right. Ranked with the noise that the target had."""
+        found, first = {}, -(-self.recipe.num_rows // PART) * PART  # the seed of held-out row 0
+        for i, temperature in enumerate(TEMPERATURES):
+            right = torch.zeros(MEASURED, RANKS)
+            numbers = torch.arange(i, len(held_out[0]), 3)[:RANKED]
+            for part in numbers.split(8):
+                rows, hidden = (each[part] for each in held_out)
+                wanted = rows[:, PROMPT:]
+                pack = pack_of_rows(temperature, first + part, wanted.shape[1])
+                for number, logits in enumerate(self.drafts(rows, hidden.float(), MEASURED)):
+                    best = ranked(logits[:, PROMPT - 1 : -1].flatten(0, 1).float(), pack, RANKS)
+                    right[number] += (best == wanted.flatten()).float().sum(1)
+            rates = right / (len(numbers) * wanted.shape[1])
+            found[f"{temperature:g}"] = [[round(float(r), 3) for r in each] for each in rates]
+        return found
+
+
+def pack_of_rows(temperature: float, seeds: Tensor, count: int) -> Pack:
+    """Sampling parameters of `count` positions behind the prompt, of rows with these seeds."""
+    seed = seeds.repeat_interleave(count)
+    zeros = torch.zeros(len(seed))
+    position = torch.arange(PROMPT, PROMPT + count).repeat(len(seeds))
+    options = zeros + temperature, zeros, zeros + 1, zeros.int()
+    return Pack(*options, seed, torch.zeros_like(seed), position, truncates=False)
