@@ -273,7 +273,9 @@ Tails = tuple[Tensor, Tensor]
 positions are in order. Only sequences of one query may have such positions."""
 
 
-def tail_arguments(tails: Tails | None, count: int) -> tuple[Tensor | None, Tensor | None, int | None]:
+def tail_arguments(
+    tails: Tails | None, count: int
+) -> tuple[Tensor | None, Tensor | None, int | None]:
     """What kernels take for the tails of `count` sequences: nothing is read without them."""
     if tails is None:
         return None, None, None

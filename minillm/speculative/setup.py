@@ -27,6 +27,7 @@ from minillm.speculative.heads import HeadsSource, heads_tree, open_heads
 from minillm.speculative.medusa import Medusa
 from minillm.speculative.mtp import mtp_source
 from minillm.speculative.ngram import NGrams
+from minillm.speculative.parallel_eagle import ParallelEagle
 from minillm.speculative.proposer import Proposer
 from minillm.speculative.suffix import Suffixes
 from minillm.text.tokenizer import Tokenizer
@@ -176,7 +177,7 @@ def build_heads(
         return Medusa(heads, features, model.logits, config.coupled, source.tree)
     model.all_layers = Taps(model, source.depths, heads.feature_of(model), features, kv)
     shadow = heads.cache(features, kv)
-    kind = Eagle if source.tree is None else EagleTrees
+    kind = ParallelEagle if source.parallel else Eagle if source.tree is None else EagleTrees
     proposer = kind(heads, model, features, shadow, max_num_tokens, config.coupled)
     if isinstance(proposer, EagleTrees):
         proposer.tree = source.tree or ()

@@ -159,6 +159,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_a_layer_that_drafts_in_parallel_takes_no_tree(folder, tmp_path):
+    layer = write_eagle(folder, tmp_path / "masked", parallel=True)
+    with pytest.raises(ConfigError, match="in parallel, as a chain; leave out 'tree'"):
+        with_eagle(folder, layer, 1, config={"tree": [[0]]})
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_tree_of_a_layer(folder, layer, name):
     given, message = REFUSED[name]

@@ -6,7 +6,7 @@
 
 This is the training-time test of EAGLE-3 (Li et al., 2025, section 3.2): pass i computes what the
 layer computes for its draft i + 1, for all positions at once. Its loss is the cross-entropy against
-the target's distribution.
+the target's distribution. In parallel mode (P-EAGLE) all later passes have the mask as their input.
 """
 
 from collections.abc import Iterator, Sequence
@@ -94,10 +94,13 @@ class EagleTask(Task):
     @property
     def sizes(self) -> dict[str, object]:
         """The layer's fields of `heads.json`."""
-        return {"depths": self.depths}
+        return {"depths": self.depths, "parallel": self.recipe.parallel}
 
     def passes_at(self, done: float) -> int:
-        """The passes on its own features come later: they need features that mean something."""
+        """The passes on its own features come later: they need features that mean something. Those
+        of masks need none."""
+        if self.recipe.parallel:
+            return MEASURED
         return 1 if done < ALONE else 1 + SELF_FED
 
     def optimizer(self, matrices: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -107,7 +110,8 @@ class EagleTask(Task):
     def build(self) -> EagleLayer:
         """The layer, with uninitialised weights."""
         config, device = self.target.config, self.target.device
-        return EagleLayer(config, len(self.depths), torch.float32, device)
+        parallel = self.recipe.parallel
+        return EagleLayer(config, len(self.depths), torch.float32, device, parallel)
 
     @torch.no_grad()
     def _initialize(self) -> None:
@@ -148,10 +152,14 @@ class EagleTask(Task):
         """Logits [R, T, V] of each pass for the tokens that follow."""
         batch, kv = rows_batch(rows.flatten(), rows.shape[1]), Passes(rows.shape[1])
         embedded, features = self.target.embedding(batch.input_ids), self.heads.fc(hidden)
+        fed = moved(features, 1).flatten(0, 1)
         for _ in range(passes):
-            own = self.heads(embedded, moved(features, 1).flatten(0, 1), batch, kv)
+            own = self.heads(embedded, fed, batch, kv)
             yield self.target.logits(self.heads.norm(own)).unflatten(0, rows.shape)
-            features = own.unflatten(0, rows.shape)
+            fed = moved(own.unflatten(0, rows.shape), 1).flatten(0, 1)
+            if self.recipe.parallel:  # pass i at position p is mask i behind position p - i
+                masks = self.heads.mask(torch.arange(2, device=rows.device))
+                embedded, fed = (mask.expand(rows.numel(), -1) for mask in masks)
 
     def loss(self, rows: Tensor, hidden: Tensor, passes: int = 1) -> Tensor:
         """Weighted mean cross-entropy of the passes, in nats."""

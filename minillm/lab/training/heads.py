@@ -53,6 +53,7 @@ class HeadRecipe:
     lr: float = 4e-3
     warmup: int = 20
     seed: int = 0
+    parallel: bool = False  # whether an EAGLE layer drafts in parallel
     minutes: int = 0  # maximum CPU time of all steps; 0: no maximum
 
     def done(self, step: int, cpu_seconds: float) -> float:
