@@ -95,7 +95,6 @@ def paged_attention(
     window = min(MAX_WINDOW if window is None else window, MAX_WINDOW)
     factor = _factor(scale)
     few, small = _few(group, max_query_len)
-    order = tail_arguments(tails, num_sequences)
     room = num_sequences * few * heads * num_parts * dim
     few = few if 1 < num_parts <= MAX_GRID_Z and room <= MAX_WORKSPACE else 0
     shapes = ((num_sequences, few, heads, num_parts, size) for size in (dim, 2))
@@ -107,9 +106,9 @@ def paged_attention(
         arrivals = arrival_counters(q.device, padded(grid[0] * kv_heads if apart else 1, 256))
         attention_kernel[grid](
             q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, arrivals, query_start,
-            seq_lens, block_tables, *order, q.stride()[:-1], out.stride()[:-1],
-            block_tables.stride(0), factor, window, num_sequences, few, num_parts,
-            GROUP=group, NUM_KV_HEADS=kv_heads, BLOCK_SIZE=block_size, BLOCK_M=block_m,
+            seq_lens, block_tables, *tail_arguments(tails, num_sequences), q.stride()[:-1],
+            out.stride()[:-1], block_tables.stride(0), factor, window, num_sequences, few,
+            num_parts, GROUP=group, NUM_KV_HEADS=kv_heads, BLOCK_SIZE=block_size, BLOCK_M=block_m,
             BLOCK_Q=block_q, DIM=dim, BLOCK_D=block_d, APART=apart,
             num_warps=4 if block_m * block_d <= 4096 else 8, num_stages=2,
             enable_fp_fusion=False,

@@ -1,7 +1,7 @@
 """The kernel of `int8_pages`: the arithmetic of `int8_cache`, a tile, and the join of parts."""
 
 from minillm_kernels.launch import tl, triton
-from minillm_kernels.paged_decode import in_tail, row_places
+from minillm_kernels.paged_decode import in_tail, row_places, table_of
 from minillm_kernels.paged_parts import TAILS, finish, store_rows
 from minillm_kernels.paged_prefill import find_tile
 
@@ -90,14 +90,15 @@ def quotients(values, total):
 
 
 @triton.jit
-def attend_part(
+def attend_tiles(
     q, factor, position, best, total, values, k_cache, v_cache, k_scale, v_scale, table, begin, end,
-    low, high, window, kv_head, tail_start, tail, NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    low, high, window, kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Add to the sums of a part, of codes `q` [M, D] over positions [begin, end) in tiles of 64.
-    Positions outside of [low, high) are seen by no row, and not read. With a `tail`, bytes of
-    positions are read one by one instead of those of four positions together."""
+    Positions outside of [low, high) are seen by no row, and not read. With a tail (`table_of`),
+    bytes of positions are read one by one instead of those of four positions together."""
+    numbers, tail_start, tail = table
     byte, dims = tl.arange(0, 4 * BLOCK_D)[None, :], tl.arange(0, BLOCK_D)[None, :]
     for at in tl.range(begin, end, 64):
         if tail is None:
@@ -109,7 +110,7 @@ def attend_part(
             group, each = at + tl.arange(0, 64), 0
             read = (group >= low) & (group < high)
             group, known = in_tail(group, read, tail_start, tail), read[:, None]
-        block = tl.load(table + group // BLOCK_SIZE, mask=read, other=0).to(tl.int64)
+        block = tl.load(numbers + group // BLOCK_SIZE, mask=read, other=0).to(tl.int64)
         place = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + group % BLOCK_SIZE)[:, None]
         key_scales = tl.load(k_scale + place + each, mask=known, other=0.0).to(tl.float32)
         value_scales = tl.load(v_scale + place + each, mask=known, other=0.0).to(tl.float32)
@@ -151,6 +152,33 @@ def attend_part(
     return best, total, values
 
 
+@triton.jit
+def attend_part(
+    q, factor, position, k_cache, v_cache, k_scale, v_scale, table, begin, end, low, high, window,
+    kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sums of a part, of codes `q` [M, D] over positions [begin, end)."""
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total, values = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    numbers, tail_start, tail = table
+    ordered = end  # tiles before it are in order
+    if tail is not None:
+        ordered = tl.minimum(tl.maximum(tail_start // 64 * 64, begin), end)
+    best, total, values = attend_tiles(
+        q, factor, position, best, total, values, k_cache, v_cache, k_scale, v_scale,
+        (numbers, 0, None), begin, ordered, low, high, window, kv_head,
+        NUM_KV_HEADS, BLOCK_SIZE, BLOCK_M, DIM, BLOCK_D,
+    )  # fmt: skip
+    if tail is not None:
+        best, total, values = attend_tiles(
+            q, factor, position, best, total, values, k_cache, v_cache, k_scale, v_scale,
+            table, ordered, end, low, high, window, kv_head,
+            NUM_KV_HEADS, BLOCK_SIZE, BLOCK_M, DIM, BLOCK_D,
+        )  # fmt: skip
+    return best, total, values
+
+
 @triton.jit(do_not_specialize=[*TABLES, *TAILS, "table_stride", *NUMBERS])
 def attention_kernel(
     q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, arrivals, query_start, seq_lens,
@@ -188,31 +216,15 @@ def attention_kernel(
     codes = tl.where(inverse > 0.0, rounded(rows * inverse), 0.0).to(tl.int8)
     factor = tl.div_rn(most, 127.0) * scale  # infinity if a number is not finite
     position = first + tl.arange(0, BLOCK_M) // GROUP
-    table = block_tables + sequence.to(tl.int64) * table_stride
+    table = table_of(block_tables, table_stride, tail_starts, tail_order, tail_stride, sequence)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total, values = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for part in tl.range(first_part, end_part):
-        begin = tl.maximum(part_begin(part), low // 64 * 64)
-        end = tl.minimum(part_begin(part + 1), high)
-        ordered = end  # tiles before it are in order
-        if tail_order is not None:
-            tail_start = tl.load(tail_starts + sequence)
-            ordered = tl.minimum(tl.maximum(tail_start // 64 * 64, begin), end)
-        part_best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        part_total = tl.zeros([BLOCK_M], tl.float32)
-        part_values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         part_best, part_total, part_values = attend_part(
-            codes, factor, position, part_best, part_total, part_values, k_cache, v_cache, k_scale,
-            v_scale, table, begin, ordered, low, high, window, kv_head, 0, None,
-            NUM_KV_HEADS, BLOCK_SIZE, BLOCK_M, DIM, BLOCK_D,
+            codes, factor, position, k_cache, v_cache, k_scale, v_scale, table,
+            tl.maximum(part_begin(part), low // 64 * 64), tl.minimum(part_begin(part + 1), high),
+            low, high, window, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_M, DIM, BLOCK_D,
         )  # fmt: skip
-        if tail_order is not None:
-            tail = tail_order + sequence.to(tl.int64) * tail_stride
-            part_best, part_total, part_values = attend_part(
-                codes, factor, position, part_best, part_total, part_values, k_cache, v_cache,
-                k_scale, v_scale, table, ordered, end, low, high, window, kv_head, tail_start, tail,
-                NUM_KV_HEADS, BLOCK_SIZE, BLOCK_M, DIM, BLOCK_D,
-            )  # fmt: skip
         best, total, values = join(best, total, values, part_best, part_total, part_values)
     finish(
         partial, stats, arrivals, sequence * few + row, num_parts, begin_part, first_part,

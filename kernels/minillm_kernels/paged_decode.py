@@ -25,6 +25,17 @@ from minillm_kernels.paged_parts import TABLES, TAILS, finish, merge_rows, split
 
 
 @triton.jit
+def table_of(block_tables, table_stride, tail_starts, tail_order, tail_stride, sequence):
+    """The block table of a sequence, where its tail begins, and its order; or 0 and None."""
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    if tail_order is None:
+        return table, 0, None
+    else:
+        order = tail_order + sequence.to(tl.int64) * tail_stride
+        return table, tl.load(tail_starts + sequence), order
+
+
+@triton.jit
 def in_tail(positions, needed, tail_start, tail):
     """The places of positions. Those from `tail_start` on are a path of a token tree, of which
     `tail` has the order; it is read where `needed`."""
@@ -34,25 +45,24 @@ def in_tail(positions, needed, tail_start, tail):
 
 
 @triton.jit
-def locate(
-    table, tile, low, high, tail_start, tail, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def locate(table, tile, low, high, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The location of KV tile `tile`: the block of each position, and its offset in the block.
 
     Only entries for positions in [low, high) are read, because later entries are stale. A tile
-    within one block needs one lookup; its block and first offset are scalars. With a `tail` it has
-    many, as if blocks were of one position.
+    within one block needs one lookup; its block and first offset are scalars. With a tail (`table`
+    is that of `table_of`) it has many, as if blocks were of one position.
     """
+    numbers, tail_start, tail = table
     first = tile * BLOCK_N
     if BLOCK_SIZE % BLOCK_N == 0 and tail is None:
-        block = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
+        block = tl.load(numbers + first // BLOCK_SIZE).to(tl.int64)
         return block, first % BLOCK_SIZE
     else:
         positions = first + tl.arange(0, BLOCK_N)
         needed = (positions >= low) & (positions < high)
         if tail is not None:
             positions = in_tail(positions, needed, tail_start, tail)
-        blocks = tl.load(table + positions // BLOCK_SIZE, mask=needed, other=0).to(tl.int64)
+        blocks = tl.load(numbers + positions // BLOCK_SIZE, mask=needed, other=0).to(tl.int64)
         return blocks, positions % BLOCK_SIZE
 
 
@@ -127,7 +137,7 @@ def log2_scores(products, scale, soft_cap, HAS_CAP: tl.constexpr):
 @triton.jit
 def attend_heads(
     q, position, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table, begin, end,
-    kv_head, low, high, window, scale, soft_cap, tail_start, tail,
+    kv_head, low, high, window, scale, soft_cap,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SWAP: tl.constexpr, BULK: tl.constexpr,
@@ -140,11 +150,11 @@ def attend_heads(
     query attends to all of [low, high); with `SEVERAL`, each query is masked by its `position`.
     """
     AXIS: tl.constexpr = 0 if SWAP else 1  # the axis of positions
-    ROWS: tl.constexpr = BLOCK_SIZE if tail is None else 1  # that are surely contiguous
+    ROWS: tl.constexpr = BLOCK_SIZE if table[2] is None else 1  # one after another
     for tile in tl.range(begin, end):
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         valid = (keys >= low) & (keys < high)
-        block, place = locate(table, tile, low, high, tail_start, tail, BLOCK_SIZE, BLOCK_N)
+        block, place = locate(table, tile, low, high, BLOCK_SIZE, BLOCK_N)
         k = load_rows(
             k_cache, k_strides, block, place, kv_head, valid,
             NUM_KV_HEADS, ROWS, BLOCK_N, HEAD_DIM, BLOCK_D, BULK, MASKED,
@@ -225,22 +235,16 @@ def decode_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_DV, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_DV], tl.float32)
-    table = block_tables + sequence.to(tl.int64) * table_stride
-    tail_start, tail = 0, None
-    if tail_order is not None:
-        tail_start = tl.load(tail_starts + sequence)
-        tail = tail_order + sequence.to(tl.int64) * tail_stride
+    table = table_of(block_tables, table_stride, tail_starts, tail_order, tail_stride, sequence)
     m, weights, acc = attend_heads(
         rows, position, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table,
-        begin, full, kv_head, low, high, window, scale, soft_cap, tail_start, tail, NUM_KV_HEADS,
-        BLOCK_SIZE, BLOCK_N, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, SWAP,
-        BULK, SEVERAL, False,
+        begin, full, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
+        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, SWAP, BULK, SEVERAL, False,
     )  # fmt: skip
     m, weights, acc = attend_heads(
         rows, position, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table,
-        full, end, kv_head, low, high, window, scale, soft_cap, tail_start, tail, NUM_KV_HEADS,
-        BLOCK_SIZE, BLOCK_N, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, SWAP,
-        BULK, SEVERAL, True,
+        full, end, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
+        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_WINDOW, HAS_CAP, SWAP, BULK, SEVERAL, True,
     )  # fmt: skip
     AXIS: tl.constexpr = 0 if SWAP else 1
     finish(

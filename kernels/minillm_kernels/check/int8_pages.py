@@ -18,13 +18,13 @@ from minillm_kernels.check.pages import (
     BRANCHES,
     SPARE,
     UNTOUCHED,
+    Tails,
     places_of,
     poisoned_memory,
     random_sequences,
     random_tails,
 )
 from minillm_kernels.check.pages import starts_of as bounds
-from minillm_kernels.launch import Tails
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 ROUNDING = 0.03  # of weights to 7 bits, as a share of the largest result
@@ -125,11 +125,11 @@ def inputs(case: Case, device: str) -> Inputs:
         tables[row, : len(own)] = own
         at = torch.arange(length)
         places = at if tails is None else places_of(at, tails, row)
-        for found, where in ((slots, places), (in_order, at)):
-            found.append(own[where // size] * size + where % size)
+        for found, each in ((slots, places), (in_order, at)):
+            found.append(own[each // size] * size + each % size)
     slot, straight = (torch.cat([*each, torch.tensor([-1])]) for each in (slots, in_order))
-    order = torch.randperm(len(slot), generator=rng)
-    slot, straight = slot[order], straight[order]
+    mixed = torch.randperm(len(slot), generator=rng)
+    slot, straight = slot[mixed], straight[mixed]
     wide = normal(rng, (len(slot) + 1, 2 * case.num_kv_heads, case.head_dim), case.dtype, "cpu")
     wide *= 2.0 ** torch.randint(-3, 3, wide.shape[:2], generator=rng).to(wide.dtype)[..., None]
     wide[torch.rand(len(wide), generator=rng) < 0.1] = 0
@@ -145,9 +145,8 @@ def inputs(case: Case, device: str) -> Inputs:
         torch.tensor(lengths, dtype=torch.int32, device=device),
         tables.to(torch.int32 if case.seed % 2 else torch.int64).to(device),
     )
-    if tails is not None:
-        tails = tails[0].to(device), tails[1].to(device)
-    return Inputs(q, key, value, slot.to(device), straight, where, tails, num_blocks)
+    there = None if tails is None else (tails[0].to(device), tails[1].to(device))
+    return Inputs(q, key, value, slot.to(device), straight, where, there, num_blocks)
 
 
 def garbage(case: Case, num_blocks: int, device: str) -> Codes:

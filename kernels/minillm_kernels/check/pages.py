@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from minillm_kernels.check.case import Mismatch, compare, generator, guarded, normal
-from minillm_kernels.launch import Tails
 from minillm_kernels.paged_config import FEW
 
 BRANCHES = 12  # slots of a token tree beside a path
 SPARE = 3  # blocks that belong to no sequence
+Tails = tuple[Tensor, Tensor]  # of launch.py
 UNTOUCHED = 7.0  # marks output rows that must stay unwritten; a NaN could come from the query
 
 
