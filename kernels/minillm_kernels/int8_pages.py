@@ -25,6 +25,7 @@ from minillm_kernels.int8_tiles import attention_kernel, largest_of, rounded
 from minillm_kernels.launch import (
     INTEGERS,
     KernelError,
+    Tails,
     arch,
     arrival_counters,
     check_contiguous,
@@ -36,6 +37,7 @@ from minillm_kernels.launch import (
     check_shape,
     output,
     padded,
+    tail_arguments,
     tl,
     triton,
 )
@@ -72,12 +74,14 @@ def paged_attention(
     window: int | None = None,
     *,
     max_query_len: int | None = None,
+    tails: Tails | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`int8_cache.paged_attention`: q [N, H, D], contiguous codes and scales -> [N, H, D].
 
-    `max_query_len` is an upper bound of the query rows of a sequence, if given. Padding rows are
-    not written. Raises KernelError for unsupported arguments.
+    `max_query_len` is an upper bound of the query rows of a sequence, if given; `tails` (launch.py)
+    gives the order of the last keys. Padding rows are not written. Raises KernelError for
+    unsupported arguments.
     """
     _check_pages(q, k_cache, v_cache, k_scale, v_scale)
     check_numbers(scale, window, None, max_query_len)
@@ -102,10 +106,11 @@ def paged_attention(
         arrivals = arrival_counters(q.device, padded(grid[0] * kv_heads if apart else 1, 256))
         attention_kernel[grid](
             q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, arrivals, query_start,
-            seq_lens, block_tables, q.stride()[:-1], out.stride()[:-1], block_tables.stride(0),
-            factor, window, num_sequences, few, num_parts, GROUP=group, NUM_KV_HEADS=kv_heads,
-            BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_Q=block_q, DIM=dim, BLOCK_D=block_d,
-            APART=apart, num_warps=4 if block_m * block_d <= 4096 else 8, num_stages=2,
+            seq_lens, block_tables, *tail_arguments(tails, num_sequences), q.stride()[:-1],
+            out.stride()[:-1], block_tables.stride(0), factor, window, num_sequences, few,
+            num_parts, GROUP=group, NUM_KV_HEADS=kv_heads, BLOCK_SIZE=block_size, BLOCK_M=block_m,
+            BLOCK_Q=block_q, DIM=dim, BLOCK_D=block_d, APART=apart,
+            num_warps=4 if block_m * block_d <= 4096 else 8, num_stages=2,
             enable_fp_fusion=False,
         )  # fmt: skip
 

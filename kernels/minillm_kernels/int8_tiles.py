@@ -1,8 +1,8 @@
 """The kernel of `int8_pages`: the arithmetic of `int8_cache`, a tile, and the join of parts."""
 
 from minillm_kernels.launch import tl, triton
-from minillm_kernels.paged_decode import row_places
-from minillm_kernels.paged_parts import finish, store_rows
+from minillm_kernels.paged_decode import in_tail, row_places, table_of
+from minillm_kernels.paged_parts import TAILS, finish, store_rows
 from minillm_kernels.paged_prefill import find_tile
 
 # Neither the alignment of these addresses nor the size of these numbers is compiled in.
@@ -90,29 +90,41 @@ def quotients(values, total):
 
 
 @triton.jit
-def attend_part(
-    q, factor, position, k_cache, v_cache, k_scale, v_scale, table, begin, end, low, high, window,
-    kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+def attend_tiles(
+    q, factor, position, best, total, values, k_cache, v_cache, k_scale, v_scale, table, begin, end,
+    low, high, window, kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a part, of codes `q` [M, D] over positions [begin, end) in tiles of 64. Positions
-    outside of [low, high) are seen by no row, and not read."""
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total, values = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    byte = tl.arange(0, 4 * BLOCK_D)[None, :]
+    """Add to the sums of a part, of codes `q` [M, D] over positions [begin, end) in tiles of 64.
+    Positions outside of [low, high) are seen by no row, and not read. With a tail (`table_of`),
+    bytes of positions are read one by one instead of those of four positions together."""
+    numbers, tail_start, tail = table
+    byte, dims = tl.arange(0, 4 * BLOCK_D)[None, :], tl.arange(0, BLOCK_D)[None, :]
     for at in tl.range(begin, end, 64):
-        group = at + 4 * tl.arange(0, 16)  # of four positions, in one block
-        read = (group < high) & (group + 4 > low)
-        block = tl.load(table + group // BLOCK_SIZE, mask=read, other=0).to(tl.int64)
+        if tail is None:
+            group = at + 4 * tl.arange(0, 16)  # of four positions, in one block
+            read = (group < high) & (group + 4 > low)
+            each = tl.arange(0, 4)[None, :]
+            known = (group[:, None] + each >= low) & (group[:, None] + each < high)
+        else:
+            group, each = at + tl.arange(0, 64), 0
+            read = (group >= low) & (group < high)
+            group, known = in_tail(group, read, tail_start, tail), read[:, None]
+        block = tl.load(numbers + group // BLOCK_SIZE, mask=read, other=0).to(tl.int64)
         place = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + group % BLOCK_SIZE)[:, None]
-        inside = read[:, None] & (byte < 4 * DIM)
-        each = tl.arange(0, 4)[None, :]
-        known = (group[:, None] + each >= low) & (group[:, None] + each < high)
         key_scales = tl.load(k_scale + place + each, mask=known, other=0.0).to(tl.float32)
         value_scales = tl.load(v_scale + place + each, mask=known, other=0.0).to(tl.float32)
-        keys = tl.load(k_cache + place * DIM + byte, mask=inside, other=128)
+        if tail is None:
+            inside, bytes_of_keys, bytes_of_values = read[:, None] & (byte < 4 * DIM), byte, byte
+            place = place * DIM
+        else:
+            inside, side = known & (dims < DIM), place % 4
+            bytes_of_keys, bytes_of_values = 4 * side + dims // 4 * 16 + dims % 4, side + dims * 4
+            place = (place - side) * DIM
+        keys = tl.load(k_cache + place + bytes_of_keys, mask=inside, other=128)
         keys = (keys ^ 128).to(tl.int8, bitcast=True)  # code + 128 -> code
-        keys = tl.permute(tl.reshape(keys, (16, BLOCK_D // 4, 4, 4)), (0, 2, 1, 3))
+        if tail is None:
+            keys = tl.permute(tl.reshape(keys, (16, BLOCK_D // 4, 4, 4)), (0, 2, 1, 3))
         scores = tl.dot(q, tl.trans(tl.reshape(keys, (64, BLOCK_D))), out_dtype=tl.int32)
         scores = scores.to(tl.float32) * factor[:, None] * tl.reshape(key_scales, (1, 64))
         seen = at + tl.arange(0, 64)[None, :]
@@ -126,8 +138,9 @@ def attend_part(
         inverse = levels_per(top)[:, None]
         codes = tl.fma(scaled, inverse, 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
         codes = tl.where(inverse > 0.0, codes, 0).to(tl.int8)  # infinity times 0 is NaN
-        rows = tl.load(v_cache + place * DIM + byte, mask=inside, other=0)
-        rows = tl.permute(tl.reshape(rows, (16, BLOCK_D, 4)), (0, 2, 1))
+        rows = tl.load(v_cache + place + bytes_of_values, mask=inside, other=0)
+        if tail is None:
+            rows = tl.permute(tl.reshape(rows, (16, BLOCK_D, 4)), (0, 2, 1))
         products = tl.dot(codes, tl.reshape(rows, (64, BLOCK_D)), out_dtype=tl.int32)
         old = shrink(best, new)
         unit = tl.div_rn(top, 127.0)[:, None]
@@ -139,11 +152,38 @@ def attend_part(
     return best, total, values
 
 
-@triton.jit(do_not_specialize=[*TABLES, "table_stride", *NUMBERS])
+@triton.jit
+def attend_part(
+    q, factor, position, k_cache, v_cache, k_scale, v_scale, table, begin, end, low, high, window,
+    kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sums of a part, of codes `q` [M, D] over positions [begin, end)."""
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total, values = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    numbers, tail_start, tail = table
+    ordered = end  # tiles before it are in order
+    if tail is not None:
+        ordered = tl.minimum(tl.maximum(tail_start // 64 * 64, begin), end)
+    best, total, values = attend_tiles(
+        q, factor, position, best, total, values, k_cache, v_cache, k_scale, v_scale,
+        (numbers, 0, None), begin, ordered, low, high, window, kv_head,
+        NUM_KV_HEADS, BLOCK_SIZE, BLOCK_M, DIM, BLOCK_D,
+    )  # fmt: skip
+    if tail is not None:
+        best, total, values = attend_tiles(
+            q, factor, position, best, total, values, k_cache, v_cache, k_scale, v_scale,
+            table, ordered, end, low, high, window, kv_head,
+            NUM_KV_HEADS, BLOCK_SIZE, BLOCK_M, DIM, BLOCK_D,
+        )  # fmt: skip
+    return best, total, values
+
+
+@triton.jit(do_not_specialize=[*TABLES, *TAILS, "table_stride", *NUMBERS])
 def attention_kernel(
     q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, arrivals, query_start, seq_lens,
-    block_tables, q_strides, out_strides, table_stride, scale, window, num_sequences, few,
-    num_parts,
+    block_tables, tail_starts, tail_order, tail_stride, q_strides, out_strides, table_stride, scale,
+    window, num_sequences, few, num_parts,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     APART: tl.constexpr,
@@ -176,7 +216,7 @@ def attention_kernel(
     codes = tl.where(inverse > 0.0, rounded(rows * inverse), 0.0).to(tl.int8)
     factor = tl.div_rn(most, 127.0) * scale  # infinity if a number is not finite
     position = first + tl.arange(0, BLOCK_M) // GROUP
-    table = block_tables + sequence.to(tl.int64) * table_stride
+    table = table_of(block_tables, table_stride, tail_starts, tail_order, tail_stride, sequence)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total, values = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for part in tl.range(first_part, end_part):

@@ -267,6 +267,26 @@ def check_block_tables(
                 )
 
 
+Tails = tuple[Tensor, Tensor]
+"""`starts` [B] and `order` [B, T], int32, of sequences that are paths of token trees: position
+`starts[b] + i` of a sequence is at place `starts[b] + order[b, i]` of its blocks, and earlier
+positions are in order. Only sequences of one query may have such positions."""
+
+
+def tail_arguments(
+    tails: Tails | None, count: int
+) -> tuple[Tensor | None, Tensor | None, int | None]:
+    """What kernels take for the tails of `count` sequences: nothing is read without them."""
+    if tails is None:
+        return None, None, None
+    starts, order = tails
+    check_dtype((torch.int32,), tail_starts=starts, tail_order=order)
+    check_shape("tail_starts", starts, count)
+    check_shape("tail_order", order, count, "T")
+    check_contiguous(tail_starts=starts, tail_order=order)
+    return starts, order, order.shape[1]
+
+
 def arrival_counters(device: torch.device, count: int) -> Tensor:
     """Programs that have arrived at each tile, int32 [count]: 0 before and after every launch.
     Launches of a stream share them, and so do the graphs that it captured: these must not overlap.

@@ -17,7 +17,7 @@ require.
 * **Batch-invariant** calls use `invariant_kernel` of paged_prefill.py for every row; see
   `_invariant`.
 
-Tree masks would be added beside `visible`. Pages of 8 bits: int8_pages.py.
+Pages of 8 bits: int8_pages.py.
 """
 
 import math
@@ -32,6 +32,7 @@ from minillm_kernels import paged_decode, paged_parts, paged_prefill
 from minillm_kernels.launch import (
     INTEGERS,
     KernelError,
+    Tails,
     TensorDescriptor,
     arch,
     arrival_counters,
@@ -47,6 +48,7 @@ from minillm_kernels.launch import (
     num_multiprocessors,
     output,
     padded,
+    tail_arguments,
 )
 from minillm_kernels.paged_config import FEW, Config, Tiles, choose, count_splits
 
@@ -72,6 +74,7 @@ class _Call:
     window: int | None
     soft_cap: float | None
     config: Config
+    tails: Tails | None
 
     @property
     def num_sequences(self) -> int:
@@ -119,7 +122,7 @@ class _Call:
     def bulk(self, tiles: Tiles) -> bool:
         """Whether each KV tile is contiguous and can be loaded by a descriptor."""
         whole = tiles.bulk and self.k_cache.shape[2] % tiles.block_n == 0
-        return whole and self.describable
+        return whole and self.tails is None and self.describable
 
     @cached_property
     def describable(self) -> bool:
@@ -182,7 +185,8 @@ def _decode(call: _Call, few: int, block_m: int) -> None:
     scale, soft_cap, window = call.exponents()
     paged_decode.decode_kernel[(num_tiles, call.num_kv_heads, splits)](
         call.q, *call.caches(tiles), call.out, partial, stats, arrivals, call.query_start,
-        call.seq_lens, call.block_tables, *call.strides(), scale, soft_cap, window, few, splits,
+        call.seq_lens, call.block_tables, *tail_arguments(call.tails, call.num_sequences),
+        *call.strides(), scale, soft_cap, window, few, splits,
         BLOCK_M=block_m, BLOCK_Q=block_q, MIN_TILES=config.min_split_tiles, SWAP=tiles.swap,
         SPLIT=splits > 1, SEVERAL=few > 1,
         **call.constants(tiles, wide=few > 1 and block_m >= tiles.block_m),
@@ -345,6 +349,7 @@ def paged_attention(
     *,
     max_query_len: int | None = None,
     batch_invariant: bool = False,
+    tails: Tails | None = None,
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
@@ -353,7 +358,8 @@ def paged_attention(
     `q` [N, H, D]; caches [blocks, Hkv, block_size, D or Dv], any strides but the last;
     `query_start` [B + 1], `seq_lens` [B], `block_tables` [B, M] int32 or int64. `max_query_len`,
     if given, is an upper bound of the query rows of a sequence; up to 16, only the decode kernel is
-    launched. Returns [N, H, Dv], in `out` if given; padding rows are not written, or 0 with
+    launched. `tails` (launch.py), not with `batch_invariant`, gives the order of the last keys.
+    Returns [N, H, Dv], in `out` if given; padding rows are not written, or 0 with
     `batch_invariant`. Raises KernelError for unsupported arguments.
     """
     _check(q, k_cache, v_cache, query_start, seq_lens, block_tables)
@@ -366,16 +372,18 @@ def paged_attention(
         _check_config(config)
     call = _Call(
         q, k_cache, v_cache, query_start, seq_lens, block_tables, out, scale, window, soft_cap,
-        config,
+        config, tails,
     )  # fmt: skip
     num_sequences = call.num_sequences
     if q.shape[0] == 0 or (num_sequences == 0 and not batch_invariant):
         return out
+    if batch_invariant and tails is not None:
+        raise KernelError("tails are given with batch_invariant; leave one of them out.")
     if batch_invariant:
         _invariant(call, max_query_len)
         return out
     few, block_m = _decode_rows(call, max_query_len)
-    if max_query_len is not None and max_query_len > few and num_sequences == 1:
+    if max_query_len is not None and max_query_len > few and num_sequences == 1 and tails is None:
         few = 0  # nothing to decode
     if max_query_len is None or max_query_len > few:
         _prefill(call, few)

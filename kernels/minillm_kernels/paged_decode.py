@@ -19,9 +19,29 @@ positions are the rows, and the G heads, padded to 16, are the columns.
 """
 
 from minillm_kernels.launch import tl, triton
-from minillm_kernels.paged_parts import TABLES, finish, merge_rows, splits_of, store_rows
+from minillm_kernels.paged_parts import TABLES, TAILS, finish, merge_rows, splits_of, store_rows
 
 # ---- block tables -----------------------------------------------------------------------------
+
+
+@triton.jit
+def table_of(block_tables, table_stride, tail_starts, tail_order, tail_stride, sequence):
+    """The block table of a sequence, where its tail begins, and its order; or 0 and None."""
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    if tail_order is None:
+        return table, 0, None
+    else:
+        order = tail_order + sequence.to(tl.int64) * tail_stride
+        return table, tl.load(tail_starts + sequence), order
+
+
+@triton.jit
+def in_tail(positions, needed, tail_start, tail):
+    """The places of positions. Those from `tail_start` on are a path of a token tree, of which
+    `tail` has the order; it is read where `needed`."""
+    later = positions - tail_start
+    order = tl.load(tail + later, mask=needed & (later >= 0), other=0)
+    return tl.where(later >= 0, tail_start + order, positions)
 
 
 @triton.jit
@@ -29,16 +49,20 @@ def locate(table, tile, low, high, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constex
     """The location of KV tile `tile`: the block of each position, and its offset in the block.
 
     Only entries for positions in [low, high) are read, because later entries are stale. A tile
-    within one block needs one lookup; its block and first offset are scalars.
+    within one block needs one lookup; its block and first offset are scalars. With a tail (`table`
+    is that of `table_of`) it has many, as if blocks were of one position.
     """
+    numbers, tail_start, tail = table
     first = tile * BLOCK_N
-    if BLOCK_SIZE % BLOCK_N == 0:
-        block = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
+    if BLOCK_SIZE % BLOCK_N == 0 and tail is None:
+        block = tl.load(numbers + first // BLOCK_SIZE).to(tl.int64)
         return block, first % BLOCK_SIZE
     else:
         positions = first + tl.arange(0, BLOCK_N)
         needed = (positions >= low) & (positions < high)
-        blocks = tl.load(table + positions // BLOCK_SIZE, mask=needed, other=0).to(tl.int64)
+        if tail is not None:
+            positions = in_tail(positions, needed, tail_start, tail)
+        blocks = tl.load(numbers + positions // BLOCK_SIZE, mask=needed, other=0).to(tl.int64)
         return blocks, positions % BLOCK_SIZE
 
 
@@ -126,13 +150,14 @@ def attend_heads(
     query attends to all of [low, high); with `SEVERAL`, each query is masked by its `position`.
     """
     AXIS: tl.constexpr = 0 if SWAP else 1  # the axis of positions
+    ROWS: tl.constexpr = BLOCK_SIZE if table[2] is None else 1  # one after another
     for tile in tl.range(begin, end):
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         valid = (keys >= low) & (keys < high)
         block, place = locate(table, tile, low, high, BLOCK_SIZE, BLOCK_N)
         k = load_rows(
             k_cache, k_strides, block, place, kv_head, valid,
-            NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, BULK, MASKED,
+            NUM_KV_HEADS, ROWS, BLOCK_N, HEAD_DIM, BLOCK_D, BULK, MASKED,
         )  # fmt: skip
         if SWAP:
             products = tl.dot(k, q, input_precision="ieee")  # [BLOCK_N, rows]
@@ -156,7 +181,7 @@ def attend_heads(
         weights = tl.fma(weights, rescale, p)
         v = load_rows(
             v_cache, v_strides, block, place, kv_head, valid,
-            NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, VALUE_DIM, BLOCK_DV, BULK, MASKED,
+            NUM_KV_HEADS, ROWS, BLOCK_N, VALUE_DIM, BLOCK_DV, BULK, MASKED,
         )  # fmt: skip
         if SWAP:
             acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * rescale, input_precision="ieee")
@@ -166,11 +191,11 @@ def attend_heads(
     return m, weights, acc
 
 
-@triton.jit(do_not_specialize=[*TABLES, "table_stride", "window", "few", "num_splits"])
+@triton.jit(do_not_specialize=[*TABLES, *TAILS, "table_stride", "window", "few", "num_splits"])
 def decode_kernel(
     q, k_cache, v_cache, out, partial, stats, arrivals, query_start, seq_lens, block_tables,
-    q_strides, k_strides, v_strides, out_strides, table_stride,
-    scale, soft_cap, window, few, num_splits,
+    tail_starts, tail_order, tail_stride, q_strides, k_strides, v_strides, out_strides,
+    table_stride, scale, soft_cap, window, few, num_splits,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -210,7 +235,7 @@ def decode_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_DV, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_DV], tl.float32)
-    table = block_tables + sequence.to(tl.int64) * table_stride
+    table = table_of(block_tables, table_stride, tail_starts, tail_order, tail_stride, sequence)
     m, weights, acc = attend_heads(
         rows, position, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table,
         begin, full, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,

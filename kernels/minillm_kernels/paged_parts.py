@@ -10,6 +10,7 @@ from minillm_kernels.launch import tl, triton
 # Triton specialises kernels on arguments that are 1 or multiples of 16, except for those in
 # `do_not_specialize`. These addresses may be views into larger tensors.
 TABLES = ("query_start", "seq_lens", "block_tables")
+TAILS = ("tail_starts", "tail_order", "tail_stride")
 
 
 @triton.jit

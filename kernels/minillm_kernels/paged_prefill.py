@@ -50,7 +50,7 @@ def attend(
     for tile in tl.range(begin, end):
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         valid = (keys >= low) & (keys < high)
-        block, place = locate(table, tile, low, high, BLOCK_SIZE, BLOCK_N)
+        block, place = locate((table, 0, None), tile, low, high, BLOCK_SIZE, BLOCK_N)
         k = load_rows(
             k_cache, k_strides, block, place, kv_head, valid,
             NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, HEAD_DIM, BLOCK_D, BULK, MASKED,

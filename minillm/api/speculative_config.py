@@ -62,9 +62,9 @@ class SpeculativeConfig(CheckedArguments):
             every output says so (`sampling/typical.py`).
             "synthetic" accepts with `synthetic_acceptance_rates`, whatever the drafts are, to
             measure speed with dummy weights.
-        tree: a token tree for "medusa", verified on a CPU: "auto" grows it from the accuracies
-            stored with the heads, and drafts as much of it as is fastest. Or its paths, lists
-            of ranks: [0, 1] is the second best token of head 1 behind the best of head 0. Then
+        tree: a token tree for "medusa", "eagle" or "mtp" (paths only): "auto" grows it from the
+            accuracies stored with the heads, and drafts as much of it as is fastest. Or its paths,
+            lists of ranks: [0, 1] is the second best token behind the best one. Then
             `num_speculative_tokens` is optional, by default "auto" or all paths.
         posterior_threshold, posterior_alpha: of "typical": a draft of probability p is accepted if
             p > min(threshold, alpha * exp(-entropy)).
@@ -184,11 +184,16 @@ class SpeculativeConfig(CheckedArguments):
             )
         if self.tree is None:
             return
-        if self.method != "medusa" or self.rejection_sample_method != "strict":
+        if self.method not in HEAD_METHODS or self.rejection_sample_method != "strict":
             raise ConfigError(
                 f"speculative_config has a tree with method {self.name!r} and "
                 f"rejection_sample_method {self.rejection_sample_method!r}; a tree belongs to "
-                "'medusa', and is verified 'strict'."
+                f"{', '.join(map(repr, HEAD_METHODS))}, and is verified 'strict'."
+            )
+        if self.method == "mtp" and AUTO in (self.tree, self.num_speculative_tokens):
+            raise ConfigError(
+                "speculative_config has a tree with 'auto' and method 'mtp', whose accuracy is not "
+                "known; give paths, and no num_speculative_tokens or a number."
             )
         if self.tree != AUTO:
             self._set("tree", paths_of(self.tree))

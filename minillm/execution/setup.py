@@ -116,6 +116,7 @@ def build_executor(
                 features = runner.features
             else:
                 features = Features(kv, host, runner.rows.tables, model.config.hidden_size)
+                runner.by_slot = *kv.tensors, *features.pages.tensors
             parts = features, packs(args, model.device), kv, plan.settings.max_num_batched_tokens
             proposer = build_heads(speculation, draft, model, *parts)
         elif isinstance(draft, DraftSource):
@@ -126,7 +127,7 @@ def build_executor(
         runner.sampler.rule = build_rule(speculation)
         # The sampler of a rank is replaced later, so it is looked up when it is needed.
         runner.speculator.constrain = lambda *given: runner.sampler.edits.drafts(*given)
-        if model.device.type == "cpu" and args.num_ranks == 1 and runner.sampler.rule is None:
+        if args.num_ranks == 1 and runner.sampler.rule is None:
             runner.speculator.takes_tree = lambda row: not runner.sampler.edits.follows(row)
     if args.num_ranks == 1 and records(args, model.device):
         record_graphs(args, runner, plan.graph_bytes + plan.reserve_bytes // 2)

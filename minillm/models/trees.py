@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from minillm.models.batches import Numbers
 from minillm.ops.batch import Batch, Tails
@@ -117,4 +119,21 @@ def tree_batch(
         logits_indices=last,
         max_query_len=int(tokens.max()),
         tails=Tails(tail_start, orders),
+    )
+
+
+def nodes_alone(batch: Batch, nodes: Tensor) -> Batch:
+    """Some nodes of a batch of which every row is a tree, each with its ancestors."""
+    last = torch.arange(len(nodes) + 1, device=nodes.device)
+    return replace(
+        batch,
+        input_ids=batch.input_ids[nodes],
+        positions=batch.positions[nodes],
+        slot_mapping=batch.slot_mapping[nodes],
+        query_start=last.int(),
+        seq_lens=batch.seq_lens[nodes],
+        block_tables=batch.block_tables[nodes],
+        logits_indices=last[:-1],
+        max_query_len=1,
+        tails=batch.tails and Tails(*(each[nodes] for each in batch.tails)),
     )

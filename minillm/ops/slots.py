@@ -39,6 +39,7 @@ def untangled(pages: Pages, batch: Batch) -> tuple[Pages, Batch]:
         return pages, batch
     tables, size, (starts, order) = batch.block_tables, pages.key.shape[2], batch.tails
     count, width = tables.shape
+    offsets = torch.arange(size, device=tables.device).repeat(count * width)
     place = torch.arange(width * size, device=tables.device)
     tail = place - starts[:, None]  # [B, M * block_size]
     moved = starts[:, None] + order.gather(1, tail.clamp(0, order.shape[1] - 1)).long()
@@ -49,7 +50,7 @@ def untangled(pages: Pages, batch: Batch) -> tuple[Pages, Batch]:
 
     def copied(cache: Tensor) -> Tensor:
         new = cache.new_empty(count * width, *cache.shape[1:])
-        to, where = slots_of(new, own.repeat_interleave(size), torch.arange(size).repeat(len(own)))
+        to, where = slots_of(new, own.repeat_interleave(size), offsets)
         view, source = slots_of(cache, block, offset)
         to[where] = view[source]
         return new

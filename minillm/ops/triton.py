@@ -48,6 +48,8 @@ def paged_attention(
     k_cache, v_cache = pages.key, pages.value
     where = (batch.query_start, batch.seq_lens, batch.block_tables, scale, window)
     options = Options(max_query_len=batch.max_query_len, batch_invariant=batch_invariant)
+    if batch.tails is not None:  # `takes_tails`
+        return paged.paged_attention(q, k_cache, v_cache, *where, **options, tails=batch.tails)
     value_dim, rope_dim = v_cache.shape[-1], k_cache.shape[-1] - v_cache.shape[-1]
     if v_cache.data_ptr() == k_cache.data_ptr():  # MLA: a value is the first part of its key
         if value_dim <= MAX_VALUE_DIM and 0 < rope_dim <= MAX_ROPE_DIM:
@@ -56,6 +58,15 @@ def paged_attention(
         return paged.paged_attention(q, k_cache, v_cache, *where, **options)
     fallback = tiled_attention if batch_invariant else reference.paged_attention
     return fallback(q, k_cache, v_cache, *where)
+
+
+def takes_tails(q: Tensor, pages: Pages) -> bool:
+    """Whether the kernels read the keys of token trees where they are: not those of MLA."""
+    return (
+        pages.value.data_ptr() != pages.key.data_ptr()
+        and takes_head_dims(pages.key, pages.value)
+        and takes_heads(q, pages.key)
+    )
 
 
 def takes_head_dims(*caches: Tensor) -> bool:

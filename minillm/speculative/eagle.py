@@ -22,7 +22,7 @@ from minillm.cache.spec import cache_spec
 from minillm.config import ModelConfig
 from minillm.layers.attention import Attention
 from minillm.layers.kv_cache import AttentionBackend, KVCache
-from minillm.layers.linear import Linear
+from minillm.layers.linear import Embedding, Linear
 from minillm.layers.mlp import MLP
 from minillm.layers.norm import RMSNorm
 from minillm.layers.rope import RotaryEmbedding
@@ -86,6 +86,7 @@ class EagleLayer(DraftLayer):
     Args:
         target: the configuration of the target.
         num_depths: number of the target's hidden states that make a feature.
+        parallel: whether it has masks, to draft in parallel (`parallel_eagle.py`).
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class EagleLayer(DraftLayer):
         num_depths: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        parallel: bool = False,
     ):
         super().__init__()
         self.config = config = layer_config(target)
@@ -111,6 +113,8 @@ class EagleLayer(DraftLayer):
             self.mlp_norm = RMSNorm(f"{prefix}post_attention_layernorm", d, eps)
             self.mlp = MLP(config, f"{prefix}mlp.")
             self.norm = RMSNorm("norm", d, eps)
+            if parallel:
+                self.mask = Embedding("mask", 2, d)  # an embedding and a feature
             length = config.max_position_embeddings
             self.rope = RotaryEmbedding(config.rope, config.rotary_dim, length, length)
         allocate(self, dtype, device)
@@ -223,14 +227,18 @@ class Eagle(DraftModel):
 
     def _catch_up(self, chunks: Sequence[Chunk]) -> Tensor:
         batch = self._batch(chunks)
-        # Features of the positions before; the first position of a sequence has none.
+        return self._run(batch, self._features(chunks, batch.positions))
+
+    def _features(self, chunks: Sequence[Chunk], positions: Tensor) -> Tensor:
+        """Features [N, d] of the positions before those of the chunks, [N]; the first position of
+        a sequence has none."""
         spans = [(row.place, max(start - 1, 0), end - max(start, 1)) for row, start, end in chunks]
         known = self.features.read(spans)
         if any(start == 0 for _, start, _ in chunks):
-            features = known.new_zeros(len(batch.input_ids), known.shape[1])
-            features[batch.positions > 0] = known
+            features = known.new_zeros(len(positions), known.shape[1])
+            features[positions > 0] = known
             known = features
-        return self._run(batch, known)
+        return known
 
     def _next(
         self, rows: Sequence[DraftRow], starts: list[int], tokens: Tensor, hidden: Tensor

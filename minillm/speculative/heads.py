@@ -57,6 +57,7 @@ class HeadsSource:
         target: configuration of the target.
         width: of Medusa's hidden layer.
         depths: numbers of layers after which EAGLE's hidden states are taken.
+        parallel: whether an EAGLE layer drafts in parallel.
         tree: the paths of a token tree, in the order in which they are drafted; None for a chain.
         values: of its paths, the measured probability that all of each is accepted, if adaptive.
     """
@@ -67,6 +68,7 @@ class HeadsSource:
     target: ModelConfig
     width: int = 0
     depths: tuple[int, ...] = ()
+    parallel: bool = False
     tree: tuple[TreePath, ...] | None = None
     values: tuple[float, ...] = ()
     context: None = None  # that of the target
@@ -77,7 +79,7 @@ class HeadsSource:
     ) -> MedusaHeads | DraftLayer:
         """The heads, with uninitialised weights."""
         if self.method == "eagle":
-            return EagleLayer(self.target, len(self.depths), dtype, device)
+            return EagleLayer(self.target, len(self.depths), dtype, device, self.parallel)
         return MedusaHeads(self.most, self.target.hidden_size, self.width, dtype, device)
 
     def load(
@@ -162,9 +164,16 @@ def open_heads(config: SpeculativeConfig, target: ModelSource) -> HeadsSource:
             f"{name} has heads for {most} drafts and num_speculative_tokens is {config.most}; set "
             f"it to at most {most}."
         )
-    width = found.get("width", 0)
+    width, parallel = found.get("width", 0), data.get("parallel", False)
+    if not isinstance(parallel, bool):
+        raise CheckpointError(f"{file} has parallel {parallel!r}; it must be true or false.")
+    if parallel and config.tree is not None:
+        raise ConfigError(
+            f"{name} drafts all tokens in parallel, as a chain; leave out 'tree' of "
+            "speculative_config, or train the layer without --parallel."
+        )
     tree = heads_tree(config, data, name, most)
-    return HeadsSource(method, file.parent, most, target.config, width, depths, *tree)
+    return HeadsSource(method, file.parent, most, target.config, width, depths, parallel, *tree)
 
 
 def depths_of(given: Any, num_layers: int, file: Path) -> tuple[int, ...]:
@@ -200,10 +209,12 @@ def heads_tree(
     given = () if config.tree == AUTO else config.tree
     if (depth := max(map(len, given), default=0)) > most:
         raise ConfigError(
-            f"speculative_config's 'tree' has a path of {depth} ranks and {name} has {most} heads; "
-            f"give paths of at most {most}."
+            f"speculative_config's 'tree' has a path of {depth} ranks and {name} drafts at most "
+            f"{most} tokens one after another; give paths of at most {most}."
         )
-    table = mean_accuracy(data.get("rank_accuracy"), most)
+    table = mean_accuracy(data.get("rank_accuracy"), None if config.method == "eagle" else most)
+    if table is not None:  # drafts of a layer behind those that were measured: as the last of them
+        table = [*table, *[table[-1]] * (most - len(table))]
     if table is None and (config.adapts or not given):
         raise ConfigError(
             f"{name} has no valid rank_accuracy in {HEADS_FILE}, which an adaptive tree is built "
@@ -215,7 +226,7 @@ def heads_tree(
     return tuple(paths), tuple(values)
 
 
-def mean_accuracy(given: Any, num_heads: int) -> trees.Table | None:
+def mean_accuracy(given: Any, num_heads: int | None) -> trees.Table | None:
     """The mean over temperatures of `rank_accuracy` of a `heads.json`, [heads, ranks]: how often
     each rank of each head is the token that comes, by falling rate. None if it has another form, or
     no token ever came."""
@@ -223,7 +234,7 @@ def mean_accuracy(given: Any, num_heads: int) -> trees.Table | None:
         tables = np.array(list(given.values()), dtype=np.float64)
     except (AttributeError, TypeError, ValueError):
         return None
-    right = tables.ndim == 3 and tables.size and tables.shape[1] == num_heads
+    right = tables.ndim == 3 and tables.size and num_heads in (None, tables.shape[1])
     if not right or not ((tables >= 0) & (tables <= 1)).all() or not tables[:, 0, 0].any():
         return None
     return np.minimum.accumulate(tables.mean(axis=0), axis=1).tolist()
@@ -233,6 +244,20 @@ def tensors_of(module: nn.Module) -> dict[str, CheckpointTensor]:
     """The tensors of a module's matrices and norms, by name."""
     layers = (each for each in module.modules() if isinstance(each, Matrix | RMSNorm))
     return {tensor.name: tensor for each in layers for tensor in each.checkpoint_tensors()}
+
+
+def check_shapes(
+    path: Path, headers: Mapping[str, Any], wanted: Mapping[str, CheckpointTensor], source: str
+) -> None:
+    """CheckpointError unless a file has exactly the tensors whose shapes follow from `source`."""
+    stored = {name: tuple(header.shape) for name, header in headers.items()}
+    shapes = {name: tensor.slice.shape for name, tensor in wanted.items()}
+    for name in sorted(stored.keys() | shapes.keys()):
+        if stored.get(name) != shapes.get(name):
+            raise CheckpointError(
+                f"{path} has {name} of shape {stored.get(name)}, and {source} gives "
+                f"{shapes.get(name)}; use the files of one training."
+            )
 
 
 @torch.inference_mode()
@@ -245,14 +270,7 @@ def load_heads(module: nn.Module, folder: Path, packs: bool) -> None:
     path, wanted = folder / WEIGHTS, tensors_of(module)
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {WEIGHTS}.")
-    stored = {name: tuple(header.shape) for name, header in shard_headers(path).items()}
-    shapes = {name: tensor.slice.shape for name, tensor in wanted.items()}
-    for name in sorted(stored.keys() | shapes.keys()):
-        if stored.get(name) != shapes.get(name):
-            raise CheckpointError(
-                f"{path} has {name} of shape {stored.get(name)}, and {HEADS_FILE} with this target "
-                f"gives {shapes.get(name)}; train the heads again."
-            )
+    check_shapes(path, shard_headers(path), wanted, f"{HEADS_FILE} with this target")
     fill(wanted, [path])
     if packs:
         chosen = [each for each in list_matrices(module) if cpu.takes_panels(each.values())]

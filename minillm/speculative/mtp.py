@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minillm.api.speculative_config import MAX_DRAFTS
 from minillm.config import ModelConfig
-from minillm.errors import CheckpointError, ConfigError
+from minillm.errors import ConfigError
 from minillm.gguf.container import is_gguf
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.layers.linear import Linear
@@ -32,7 +32,7 @@ from minillm.ops.batch import Batch
 from minillm.quantization.formats import Format
 from minillm.quantization.methods import LoadingMethod
 from minillm.speculative.eagle import DraftLayer
-from minillm.speculative.heads import HeadsSource, tensors_of
+from minillm.speculative.heads import HeadsSource, check_shapes, tensors_of
 
 
 class MTPLayer(DraftLayer):
@@ -100,13 +100,8 @@ class MTPSource(HeadsSource):
         headers = {name: each for path in files for name, each in shard_headers(path).items()}
         layer = MTPLayer(self.target, dtype, device, stored_format(self.checkpoint, headers))
         wanted = tensors_of(layer)
-        for name, tensor in wanted.items():
-            shape = tuple(headers[name].shape) if name in headers else None
-            if shape != tensor.slice.shape:
-                raise CheckpointError(
-                    f"{self.folder} has {name} of shape {shape}, and config.json gives "
-                    f"{tensor.slice.shape}."
-                )
+        own = {name: each for name, each in headers.items() if name in wanted}
+        check_shapes(self.folder, own, wanted, "config.json")
         fill(wanted, files)
         for each in list_matrices(layer):
             each.method.finish(each)

@@ -1,7 +1,7 @@
 """Builds the parts of speculative decoding from `speculative_config`: the scheduler's limits, the
 executor's proposer and acceptance rule, and the description of the draft model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from minillm.sampling.typical import Typical
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
 from minillm.speculative.eagle import DraftLayer, Eagle, Taps
+from minillm.speculative.eagle_trees import EagleTrees
 from minillm.speculative.features import Features
-from minillm.speculative.heads import HeadsSource, open_heads
+from minillm.speculative.heads import HeadsSource, heads_tree, open_heads
 from minillm.speculative.medusa import Medusa
 from minillm.speculative.mtp import mtp_source
 from minillm.speculative.ngram import NGrams
+from minillm.speculative.parallel_eagle import ParallelEagle
 from minillm.speculative.proposer import Proposer
 from minillm.speculative.suffix import Suffixes
 from minillm.text.tokenizer import Tokenizer
@@ -90,7 +92,11 @@ def open_draft(
 
 def open_source(config: SpeculativeConfig, target: ModelSource) -> HeadsSource:
     """The draft heads or the layer of these settings; errors as of `open_heads`."""
-    return mtp_source(target) if config.method == "mtp" else open_heads(config, target)
+    if config.method != "mtp":
+        return open_heads(config, target)
+    source = mtp_source(target)
+    tree, values = heads_tree(config, {}, "the layer", source.most)
+    return replace(source, tree=tree, values=values)
 
 
 def check_heads_can_run(args: EngineArgs) -> None:
@@ -160,13 +166,8 @@ def build_heads(
     cache is `kv`.
 
     Raises:
-        ConfigError: the heads cannot be loaded, or the tree needs another device.
+        ConfigError: the heads cannot be loaded.
     """
-    if source.tree is not None and model.device.type != "cpu":
-        raise ConfigError(
-            f"token trees are verified on a CPU and this engine is on {model.device.type}; leave "
-            "out 'tree' of speculative_config to draft a chain."
-        )
     try:
         heads = source.load(model.dtype, model.device, packs)
     except MinillmError as error:
@@ -176,7 +177,11 @@ def build_heads(
         return Medusa(heads, features, model.logits, config.coupled, source.tree)
     model.all_layers = Taps(model, source.depths, heads.feature_of(model), features, kv)
     shadow = heads.cache(features, kv)
-    return Eagle(heads, model, features, shadow, max_num_tokens, config.coupled)
+    kind = ParallelEagle if source.parallel else Eagle if source.tree is None else EagleTrees
+    proposer = kind(heads, model, features, shadow, max_num_tokens, config.coupled)
+    if isinstance(proposer, EagleTrees):
+        proposer.tree = source.tree or ()
+    return proposer
 
 
 def build_proposer(config: SpeculativeConfig) -> Proposer:

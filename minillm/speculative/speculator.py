@@ -117,8 +117,8 @@ class Speculator:
             self._check_dist(dist, len(tokens))
         tree = None if parents is None else valid_tree(parents, tokens)
         if tree is not None and self.takes_tree is None:
-            raise ValueError("it returned a token tree; trees are verified on a CPU, strictly, and "
-                             "in one process")  # fmt: skip
+            raise ValueError("it returned a token tree; trees are verified strictly, and in one "
+                             "process")  # fmt: skip
         return tokens, dist, tree
 
     def _check_dist(self, dist: Tensor, num_tokens: int) -> None:

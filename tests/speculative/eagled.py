@@ -30,7 +30,8 @@ def write_eagle(model: Path, folder: Path, **fields: Any) -> Path:
     source, dice = open_model(model), torch.Generator().manual_seed(0)
     count = source.config.num_layers
     depths = sorted({1, -(-count // 2), count})
-    made = HeadsSource("eagle", folder, 1, source.config, depths=tuple(depths))
+    made = HeadsSource("eagle", folder, 1, source.config, depths=tuple(depths),
+                       parallel=fields.get("parallel", False))  # fmt: skip
     tensors = {}
     for name, tensor in tensors_of(made.build(torch.float32)).items():
         noise = torch.randn(tensor.slice.shape, generator=dice)
@@ -103,10 +104,10 @@ class Formula:
         scale = np.sqrt((x * x).mean(-1, keepdims=True) + self.config.rms_norm_eps)
         return x / scale * self.of(name)
 
-    def layer(self, ids: list[int], features: np.ndarray) -> np.ndarray:
+    def layer(self, given: np.ndarray, features: np.ndarray) -> np.ndarray:
         """Embeddings of n tokens, and the features of the positions before -> a [n, d]."""
         mid = "midlayer."
-        embedded = self.rms(self.embedding[ids], f"{mid}input_layernorm")
+        embedded = self.rms(given, f"{mid}input_layernorm")
         x = np.concatenate((embedded, self.rms(features, f"{mid}hidden_norm")), axis=1)
         x = features + self.attention(x)
         y = self.rms(x, f"{mid}post_attention_layernorm")
@@ -148,10 +149,15 @@ class Formula:
         if len(ids) > 1:
             known = self.states(ids[:-1]) @ self.of("fc").T
             features = np.concatenate((features, known))
-        for count in range(len(drafts)):
-            last = self.layer(ids + drafts[:count], features)[-1:]
+        embedded = self.embedding[ids]
+        for draft in drafts:
+            last = self.layer(embedded, features)[-1:]
             found.append((self.rms(last, "norm") @ self.output.T)[0])
-            features = np.concatenate((features, last))
+            following = self.embedding[draft], last[0]
+            if "mask.weight" in self.tensors:  # P-EAGLE knows neither
+                following = self.of("mask")
+            embedded = np.concatenate((embedded, following[0][None]))
+            features = np.concatenate((features, following[1][None]))
         return found
 
 

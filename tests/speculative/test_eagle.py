@@ -45,6 +45,12 @@ def layer(folder: Path, tmp_path: Path) -> Path:
     return write_eagle(folder, tmp_path / "layer")
 
 
+@pytest.fixture
+def masked(folder: Path, tmp_path: Path) -> Path:
+    """A layer that drafts in parallel."""
+    return write_eagle(folder, tmp_path / "masked", parallel=True)
+
+
 # Random layers are hardly ever right: only so do their drafts become tokens.
 ACCEPTED = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.7] * K}
 PROMPTS = [LONG[:9], LONG[20:21], LONG[40:60]]
@@ -65,6 +71,24 @@ def test_after_drafts_were_accepted(folder, layer, monkeypatch):
     generate(llm, PROMPTS, params_of(60, **SAMPLED))
     assert llm.engine.scheduler.counters.num_accepted_tokens > 50
     watch.assert_right(least=150)
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
+def test_drafts_in_parallel_are_those_of_the_formula_in_one_pass(folder, masked, monkeypatch, how):
+    params, llm = params_of(30, **how), with_eagle(folder, masked)
+    watch, layer, passes = EagleWatch(llm, masked, monkeypatch), eagle_of(llm).layer, []
+    layer.register_forward_hook(lambda *_: passes.append(1))
+    found = generate(llm, PROMPTS, params)
+    assert found == generate(make(folder, max_model_len=128), PROMPTS, params)
+    assert len(passes) <= llm.engine.scheduler.counters.num_steps
+    watch.assert_right(least=100)
+
+
+def test_of_a_layer_that_drafts_in_parallel(folder, masked, monkeypatch):
+    """After accepted drafts, preemptions and prompts in chunks; with noise of its own."""
+    test_in_any_history(folder, masked, monkeypatch, 0)
+    test_after_drafts_were_accepted(folder, masked, monkeypatch)
+    test_with_noise_of_its_own(folder, masked)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2", "olmo2", "mixtral"])
@@ -182,6 +206,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "random weights": ({"load_format": "dummy"}, "random weights have no trained heads; leave out"),
     "tensor ranks": (TWO | {"tensor_parallel_size": 2}, "one process and this engine has 2 ranks"),
     "stages": (TWO | {"pipeline_parallel_size": 2}, "drafting needs tokens that are still in the"),
+    "parallel": ({"parallel": 1}, "has parallel 1; it must be true or false"),
+    "masks": ({"parallel": True}, r"has mask.weight of shape None, and .* gives \(2, 32\)"),
     "half a file": ({"cut": -9}, "cannot be loaded: .* is not a whole safetensors"),
     "context": ({"config": {"max_model_len": 64}}, "is the context of a draft model; leave it"),
 }  # fmt: skip
@@ -191,7 +217,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_no_layer_for_this_engine(folder, layer, name):
     wrong, message = REFUSED[name]
     given, card = {"layer": layer} | wrong, json.loads((layer / "heads.json").read_text())
-    card |= {key: given.pop(key) for key in card if key in given}
+    card |= {key: given.pop(key) for key in [*card, "parallel"] if key in given}
     (layer / "heads.json").write_text(json.dumps(card))
     weights = layer / "model.safetensors"
     if missing := given.pop("without", None):

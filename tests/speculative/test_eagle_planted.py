@@ -5,22 +5,23 @@ from functools import partial
 import pytest
 
 from minillm.ops import cpu_layers
-from minillm.speculative import draft_model, eagle, features, heads
+from minillm.speculative import draft_model, eagle, features, heads, parallel_eagle
 from tests.planting import plant_everywhere
 from tests.speculative import test_eagle
 from tests.speculative.eagled import write_eagle
+from tests.speculative.test_draft_model import SAMPLED
 
 FORMULA, IN_C, HISTORY, OTHER = "formula", "in C", "history", "other model"
-ACCEPTED, SPANS, CACHE = "accepted", "spans", "cache"
+ACCEPTED, SPANS, CACHE, PARALLEL = "accepted", "spans", "cache", "parallel"
 BUGS = {
-    "no bug": (eagle, "max(start - 1, 0), end", "max(start - 1, 0), end", ""),
+    "no bug": (features, "if plan.copies:", "if plan.copies:", ""),
     "features a position too late": (
         eagle, "max(start - 1, 0), end", "max(start, 0), end", FORMULA),
     "the first position has the feature of the last": (
         eagle, "features = known.new_zeros(", "features = known[-1:].new_ones(", FORMULA),
     "features of the positions themselves": (
-        eagle, "features[batch.positions > 0] = known", "features[batch.positions < "
-        "batch.positions.max()] = known", FORMULA),
+        eagle, "features[positions > 0] = known", "features[positions < "
+        "positions.max()] = known", FORMULA),
     "one depth less": (cpu_layers, "taps[last] = x + residual", "taps[last] = residual", IN_C),
     "a depth too early": (
         eagle, "dict.fromkeys(self.depths)", "dict.fromkeys(max(n - 1, 1) for n in self.depths)",
@@ -52,6 +53,15 @@ BUGS = {
     "copies do not carry features": (features, "if plan.copies:", "if False:", HISTORY),
     "the plan moves keys only": (eagle, "self.features.follow(plan)", "pass", HISTORY),
     "any pass stores features": (eagle, "if kv is not self.kv:", "if False:", CACHE),
+    "the mask's halves exchanged": (
+        parallel_eagle, "embedded[at], features[at] =", "features[at], embedded[at] =", PARALLEL),
+    "masks where tokens are": (
+        parallel_eagle, "place >= known.repeat", "place >= known.repeat(counts) - 1 + 0 * "
+        "known.repeat", PARALLEL),
+    "the first draft from a mask": (parallel_eagle, "+ known - 1)", "+ known)", PARALLEL),
+    "all drafts from the last token": (parallel_eagle, "+ depth)])", "+ 0 * depth)])", PARALLEL),
+    "a mask too few": (parallel_eagle, "chunk.row.num_drafts - 1 for", "max(chunk.row.num_drafts - "
+                       "2, 0) for", PARALLEL),
     "the hash is not compared": (heads, '!= data.get("base_hash")', "== 0", OTHER),
 }  # fmt: skip
 
@@ -67,10 +77,11 @@ def test_a_planted_bug_is_found(bug, folder, tmp_path, monkeypatch) -> None:
             monkeypatch.setattr(above, name, vars(draft_model.DraftModel)[name])
     (apart := tmp_path / "apart").mkdir()
     layer = write_eagle(folder, tmp_path / "layer")
-    how = {"temperature": 0.0}
+    masked, how = write_eagle(folder, apart / "masked", parallel=True), {"temperature": 0.0}
 
     history = partial(test_eagle.test_in_any_history, folder, layer, monkeypatch)
     formula = partial(test_eagle.test_drafts_are_those_of_the_formula, folder, layer, monkeypatch)
+    together = test_eagle.test_drafts_in_parallel_are_those_of_the_formula_in_one_pass
     spans = test_eagle.test_positions_are_computed_once_and_accepted_drafts_again
     finders = {
         FORMULA: lambda: formula(how),
@@ -78,6 +89,7 @@ def test_a_planted_bug_is_found(bug, folder, tmp_path, monkeypatch) -> None:
         HISTORY: lambda: [history(seed) for seed in range(4)],
         OTHER: lambda: test_eagle.test_a_layer_of_another_model(folder, apart),
         ACCEPTED: lambda: test_eagle.test_after_drafts_were_accepted(folder, layer, monkeypatch),
+        PARALLEL: lambda: together(folder, masked, monkeypatch, SAMPLED),
         SPANS: lambda: spans(folder, layer, monkeypatch),
         CACHE: lambda: test_eagle.test_a_pass_over_another_cache_stores_nothing(folder, layer),
     }

@@ -123,6 +123,17 @@ def test_drafts_are_those_of_transformers_and_change_no_token(made, monkeypatch,
     watch.assert_right(least=80)
 
 
+def test_trees_change_no_token_and_a_chain_is_one_of_them(made):
+    plain, found = generate(make(made.folder, max_model_len=128), PROMPTS, params_of(24)), []
+    for tree in (None, [[0] * i for i in range(1, K + 1)], [[0], [1], [2], [0, 0], [1, 0]]):
+        config = {} if tree is None else {"tree": tree, "num_speculative_tokens": len(tree)}
+        llm = with_mtp(made.folder, config)
+        assert generate(llm, PROMPTS, params_of(24)) == plain
+        found.append(drafts_of(llm))
+    assert found[0] == found[1]
+    assert found[2][1] > 0
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_in_any_history(made, monkeypatch, seed):
     """A starved pool, prefixes, forks, aborts, steps planned ahead, drafts in some steps."""
@@ -180,7 +191,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another model": ({"model": "tiny"}, "'mtp' needs the multi-token .* and tiny has none;"),
     "no layers": ({"num_nextn_predict_layers": 0}, ".* has none; choose another method"),
     "a folder": ({"config": {"model": "tiny-eagle"}}, "and no other method takes one"),
-    "a tree": ({"config": {"tree": [[0]]}}, "a tree belongs to 'medusa'"),
+    "a tree": ({"config": {"tree": "auto"}}, "'auto' and method 'mtp', whose accuracy is not"),
+    "a number": ({"config": {"tree": [[0]], "num_speculative_tokens": "auto"}}, "give paths, and"),
+    "too deep": ({"config": {"tree": [[0] * i for i in range(1, 17)]}}, "of 16 ranks and the lay"),
     "random weights": ({"load_format": "dummy"}, "random weights have no trained heads"),
     "ranks": ({"tensor_parallel_size": 2}, "one process and this engine has 2 ranks"),
     "missing": ({"without": "eh_proj"}, "eh_proj.weight of shape None, and config.json gives"),

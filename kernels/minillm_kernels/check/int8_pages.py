@@ -14,7 +14,16 @@ from torch import Tensor
 
 from minillm_kernels import int8_cache, int8_pages, reference
 from minillm_kernels.check.case import Launch, Mismatch, compare, generator, guarded, normal
-from minillm_kernels.check.pages import SPARE, UNTOUCHED, poisoned_memory, random_sequences
+from minillm_kernels.check.pages import (
+    BRANCHES,
+    SPARE,
+    UNTOUCHED,
+    Tails,
+    places_of,
+    poisoned_memory,
+    random_sequences,
+    random_tails,
+)
 from minillm_kernels.check.pages import starts_of as bounds
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -25,7 +34,8 @@ Codes = tuple[Tensor, Tensor, Tensor, Tensor]
 @dataclass(frozen=True)
 class Case:
     """One call: sequences as (query_len, seq_len), and sizes; `padding` counts rows behind the last
-    sequence; if `bad`, a key, a value and a query are not finite."""
+    sequence; if `bad`, a key, a value and a query are not finite. With `tree`, sequences of one
+    query are paths of token trees."""
 
     sequences: tuple[tuple[int, int], ...]
     num_heads: int = 4
@@ -37,6 +47,7 @@ class Case:
     padding: int = 0
     bad: bool = False
     max_query_len: int | None = None
+    tree: bool = False
     seed: int = 0
 
     @property
@@ -59,6 +70,9 @@ CASES = (
     Case(((1, 5), (9, 70)), 40, 1, 16, block_size=8, seed=8),
     Case(((90, 90), (1, 30)), 2, 2, bad=True, seed=9),
     Case(((2, 150), (1, 80)), 2, 1, max_query_len=2, bad=True, seed=10),
+    Case(((1, 70), (1, 128), (1, 0), (3, 40), (1, 190)), 4, 1, 64, max_query_len=3, tree=True,
+         seed=11),
+    Case(((1, 1100), (70, 90), (1, 5)), 2, 1, block_size=12, window=90, tree=True, seed=12),
 )  # fmt: skip
 
 
@@ -75,6 +89,7 @@ def random_case(rng: random.Random) -> Case:
         window=rng.choice((None, None, rng.randint(1, 200))),
         padding=rng.choice((0, 0, 2)),
         seed=rng.randrange(2**31),
+        tree=rng.random() < 0.4,
     )
 
 
@@ -86,7 +101,9 @@ class Inputs:
     key: Tensor
     value: Tensor
     slots: Tensor
+    in_order: Tensor  # slots, if no sequence is a path of a tree
     tables: tuple[Tensor, Tensor, Tensor]
+    tails: Tails | None
     num_blocks: int
 
 
@@ -95,17 +112,24 @@ def inputs(case: Case, device: str) -> Inputs:
     values are views of wider rows, and come in any order with rows that have no slot."""
     rng, size = generator(case.seed), case.block_size
     lengths = [length for _, length in case.sequences]
-    needed = [-(-length // size) for length in lengths]
+    counts = [count for count, _ in case.sequences]
+    tails = random_tails(rng, lengths, counts) if case.tree else None
+    room = BRANCHES if case.tree else 0
+    needed = [-(-(length + room) // size) for length in lengths]
     num_blocks = sum(needed) + SPARE
     tables = torch.full((len(lengths), max([1, *needed]) + 2), num_blocks + 7)
     blocks = torch.randperm(num_blocks, generator=rng)
-    slots = []
+    slots: list[Tensor] = []
+    in_order: list[Tensor] = []
     for row, (length, own) in enumerate(zip(lengths, blocks.split([*needed, SPARE]), strict=False)):
         tables[row, : len(own)] = own
         at = torch.arange(length)
-        slots.append(own[at // size] * size + at % size)
-    slot = torch.cat([*slots, torch.tensor([-1])])
-    slot = slot[torch.randperm(len(slot), generator=rng)]
+        places = at if tails is None else places_of(at, tails, row)
+        for found, each in ((slots, places), (in_order, at)):
+            found.append(own[each // size] * size + each % size)
+    slot, straight = (torch.cat([*each, torch.tensor([-1])]) for each in (slots, in_order))
+    mixed = torch.randperm(len(slot), generator=rng)
+    slot, straight = slot[mixed], straight[mixed]
     wide = normal(rng, (len(slot) + 1, 2 * case.num_kv_heads, case.head_dim), case.dtype, "cpu")
     wide *= 2.0 ** torch.randint(-3, 3, wide.shape[:2], generator=rng).to(wide.dtype)[..., None]
     wide[torch.rand(len(wide), generator=rng) < 0.1] = 0
@@ -113,7 +137,6 @@ def inputs(case: Case, device: str) -> Inputs:
     if case.bad:
         wide[0, 0, 3], wide[1, -1, 0] = math.nan, math.inf
     key, value = wide.to(device).chunk(2, 1)
-    counts = [count for count, _ in case.sequences]
     q = normal(rng, (sum(counts) + case.padding, case.num_heads, case.head_dim), case.dtype, device)
     if case.bad:
         q[-1, 0, 0] = -math.inf
@@ -122,7 +145,8 @@ def inputs(case: Case, device: str) -> Inputs:
         torch.tensor(lengths, dtype=torch.int32, device=device),
         tables.to(torch.int32 if case.seed % 2 else torch.int64).to(device),
     )
-    return Inputs(q, key, value, slot.to(device), where, num_blocks)
+    there = None if tails is None else (tails[0].to(device), tails[1].to(device))
+    return Inputs(q, key, value, slot.to(device), straight, where, there, num_blocks)
 
 
 def garbage(case: Case, num_blocks: int, device: str) -> Codes:
@@ -153,17 +177,18 @@ def verify(case: Case, device: str = "cpu", kernels: Any = int8_pages) -> None:
     given = inputs(case, device)
     pages, due = (garbage(case, given.num_blocks, place) for place in (device, "cpu"))
     kernels.write_cache(given.key, given.value, *pages, given.slots)
-    key, value, slots = (x.cpu() for x in (given.key, given.value, given.slots))
+    key, value, slots = (x.cpu() for x in (given.key, given.value, given.in_order))
     int8_cache.write_cache(key, value, *due, slots)
     for name, mine, theirs in zip(("key", "value", "key_scale", "value_scale"), pages, due,
                                   strict=True):  # fmt: skip
-        same_bits(mine, theirs, name)
+        if not case.tree:
+            same_bits(mine, theirs, name)
     out = guarded(given.q.shape, case.dtype, device)
     out.view[sum(count for count, _ in case.sequences) :].fill_(UNTOUCHED)
     with poisoned_memory():
         got = kernels.paged_attention(
             given.q, *pages, *given.tables, case.scale, case.window,
-            max_query_len=case.max_query_len, out=out.view,
+            max_query_len=case.max_query_len, tails=given.tails, out=out.view,
         )  # fmt: skip
     out.check(written=False)
     q, (starts, lengths, blocks) = given.q.cpu(), (table.cpu() for table in given.tables)
@@ -227,13 +252,15 @@ def _pages(num_kv_heads: int, head_dim: int, block_size: int) -> Codes:
 
 def _attend(
     num_heads: int, num_kv_heads: int, head_dim: int, block_size: int = 16, query_len: int = 1,
-    num_sequences: int = 8, **options: Any,
+    num_sequences: int = 8, tree: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     q = torch.empty(num_sequences * query_len, num_heads, head_dim, dtype=BRAIN)
     lengths = torch.empty(num_sequences, dtype=torch.int32)
     tables = torch.empty(num_sequences, 8192 // block_size, dtype=torch.int64)
     start = torch.empty(num_sequences + 1, dtype=torch.int32)
     pages = _pages(num_kv_heads, head_dim, block_size)
+    if tree:
+        options["tails"] = lengths, torch.empty(num_sequences, 16, dtype=torch.int32)
     int8_pages.paged_attention(
         q, *pages, start, lengths, tables, head_dim**-0.5, max_query_len=query_len, **options
     )
@@ -263,6 +290,7 @@ def _launches() -> Iterator[Launch]:
             yield Launch(f"{form}, {model}", call, everywhere)
     window = partial(_attend, 32, 32, 96, 64, window=4096)
     yield Launch("decode, Phi-3-mini, pages of 64, a window", window, everywhere)
+    yield Launch("token trees", partial(_attend, 32, 8, 128, tree=True), everywhere)
     yield Launch("norm_rope_write, Llama-3.1-8B", partial(_prologue, 32, 8, 128, False))
     yield Launch("norm_rope_write, Qwen3-0.6B", partial(_prologue, 16, 8, 128, True))
     yield Launch("write, Llama-3.1-8B", partial(_write, 8, 128, BRAIN))

@@ -33,7 +33,8 @@ class Case:
     """One call: sequences as (query_len, seq_len), sizes, and how it is to be computed.
 
     `form` and `splits` choose the configuration; `padding` counts rows behind the last sequence,
-    `strided` gives q and the caches gaps and another order in memory.
+    `strided` gives q and the caches gaps and another order in memory. With `tree`, sequences of one
+    query are paths of token trees.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -52,6 +53,7 @@ class Case:
     batch_invariant: bool = False
     max_query_len: int | None = None
     strided: bool = False
+    tree: bool = False
     seed: int = 0
 
     @property
@@ -127,6 +129,13 @@ CASES = (
          batch_invariant=True, max_query_len=16, seed=34),
     Case(((5, 150), (9, 9)), 3, 1, form="bulk", splits=2, window=40, block_size=32,
          batch_invariant=True, max_query_len=9, seed=35),
+    # Paths of token trees, beside chunks, over tiles, pages, splits and windows.
+    Case(((1, 37), (1, 70), (5, 40), (1, 0), (1, 33), (40, 90)), tree=True, padding=2, seed=36),
+    Case(EDGES, 8, 1, 64, 32, max_query_len=1, form="bulk", tree=True, dtype=BRAIN, seed=37),
+    Case(((1, 150), (1, 90)), 4, 1, block_size=5, form="swap", splits=3, window=40, tree=True,
+         dtype=HALF, seed=38),
+    Case(((1, 300), (1, 1)), 2, 1, block_size=256, max_query_len=1, soft_cap=9.0, tree=True,
+         seed=39),
     # Sizes of Llama-3.1-8B (a quarter of its heads) and Qwen3-0.6B (an eighth).
     Case(((1, 300), (20, 120)), 8, 2, 128, dtype=BRAIN, seed=25),
     Case(((1, 300), (70, 70)), 2, 1, 128, dtype=HALF, block_size=64, seed=26),
@@ -137,7 +146,7 @@ def random_case(rng: random.Random) -> Case:
     """Any call."""
     block_size = rng.choice((1, 3, 16, 64, 100, 256))
     num_kv_heads = rng.choice((1, 1, 2))
-    return Case(
+    case = Case(
         **random_sequences(rng, block_size, 90),
         num_heads=num_kv_heads * rng.choice((1, 2, 3, 4, 8)),
         num_kv_heads=num_kv_heads,
@@ -153,6 +162,7 @@ def random_case(rng: random.Random) -> Case:
         strided=rng.random() < 0.2,
         seed=rng.randrange(2**31),
     )
+    return replace(case, tree=not case.batch_invariant and rng.random() < 0.4)
 
 
 def spread(x: Tensor) -> Tensor:
@@ -179,7 +189,7 @@ def run(case: Case, kernels: Any, given: Inputs, **options: Any) -> Tensor:
         found: Tensor = kernels.paged_attention(
             *(given.q, *given.pages.caches, *given.tensors),
             *(case.scaling, case.window, case.soft_cap),
-            **{name: getattr(case, name) for name in names} | options,
+            **{name: getattr(case, name) for name in names} | {"tails": given.tails} | options,
         )
     return found
 
@@ -192,6 +202,8 @@ def verify(case: Case, device: str = "cpu", kernels: Any = paged_attention) -> N
     expected = reference.paged_attention(
         q, k_cache, v_cache, starts, lengths, tables, case.scaling, case.window, case.soft_cap
     )
+    if case.tree:
+        given = given.repaged(case.block_size, case.seed)
     padding = 0.0 if case.batch_invariant else UNTOUCHED
     verify_rows(case, given, case.dims[1], partial(run, case, kernels), expected, padding)
 
@@ -219,9 +231,13 @@ def _launch(
     dtype: torch.dtype,
     query_len: int = 1,
     num_sequences: int = 64,
+    tree: bool = False,
     **options: Any,
 ) -> None:
     """A call with these sizes, on memory that is never accessed."""
+    if tree:
+        starts = torch.empty(num_sequences, dtype=torch.int32)
+        options["tails"] = starts, torch.empty(num_sequences, 16, dtype=torch.int32)
     q = torch.empty(num_sequences * query_len, num_heads, head_dim, dtype=dtype)
     k = torch.empty(64, num_kv_heads, block_size, head_dim, dtype=dtype)
     start = torch.empty(num_sequences + 1, dtype=torch.int32)
@@ -272,6 +288,8 @@ def _launches() -> Iterator[Launch]:
     yield Launch("verify 16 of one long row, 256", large, old_and_new, (90, 100))
     together = partial(many, batch_invariant=True)
     yield Launch("verify 16 of one long row, batch-invariant", together, old_and_new, (90,))
+    tree = partial(_launch, 32, 8, 128, 64, BRAIN, tree=True, max_query_len=1)
+    yield Launch("token trees", tree, old_and_new)
     one = partial(llama, num_sequences=1, max_query_len=1)
     yield Launch("one long row", one, old_and_new)
     yield Launch("one long row, batch-invariant", partial(one, batch_invariant=True), old_and_new)

@@ -15,7 +15,9 @@ from torch import Tensor
 from minillm_kernels.check.case import Mismatch, compare, generator, guarded, normal
 from minillm_kernels.paged_config import FEW
 
+BRANCHES = 12  # slots of a token tree beside a path
 SPARE = 3  # blocks that belong to no sequence
+Tails = tuple[Tensor, Tensor]  # of launch.py
 UNTOUCHED = 7.0  # marks output rows that must stay unwritten; a NaN could come from the query
 
 
@@ -96,6 +98,7 @@ class Inputs:
     pages: Paged
     query_start: Tensor
     num_tokens: int
+    tails: Tails | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,22 +138,50 @@ class Inputs:
         )
         return replace(self, pages=pages, query_start=starts_of(lens, device))
 
-    def repaged(self, block_size: int) -> "Inputs":
-        """The same positions in pages of another size, in another order."""
+    def repaged(self, block_size: int, seed: int | None = None) -> "Inputs":
+        """The same positions in pages of another size, in another order; with a `seed`, the last
+        ones of each sequence of one query are a path of a token tree, whose other slots are NaN."""
         caches, tables = self.pages.caches, self.pages.block_tables.cpu().long()
         lengths, (_, num_heads, old_size, _) = self.pages.seq_lens.tolist(), caches[0].shape
-        dims = [cache.shape[-1] for cache in caches]
-        new = paged(generator(1), lengths, block_size, num_heads, dims, caches[0].dtype, "cpu")
+        dims, tails = [cache.shape[-1] for cache in caches], None
+        room = lengths if seed is None else [length + BRANCHES for length in lengths]
+        new = paged(generator(1), room, block_size, num_heads, dims, caches[0].dtype, "cpu")
+        for cache in new.caches:
+            cache.fill_(math.nan)
+        if seed is not None:
+            counts = [rows.stop - rows.start for rows in self.rows()]
+            tails = random_tails(generator(seed), lengths, counts)
+            new = replace(new, seq_lens=self.pages.seq_lens.cpu())
         for row, length in enumerate(lengths):
             at = torch.arange(length)
-            blocks = new.block_tables[row, at // block_size].long()
+            place = at if tails is None else places_of(at, tails, row)
+            blocks = new.block_tables[row, place // block_size].long()
             for cache, old in zip(new.caches, caches, strict=True):
                 source = old.cpu()[tables[row, at // old_size], :, at % old_size]
-                cache[blocks, :, at % block_size] = source
+                cache[blocks, :, place % block_size] = source
         device = self.q.device
         moved = tuple(cache.to(device) for cache in new.caches)
         pages = Paged(moved, new.block_tables.to(device), new.seq_lens.to(device))
-        return replace(self, pages=pages)
+        if tails is not None:
+            tails = tails[0].to(device), tails[1].to(device)
+        return replace(self, pages=pages, tails=tails)
+
+
+def random_tails(rng: torch.Generator, lengths: Sequence[int], query_lens: Sequence[int]) -> Tails:
+    """Of each sequence of one query up to 64 last positions, on a path whose slots ascend."""
+    starts, order = list(lengths), torch.zeros(len(lengths), 64, dtype=torch.int32)
+    for row, (length, count) in enumerate(zip(lengths, query_lens, strict=True)):
+        if count == 1 and length:
+            tail = int(torch.randint(1, min(length, 64) + 1, (), generator=rng))
+            chosen = torch.randperm(tail + BRANCHES, generator=rng)[:tail]
+            starts[row], order[row, :tail] = length - tail, chosen.sort().values.int()
+    return torch.tensor(starts, dtype=torch.int32), order
+
+
+def places_of(at: Tensor, tails: Tails, row: int) -> Tensor:
+    """Where positions of a sequence are among the slots of its blocks."""
+    start, order = int(tails[0][row]), tails[1][row].long()
+    return torch.where(at < start, at, start + order[(at - start).clamp(0, len(order) - 1)])
 
 
 def starts_of(lens: Sequence[int], device: torch.device | str) -> Tensor:

@@ -15,6 +15,7 @@ examples:
   minillm train medusa --model tiny --out heads --text prompts.txt --steps 2000
   minillm train medusa --model MODEL --heads 2 --rows 4000 --out heads
   minillm train eagle --model MODEL --minutes 60 --out layer
+  minillm train eagle --model MODEL --parallel --out layer
 """
 OF_HEADS = ("heads", "width")  # options of Medusa
 NUMBERS = (  # option, field of the recipe, maximum, help
@@ -35,6 +36,8 @@ def add_options(parser: ArgumentParser) -> None:
         help="the heads or the layer, and the run's state")  # fmt: skip
     add("--text", metavar="FILE", type=Path,
         help="UTF-8 text to take prompts from (text of the embedded models)")  # fmt: skip
+    add("--parallel", action="store_true",
+        help="an EAGLE layer that drafts all tokens in one pass (P-EAGLE)")  # fmt: skip
     for name, _, _, text in NUMBERS:
         add(f"--{name}", metavar="N", type=int, help=text)
 
@@ -49,13 +52,15 @@ def run(args: Namespace, terminal: Terminal) -> int:
             if name in OF_HEADS and args.method != "medusa":
                 raise ConfigError(f"--{name} belongs to medusa; leave it out with {args.method}.")
             sizes[field] = value
+    if args.parallel and args.method != "eagle":
+        raise ConfigError(f"--parallel belongs to eagle; leave it out with {args.method}.")
     from minillm.lab.training.eagle import RECIPE, EagleTask
     from minillm.lab.training.heads import HeadRecipe, Task, train_heads
 
     recipe, kind = {
         "medusa": (HeadRecipe("medusa"), Task), "eagle": (RECIPE, EagleTask)
     }[args.method]  # fmt: skip
-    recipe = replace(recipe, **sizes)
+    recipe = replace(recipe, parallel=args.parallel, **sizes)
     card = train_heads(args.model, recipe, args.out, args.text, terminal.line, kind)
     terminal.heading(f"{args.out}  ({args.method} for {args.model})")
     terminal.line("\n  right tokens of held-out text, by temperature")

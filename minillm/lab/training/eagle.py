@@ -6,10 +6,11 @@
 
 This is the training-time test of EAGLE-3 (Li et al., 2025, section 3.2): pass i computes what the
 layer computes for its draft i + 1, for all positions at once. Its loss is the cross-entropy against
-the target's distribution.
+the target's distribution. In parallel mode (P-EAGLE) all later passes have the mask as their input.
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +18,19 @@ from torch import Tensor
 
 from minillm.lab.training.attention import causal_rows
 from minillm.lab.training.heads import LATER, HeadRecipe, Task, autocast
-from minillm.lab.training.own_text import PROMPT, TEMPERATURES
+from minillm.lab.training.own_text import PART, PROMPT, TEMPERATURES
+from minillm.lab.training.ranks import RANKS
 from minillm.lab.training.trainer import rows_batch
 from minillm.ops.batch import Batch
+from minillm.ops.sampling import Pack
 from minillm.speculative.eagle import EagleLayer, run_layers
 from minillm.speculative.heads import tensors_of
+from minillm.speculative.trees import ranked
 
 RECIPE = HeadRecipe("eagle", num_heads=0, lr=2e-3)
 SELF_FED = 2  # passes on features of its own, of the loss
 MEASURED = 4  # passes whose accuracy is measured
+RANKED = 24  # rows of a temperature of which it is by rank
 ALONE = 0.4  # part of the training with pass 0 only
 
 
@@ -89,10 +94,13 @@ class EagleTask(Task):
     @property
     def sizes(self) -> dict[str, object]:
         """The layer's fields of `heads.json`."""
-        return {"depths": self.depths}
+        return {"depths": self.depths, "parallel": self.recipe.parallel}
 
     def passes_at(self, done: float) -> int:
-        """The passes on its own features come later: they need features that mean something."""
+        """The passes on its own features come later: they need features that mean something. Those
+        of masks need none."""
+        if self.recipe.parallel:
+            return MEASURED
         return 1 if done < ALONE else 1 + SELF_FED
 
     def optimizer(self, matrices: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -102,7 +110,8 @@ class EagleTask(Task):
     def build(self) -> EagleLayer:
         """The layer, with uninitialised weights."""
         config, device = self.target.config, self.target.device
-        return EagleLayer(config, len(self.depths), torch.float32, device)
+        parallel = self.recipe.parallel
+        return EagleLayer(config, len(self.depths), torch.float32, device, parallel)
 
     @torch.no_grad()
     def _initialize(self) -> None:
@@ -143,10 +152,14 @@ class EagleTask(Task):
         """Logits [R, T, V] of each pass for the tokens that follow."""
         batch, kv = rows_batch(rows.flatten(), rows.shape[1]), Passes(rows.shape[1])
         embedded, features = self.target.embedding(batch.input_ids), self.heads.fc(hidden)
+        fed = moved(features, 1).flatten(0, 1)
         for _ in range(passes):
-            own = self.heads(embedded, moved(features, 1).flatten(0, 1), batch, kv)
+            own = self.heads(embedded, fed, batch, kv)
             yield self.target.logits(self.heads.norm(own)).unflatten(0, rows.shape)
-            features = own.unflatten(0, rows.shape)
+            fed = moved(own.unflatten(0, rows.shape), 1).flatten(0, 1)
+            if self.recipe.parallel:  # pass i at position p is mask i behind position p - i
+                masks = self.heads.mask(torch.arange(2, device=rows.device))
+                embedded, fed = (mask.expand(rows.numel(), -1) for mask in masks)
 
     def loss(self, rows: Tensor, hidden: Tensor, passes: int = 1) -> Tensor:
         """Weighted mean cross-entropy of the passes, in nats."""
@@ -177,3 +190,33 @@ class EagleTask(Task):
             total = rows[i::3, PROMPT:].numel()
             found[f"{temperature:g}"] = [round(float(each) / total, 3) for each in right]
         return found
+
+    @torch.no_grad()
+    def rank_accuracy(
+        self, model: str, out: Path, text: Path | None, held_out: tuple[Tensor, Tensor]
+    ) -> dict[str, list[list[float]]]:
+        """By temperature [passes, RANKS]: how often each rank of a pass is the token that follows,
+        if the tokens before are right. Ranked with the noise that the target had."""
+        found, first = {}, -(-self.recipe.num_rows // PART) * PART  # the seed of held-out row 0
+        for i, temperature in enumerate(TEMPERATURES):
+            right = torch.zeros(MEASURED, RANKS)
+            numbers = torch.arange(i, len(held_out[0]), 3)[:RANKED]
+            for part in numbers.split(8):
+                rows, hidden = (each[part] for each in held_out)
+                wanted = rows[:, PROMPT:]
+                pack = pack_of_rows(temperature, first + part, wanted.shape[1])
+                for number, logits in enumerate(self.drafts(rows, hidden.float(), MEASURED)):
+                    best = ranked(logits[:, PROMPT - 1 : -1].flatten(0, 1).float(), pack, RANKS)
+                    right[number] += (best == wanted.flatten()).float().sum(1)
+            rates = right / (len(numbers) * wanted.shape[1])
+            found[f"{temperature:g}"] = [[round(float(r), 3) for r in each] for each in rates]
+        return found
+
+
+def pack_of_rows(temperature: float, seeds: Tensor, count: int) -> Pack:
+    """Sampling parameters of `count` positions behind the prompt, of rows with these seeds."""
+    seed = seeds.repeat_interleave(count)
+    zeros = torch.zeros(len(seed))
+    position = torch.arange(PROMPT, PROMPT + count).repeat(len(seeds))
+    options = zeros + temperature, zeros, zeros + 1, zeros.int()
+    return Pack(*options, seed, torch.zeros_like(seed), position, truncates=False)

@@ -53,6 +53,7 @@ class HeadRecipe:
     lr: float = 4e-3
     warmup: int = 20
     seed: int = 0
+    parallel: bool = False  # whether an EAGLE layer drafts in parallel
     minutes: int = 0  # maximum CPU time of all steps; 0: no maximum
 
     def done(self, step: int, cpu_seconds: float) -> float:
@@ -147,6 +148,13 @@ class Task:
                 rates.append(round(float(right.float().mean()), 3))
             found[f"{temperature:g}"] = rates
         return found
+
+    def rank_accuracy(
+        self, model: str, out: Path, text: Path | None, held_out: tuple[Tensor, Tensor]
+    ) -> dict[str, list[list[float]]]:
+        """What token trees are built from, by temperature [heads, ranks]; here measured by an
+        engine with the heads in `out`."""
+        return rank_accuracy(model, out, text)
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -289,8 +297,7 @@ def train_heads(
     tensors = {name: each.bfloat16().contiguous() for name, each in trainer.tensors.items()}
     save_file(tensors, out / WEIGHTS, {"format": "pt"})
     (out / HEADS_FILE).write_text(json.dumps(card, indent=2) + "\n")
-    if recipe.method == "medusa":  # for token trees, by an engine with the new heads
-        say("Ranking tokens")
-        card["rank_accuracy"] = rank_accuracy(model, out, text)
-        (out / HEADS_FILE).write_text(json.dumps(card, indent=2) + "\n")
+    say("Ranking tokens")
+    card["rank_accuracy"] = task.rank_accuracy(model, out, text, (held_out, held))
+    (out / HEADS_FILE).write_text(json.dumps(card, indent=2) + "\n")
     return card

@@ -5,16 +5,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillm import ops
+from minillm import SamplingParams, ops
+from minillm.execution import runner
 from minillm.models import deterministic
 from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
 from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.models.fused_layers import FusedLayers
+from minillm.ops import cpu_int8_cache
+from minillm.ops.slots import untangled
 from minillm_kernels import mla
 from minillm_kernels.interpreter import ordered_dots
-from tests.kernels.engine_cases import PROMPTS, TINY, generate, logprobs, open_engine, tokens
+from tests.kernels.engine_cases import (
+    PROMPTS,
+    SAMPLING,
+    TINY,
+    generate,
+    logprobs,
+    open_engine,
+    tokens,
+)
+from tests.models.tiny import VOCAB_SIZE
 from tests.pairs import some
+from tests.speculative.treed import Branching
+
+INT8 = {"kv_cache_dtype": "int8"}
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +105,41 @@ def test_every_bit_is_as_alone(family, max_tokens, folder_of, kernels, monkeypat
         (alone,) = generate(llm, max_tokens, only=2)
     assert tokens([alone]) == tokens([together])
     assert logprobs(alone) == logprobs(together)
+
+
+TREES = {"llama": ("llama", {}), "window": ("mistral", {}), "codes": ("llama", INT8),
+         "latent": ("deepseek_v2", {})}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TREES)
+def test_trees_are_verified_where_their_keys_are(name, folder_of, request, monkeypatch):
+    """Greedy and sampled, in a batch; the accepted paths move on the pages of the kernels. Only
+    latent attention copies pages."""
+    family, options = TREES[name]
+    tangled, moved, keep = [], [], runner.keep_path
+    plain = open_engine(folder_of(family), "cpu", **options)
+    requests = [plain.engine.make_request(str(i), None, prompt, SamplingParams(
+        max_tokens=9, **SAMPLING[i])) for i, prompt in enumerate(PROMPTS)]  # fmt: skip
+    wanted = generate(plain, 9)
+    known = {
+        (tuple(prompt), one.seed, 0, repr(one.params)): found
+        for prompt, one, found in zip(PROMPTS, requests, tokens(wanted), strict=True)
+    }
+    ran = request.getfixturevalue("kernels")
+    monkeypatch.setattr(cpu_int8_cache, "takes", lambda *_: False)  # as of tensors on a GPU
+    monkeypatch.setattr(runner, "keep_path", lambda *given: (moved.append(given[-1]), keep(*given)))
+    monkeypatch.setattr(ops, "untangled", lambda *given: (tangled.append(1), untangled(*given))[1])
+    proposer = Branching(known, VOCAB_SIZE)
+    options |= {"speculative_config": {"method": proposer, "num_speculative_tokens": 7}}
+    outputs = generate(open_engine(folder_of(family), "cpu", **options), 9)
+    assert tokens(outputs) == tokens(wanted)
+    for got, due in zip(outputs, wanted, strict=True):
+        assert logprobs(got) == pytest.approx(logprobs(due), abs=5e-3 if name == "codes" else 2e-4)
+    assert proposer.num_branched > 3
+    assert any(node != place for path in moved for place, node in enumerate(path))
+    assert bool(tangled) == (name == "latent")
+    assert ran & {"decode_kernel", "attention_kernel", "_decode_kernel"}
 
 
 class Known:

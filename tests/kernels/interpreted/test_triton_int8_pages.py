@@ -120,6 +120,9 @@ BUGS = [
     ("keys for values", "source += NUM_KV_HEADS * qkv_head_stride", "source += 0"),
     ("parts before the window", "first + begin + split", "first + split"),
     ("few queries are many", "(query_len > few) if APART", "(query_len >= few) if APART"),
+    ("a path in tiles of four", "tail_start // 64 * 64", "(tail_start // 64 + 1) * 64"),
+    ("the first of four keys", "4 * side + dims // 4", "dims // 4"),
+    ("the first of four values", "side + dims * 4\n", "dims * 4\n"),
     ("a slot of another head", "(block * NUM_KV_HEADS + head) * BLOCK_SIZE + offset",
      "block * NUM_KV_HEADS * BLOCK_SIZE + offset * NUM_KV_HEADS + head"),
 ]  # fmt: skip

@@ -105,6 +105,7 @@ def called(**changes: Any) -> torch.Tensor:
 
 
 ROWS = Case(MIXED, form="rows")
+SHORT = torch.zeros(3, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,13 @@ ROWS = Case(MIXED, form="rows")
         ({"scale": 0.0}, "scale is 0.0; it must be positive"),
         ({"scale": float("nan")}, "scale is nan; it must be positive"),
         ({"window": 0}, "window is 0; it must be at least 1"),
+        ({"tails": (SHORT, SHORT[:, None])}, r"tail_starts is \[3\]; it must be \[2\]"),
+        ({"tails": (SHORT[:2], SHORT[:2, None].long())}, "tail_order is torch.int64; it must be"),
+        ({"tails": (SHORT[:2], SHORT[:2])}, r"tail_order is \[2\]; it must be \[2, T\]"),
+        (
+            {"tails": (SHORT, SHORT), "batch_invariant": True},
+            "tails are given with batch_invariant",
+        ),
         ({"soft_cap": -1.0}, "soft_cap is -1.0; it must be positive"),
         ({"max_query_len": 0}, "max_query_len is 0; it must be at least 1"),
         ({"out": torch.zeros(4, 4, 31)}, r"out is \[4, 4, 31\]; it must be \[4, 4, 32\]"),
@@ -315,6 +323,7 @@ SEVERAL = Case(((5, 37), (3, 70)), 4, 2, form="rows", max_query_len=5, splits=3,
 SEEN = "visible = visible & (each <= own)"
 WINDOW = "visible = visible & (each > own - window)"
 WINDOWS = replace(SEVERAL, sequences=((5, 137), (3, 70)), window=20)
+TREE = Case(((1, 70), (1, 40), (3, 37)), 4, 2, form="rows", max_query_len=3, tree=True)
 TILES = replace(SEVERAL, sequences=((9, 80), (16, 150)), num_heads=8, max_query_len=16)
 APART = replace(SEVERAL, batch_invariant=True, sequences=((5, 150), (3, 70)), padding=0)
 BUGS: tuple[tuple[str, str, str, Case], ...] = (
@@ -427,6 +436,13 @@ BUGS: tuple[tuple[str, str, str, Case], ...] = (
     ("nothing seen", "tl.where(total == 0.0, 1.0, total)", "total", Case(((1, 0),), 2, 1)),
     ("padding not cleared", "// block_q + call.num_sequences + 1",
      "// block_q + call.num_sequences", replace(INVARIANT, sequences=((16, 20),), padding=17)),
+    ("a path in order", "tail_start + order, positions", "positions, positions", TREE),
+    ("a tail begins early", "later = positions - tail_start", "later = positions - tail_start + 1",
+     TREE),
+    ("the first path for all", "tail_order + sequence.to(tl.int64) * tail_stride", "tail_order",
+     TREE),
+    ("a tile of a path in one page", "BLOCK_SIZE % BLOCK_N == 0 and tail is None",
+     "BLOCK_SIZE % BLOCK_N == 0", replace(TREE, block_size=64)),
     ("soft cap in other units", "self.soft_cap * LOG2_E, window", "self.soft_cap, window",
      Case(((1, 20),), 2, 1, soft_cap=2.0)),
 )  # fmt: skip

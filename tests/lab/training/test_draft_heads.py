@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,11 +15,17 @@ from minillm.lab.training.heads import HeadRecipe, HeadTrainer, Task
 from minillm.models.checkpoint import open_model
 from minillm.models.loader import load_model
 from minillm.speculative.heads import load_heads
+from minillm_kernels.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from tests.engine.small import make
 from tests.speculative.eagled import Formula, write_eagle
 
 RECIPE = HeadRecipe("medusa", num_heads=2, width=16, steps=30, rows_per_step=8, lr=0.05)
-TASKS = {"medusa": (RECIPE, Task), "eagle": (replace(RECIPE, method="eagle"), EagleTask)}
+LAYER = replace(RECIPE, method="eagle")
+TASKS = {
+    "medusa": (RECIPE, Task),
+    "eagle": (LAYER, EagleTask),
+    "parallel": (replace(LAYER, parallel=True), EagleTask),
+}
 
 
 @pytest.fixture(params=TASKS)
@@ -74,9 +81,10 @@ def test_a_run_continues_as_if_it_had_not_stopped(trainer, tmp_path):
         assert torch.equal(tensor, second.tensors[name])
 
 
-@pytest.mark.parametrize("method", TASKS)
-def test_the_command(folder, tmp_path, cli, monkeypatch, method):
+@pytest.mark.parametrize("name", TASKS)
+def test_the_command(folder, tmp_path, cli, monkeypatch, name):
     """It trains, goes on with a run that was stopped, and makes heads that an engine takes."""
+    method = TASKS[name][0].method
     for module in (own_text, heads, eagle):
         monkeypatch.setattr(module, "PROMPT", 8)
     monkeypatch.setattr(own_text, "NEW", 20)
@@ -84,7 +92,7 @@ def test_the_command(folder, tmp_path, cli, monkeypatch, method):
     monkeypatch.setattr(heads, "EVERY", 2)
     out = tmp_path / "heads"
     argv = ("train", method, "--model", folder, "--out", out, "--rows", 9)
-    argv += ("--heads", 2) * (method == "medusa")
+    argv += {"medusa": ("--heads", 2), "eagle": (), "parallel": ("--parallel",)}[name]
     step = HeadTrainer.train_step
 
     def stopped(run: HeadTrainer, *rows: torch.Tensor) -> float:
@@ -103,6 +111,9 @@ def test_the_command(folder, tmp_path, cli, monkeypatch, method):
     card = json.loads((out / "heads.json").read_text())
     count = {"medusa": 2, "eagle": eagle.MEASURED}[method]
     assert [len(each) for each in card["accuracy"].values()] == [count] * 3
+    ranks = np.array(list(card["rank_accuracy"].values()))
+    assert ranks.shape == (3, count, 10)
+    assert ((ranks >= 0) & (ranks.sum(axis=2, keepdims=True) < 1.01)).all()
     config = {"method": method, "model": str(out), "num_speculative_tokens": 2}
     llm = make(folder, speculative_config=config)
     llm.generate("abc", SamplingParams(max_tokens=20, ignore_eos=True))
@@ -129,13 +140,36 @@ def test_what_the_command_refuses(cli, option, message, tmp_path, monkeypatch):
 def test_an_option_of_heads_is_refused_for_a_layer(cli):
     argv = ("train", "eagle", "--model", "tiny", "--out", "new", "--width", 8)
     assert cli(*argv).refused("--width belongs to medusa; leave it out with eagle.")
+    argv = ("train", "medusa", "--model", "tiny", "--out", "new", "--parallel")
+    assert cli(*argv).refused("--parallel belongs to eagle; leave it out with medusa.")
 
 
 @pytest.mark.parametrize("trainer", ["eagle"], indirect=True)
+def test_ranks_are_those_of_the_noise_that_the_target_had(trainer, tmp_path, monkeypatch):
+    """Half of the text is the best token with the noise of its seed and position, half the second
+    best."""
+    task, rows = trainer().task, ROWS[:6].repeat(1, 3)
+    logits = torch.randn(6, rows.shape[1], 300, generator=torch.Generator().manual_seed(0))
+    first = -(-RECIPE.num_rows // own_text.PART) * own_text.PART
+    for row in range(6):
+        for place in range(own_text.PROMPT, rows.shape[1]):
+            key = (torch.tensor([each]) for each in (first + row, 0, place))
+            scores, temperature = logits[row, place - 1], own_text.TEMPERATURES[row % 3]
+            if temperature:
+                words = random_words_of_vocabulary(*key, Purpose.SAMPLE, 300)
+                scores = scores / temperature + to_gumbel(words)[0]
+            rows[row, place] = int(scores.argsort(descending=True)[row // 3])
+    monkeypatch.setattr(task, "drafts", lambda _, hidden, count: [hidden] * count)
+    for rates in task.rank_accuracy("", tmp_path, None, (rows, logits)).values():
+        assert rates == [[0.5, 0.5, *[0.0] * 8]] * eagle.MEASURED
+
+
+@pytest.mark.parametrize("trainer", ["eagle", "parallel"], indirect=True)
 def test_passes_are_what_the_engine_computes(trainer, tmp_path, folder):
     """Pass i at position p is draft i + 1 after the tokens up to p - i, if the tokens between are
     those drafts: the formula, which has no passes, has the same logits."""
-    task, layer = trainer().task, write_eagle(folder, tmp_path / "layer")
+    task = trainer().task
+    layer = write_eagle(folder, tmp_path / "layer", parallel=task.recipe.parallel)
     load_heads(task.heads, layer, packs=False)
     rows, formula = ROWS[:2], Formula(folder, layer)
     states = torch.stack([torch.tensor(formula.states(ids)) for ids in rows.tolist()])
