@@ -45,9 +45,13 @@ examples:
   minillm info preset:llama-3.1-8b     show the architecture and its memory
   minillm plan preset:llama-3.1-70b    show what fits on this machine
 """
-NO_NODE = (
-    "'minillm node' was removed; start several machines with torchrun, which runs the same command "
-    "on each: torchrun --nnodes 2 ... -m minillm generate ... -tp 2."
+REMOVED: Mapping[str, str] = MappingProxyType(
+    {
+        "minillm node": "start several machines with torchrun, which runs the same command on "
+        "each: torchrun --nnodes 2 ... -m minillm generate ... -tp 2",
+        "minillm bench parallel": "'minillm plan MODEL -tp N' predicts ranks, and chapters 19 and "
+        "20 measure them",
+    }
 )
 
 
@@ -69,8 +73,7 @@ class Parser(ArgumentParser):
         bad = re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if bad:
             what, given, names = bad[1], bad[2], re.findall(r"[\w-]+", bad[3])
-            if what == "COMMAND" and given == "node":
-                self.exit(2, f"error: {NO_NODE}\n")
+            self.check_removed(given)
             noun = {"COMMAND": "command", "WHAT": "benchmark"}.get(what)
             message = f"{what} is {given!r}; it must be one of {', '.join(names)}."
             if noun:
@@ -79,8 +82,15 @@ class Parser(ArgumentParser):
         message = message if message.endswith(("?", ".")) else message + "."
         self.exit(2, f"error: {message}\nTry '{self.prog} --help'.\n")
 
+    def check_removed(self, given: str) -> None:
+        """Exit with the replacement of a command or option that is no more."""
+        name = f"{self.prog} {given}"
+        if name in REMOVED:
+            self.exit(2, f"error: {name!r} was removed; {REMOVED[name]}.\n")
+
     def _unknown(self, given: str) -> str:
         """The message for an unknown argument, with the closest known option."""
+        self.check_removed(given)
         if not given.startswith("-"):
             return f"{given!r} is one argument too many; put text with spaces in quotes"
         known = re.findall(r"--[a-z][\w-]*", self.format_help())

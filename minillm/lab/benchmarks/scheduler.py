@@ -1,4 +1,4 @@
-"""Scheduler overhead: microseconds per scheduling step and per prefix-cache lookup.
+"""`minillm bench scheduler`: microseconds per scheduling step and per prefix-cache lookup.
 
 No model runs and tokens are made up, so only the scheduler and the prefix cache are measured. Each
 time comes with its growth, the exponent x of time = c * size ** x, which shows superlinear costs
@@ -8,29 +8,26 @@ independently of the machine's speed.
 import gc
 import math
 import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import process_time
+from typing import Any
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.cache.manager import BlockManager, BlockTable, make_index
 from minillm.cache.prefix import PrefixIndex
 from minillm.cli.terminal import Terminal
-from minillm.lab.benchmarks.report import about_machine, benchmark_parser, write_result
+from minillm.lab.benchmarks.report import about_machine
+from minillm.lab.commands.bench import finish
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.policies import POLICIES
 from minillm.scheduling.request import Request
 from minillm.scheduling.scheduler import Scheduler
 
-EXAMPLES = """examples:
-  python -m minillm.lab.benchmarks.scheduler                    tables, and JSON as the last line
-  python -m minillm.lab.benchmarks.scheduler --json FILE        tables, and JSON in FILE
-  python -m minillm.lab.benchmarks.scheduler --quick            small sizes, to check that it runs
-"""
 BLOCK_SIZE = 16
 PROMPT = 128  # prompt tokens of a request
 VOCABULARY = 50_000
@@ -260,25 +257,20 @@ def table(series: Sequence[Series]) -> list[list[str]]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print the tables and JSON."""
-    parser = benchmark_parser("scheduler", __doc__, EXAMPLES)
-    chosen, terminal = parser.parse_args(arguments), Terminal()
-    sizes = QUICK if chosen.quick else Sizes()
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Measure, print the tables, and write JSON."""
+    sizes = QUICK if args.quick else Sizes()
     with terminal.progress("Measuring steps and lookups"):
         steps, prefixes = list(step_series(sizes)), list(prefix_series(sizes))
-    header = ["", "size", "microseconds", "per item", "growth"]
-    for title, series in (("One step: schedule and commit", steps),
-                          ("One prompt in the prefix cache", prefixes)):  # fmt: skip
-        terminal.heading(title)
-        terminal.table(header, table(series))
-    result = about_machine("scheduler") | {
+    found = about_machine("scheduler") | {
         "block_size": BLOCK_SIZE,
         "series": [{**asdict(one), "growth": one.growth()} for one in [*steps, *prefixes]],
     }
-    write_result(result, chosen.json, terminal)
-    return 0
 
+    def show(_: Mapping[str, Any], terminal: Terminal) -> None:
+        for title, series in (("One step: schedule and commit", steps),
+                              ("One prompt in the prefix cache", prefixes)):  # fmt: skip
+            terminal.heading(title)
+            terminal.table(["", "size", "microseconds", "per item", "growth"], table(series))
 
-if __name__ == "__main__":
-    sys.exit(main())
+    return finish(found, args, terminal, show)

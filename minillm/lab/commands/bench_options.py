@@ -124,8 +124,7 @@ ONLY_OTHERS = ("batch", "context", "new_tokens", "lengths", "vs", "threads", "qu
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What a benchmark measures, its options, and where its function `run(args, terminal)` is, or
-    `main(arguments)` of a module that has a parser of its own."""
+    """What a benchmark measures, where its function `run(args, terminal)` is, and its options."""
 
     summary: str
     module: str
@@ -157,8 +156,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
                        "minillm.lab.commands.bench_serve",
                        {name: each for name, each in SERVE.items() if name not in ONLY_OTHERS}),
     "scheduler": Benchmark("scheduler alone, without a model", f"{OWN}.scheduler", {}, False),
-    "parallel": Benchmark("collectives and ranks on this machine, and predictions",
-                          f"{OWN}.parallel", {}, False),
 }  # fmt: skip
 
 
