@@ -131,7 +131,6 @@ MISTAKES = [
     ([L70, "-tp", "4", "--gpu", "h100", "--dtype", "fp8"], "dtype is 'fp8'"),
     ([L70, "-tp", "4", "--gpu", "h100", "--max-model-len", "0"], "--max-model-len is 0"),
     (["tiny", "--quantization", "int3"], "--quantization is 'int3'; it must be int8 or int4."),
-    ([NF4, "--speculate", "ngram", "--hardware", "h100"], "--speculate predicts with 16-bit"),
 ]
 
 

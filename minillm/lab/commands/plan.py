@@ -15,7 +15,7 @@ from minillm.cli.options import json_object
 from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
 from minillm.config import DTYPE_BYTES, ModelConfig
 from minillm.errors import ConfigError
-from minillm.lab.commands import plan_parallel, plan_speculation
+from minillm.lab.commands import plan_parallel
 from minillm.lab.commands.place import Place, find_place
 from minillm.lab.commands.quantised_weights import check_quantization, weights_of
 from minillm.lab.hardware import DATASHEET, Hardware
@@ -30,7 +30,6 @@ examples:
   minillm plan preset:llama-3.1-70b --hardware h100 -tp 4
   minillm plan preset:qwen3-8b --memory 24GiB --quantization int4
   minillm plan PATH_TO_A_HF_FOLDER --max-num-seqs 16 --load
-  minillm plan preset:qwen3-8b --hardware h200 --speculate preset:qwen3-0.6b
 """
 PROMPT = 1024  # prompt length and context length of the predicted times
 SETTINGS = ("dtype", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
@@ -77,13 +76,11 @@ def add_options(parser: ArgumentParser) -> None:
     add("--load", action="store_true",
         help="load the model here, and compare planned and allocated memory")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object (bytes, seconds, FLOP)")
-    plan_speculation.add_options(parser)
     plan_parallel.add_options(parser)
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Print the plan, and return the exit code, which is 0 also if the model does not fit."""
-    plan_speculation.check(args)
     is_parallel = plan_parallel.check(args)
     config = find_config(args.model)
     if args.max_model_len is not None and args.max_model_len > config.longest_context:
@@ -114,9 +111,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
     plan = memory_plan(config, place.memory_bytes, weights=weights, **settings_of(args), **drafts)
     found = Found(args.model, config, place, weights, plan)
     loaded = load(args, asked, terminal) if args.load else None
-    if args.speculate is not None:
-        speculate(args, found, terminal)
-    elif args.json:
+    if args.json:
         terminal.line(json.dumps(as_json(found, loaded)))
     else:
         show(found, terminal)
@@ -128,17 +123,6 @@ def run(args: Namespace, terminal: Terminal) -> int:
 def settings_of(args: Namespace) -> dict[str, Any]:
     """The options that are arguments of `memory_plan`."""
     return {name: getattr(args, name) for name in SETTINGS} | {"kv_dtype": args.kv_cache_dtype}
-
-
-def speculate(args: Namespace, found: Found, terminal: Terminal) -> None:
-    """Print the predicted speed-up of speculative decoding."""
-    if found.weights is not None:
-        raise ConfigError(
-            f"--speculate predicts with 16-bit weights, and those of {args.model} are "
-            "quantised; give the 16-bit model, without --quantization."
-        )
-    draft = None if args.speculate == plan_speculation.NGRAM else find_config(args.speculate)
-    plan_speculation.run(args, found.config, draft, found.length, found.place, terminal)
 
 
 def load(
