@@ -51,6 +51,8 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "each: torchrun --nnodes 2 ... -m minillm generate ... -tp 2",
         "minillm bench parallel": "'minillm plan MODEL -tp N' predicts ranks, and chapters 19 and "
         "20 measure them",
+        "minillm bench scale": "'minillm bench decode --batch 1,16,64 --context 128,8192' measures "
+        "the same steps",
         **dict.fromkeys(
             ("minillm plan --speculate", "minillm plan --acceptance", "minillm plan --answered"),
             "'minillm bench speculation' measures what drafts save",

@@ -19,7 +19,7 @@ DEFAULT_RATES = (4.0,)
 def run(args: Namespace, terminal: Terminal) -> int:
     """Run the benchmark, print the report, write JSON and the figure. Exit code 1 if no request
     succeeded."""
-    from minillm.lab.benchmarks.scale_plot import check_plot
+    from minillm.lab.benchmarks.plotting import check_plot
     from minillm.lab.benchmarks.serving.figure import draw
     from minillm.lab.benchmarks.serving.measurement import Wanted, measure
     from minillm.lab.benchmarks.serving.table import show

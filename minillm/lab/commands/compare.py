@@ -108,7 +108,6 @@ def check(args: Namespace) -> None:
     for option, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None and not Path(path).resolve().parent.is_dir():
             raise ConfigError(f"{option} is {str(path)!r}, whose folder does not exist.")
-    if args.plot is not None:
-        from minillm.lab.benchmarks.scale_plot import check_plot
+    from minillm.lab.benchmarks.plotting import check_plot
 
-        check_plot(args.plot)
+    check_plot(args.plot)
