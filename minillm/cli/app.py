@@ -53,6 +53,10 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "20 measure them",
         "minillm bench scale": "'minillm bench decode --batch 1,16,64 --context 128,8192' measures "
         "the same steps",
+        "minillm bench serve --ramp": "give several rates: --request-rate 1,2,4,8",
+        "minillm bench serve --replay": "'--burstiness 0.5' gives bursts, and 'vllm bench serve' "
+        "plays recorded data sets",
+        "minillm bench serve --steady-ratio": "--warmup leaves out the first requests",
         **dict.fromkeys(
             ("minillm plan --speculate", "minillm plan --acceptance", "minillm plan --answered"),
             "'minillm bench speculation' measures what drafts save",

@@ -72,8 +72,6 @@ OPTIONS: Mapping[str, tuple[str, Any, str]] = {
                     "closed loop: requests at once; with --request-rate: the most at once"),
     "burstiness": ("B", POSITIVE, "shape of gamma arrivals: below 1 bursty, 1 Poisson, inf "
                    "constant (1)"),
-    "ramp": ("R1:R2", str, "linear ramp between two rates"),
-    "replay": ("FILE", str, "send at the timestamps of a JSONL trace"),
     "duration": ("S", POSITIVE, "seconds of arrivals of each run, in place of --requests"),
     "workload": ("NAME[:key=value,...]", str,
                  "lognormal, fixed, sharegpt, shared-prefix, chat or long-short"),
@@ -85,7 +83,6 @@ OPTIONS: Mapping[str, tuple[str, Any, str]] = {
     "target": ("X", SHARE, "target attainment"),
     "tolerance": ("X", SHARE, "relative tolerance of --search"),
     "dollars_per_hour": ("X", POSITIVE, "price of the machine, for tokens per dollar at the SLO"),
-    "steady_ratio": ("X", SHARE, "share of the peak concurrency that counts as steady"),
     "warmup": ("N", within(int, 0), "first requests of each run that are not evaluated"),
     "served_model_name": ("NAME", str, "model to ask for (the server's first)"),
     "api_key": ("KEY", str, "key of the server"),
@@ -114,7 +111,7 @@ SERVE: Mapping[str, tuple[Any, Any]] = {
     **dict.fromkeys(OPTIONS, NONE),
     "requests": (100, 8), "repeats": (1, 1), "workload": ("lognormal", "lognormal"),
     "endpoint": ("completions", "completions"), "seed": (0, 0), "search": (False, False),
-    "target": (0.9, 0.9), "tolerance": (0.05, 0.05), "steady_ratio": (0.8, 0.8), "warmup": (0, 0),
+    "target": (0.9, 0.9), "tolerance": (0.05, 0.05), "warmup": (0, 0),
     "timeout": (600.0, 600.0), "respect_eos": (False, False),
 }  # fmt: skip
 ONLY_OTHERS = ("batch", "context", "new_tokens", "lengths", "vs", "threads", "quantization",

@@ -89,21 +89,15 @@ def server_of(args: Namespace, say: Any) -> Iterator[str]:
 
 def plan_of(args: Namespace) -> Any:
     """The plan that the arguments ask for, after checking them."""
-    from minillm.lab.benchmarks.serving.arrivals import read_replay
     from minillm.lab.benchmarks.serving.bench import Plan
     from minillm.lab.benchmarks.serving.slo import parse_slo
     from minillm.lab.benchmarks.serving.summary import Evaluation
     from minillm.lab.benchmarks.serving.workload import parse_workload
 
-    replayed = read_replay(args.replay) if args.replay is not None else []
-    workload = parse_workload(args.workload, replayed)
-    if replayed and workload.name == "chat":
-        raise ConfigError("--replay sends single requests; leave out --workload chat.")
-    arrivals, loads, limit = process_of(args, [one.seconds for one in replayed])
+    workload = parse_workload(args.workload)
+    arrivals, loads, limit = process_of(args)
     objectives = parse_slo(args.slo) if args.slo is not None else {}
     count = args.requests
-    if replayed:
-        count = min(count, len(replayed)) if "requests" in args.given else len(replayed)
     if args.warmup >= count:
         raise ConfigError(f"--warmup is {args.warmup}; it must be less than the {count} requests.")
     return Plan(
@@ -115,48 +109,24 @@ def plan_of(args: Namespace) -> Any:
         concurrency=limit,
         repeats=args.repeats,
         seed=args.seed,
-        evaluation=Evaluation(objectives, args.steady_ratio, args.warmup),
+        evaluation=Evaluation(objectives, args.warmup),
     )
 
 
-def process_of(args: Namespace, replayed: list[float]) -> tuple[Any, tuple[float, ...], int | None]:
+def process_of(args: Namespace) -> tuple[Any, tuple[float, ...], int | None]:
     """Arrivals (None for a closed loop), the loads of the sweep, and the limit of concurrency."""
     from minillm.lab.benchmarks.serving.arrivals import Arrivals
 
-    given = [name for name in ("request_rate", "ramp", "replay") if name in args.given]
-    if len(given) > 1:
-        first, second = map(option, given[:2])
-        raise ConfigError(f"{first} and {second} both set the arrivals; leave one of them out.")
-    if args.concurrency is not None and not given:
+    is_open = "request_rate" in args.given
+    if args.concurrency is not None and not is_open:
         if args.burstiness is not None:
             raise ConfigError("--burstiness is for an open loop; give --request-rate, too.")
         return None, tuple(map(float, args.concurrency)), None
     if args.concurrency is not None and len(args.concurrency) > 1:
-        raise ConfigError(
-            "--concurrency with --request-rate, --ramp or --replay is a limit; give one number."
-        )
+        raise ConfigError("--concurrency with --request-rate is a limit; give one number.")
     limit = args.concurrency[0] if args.concurrency else None
-    burstiness = args.burstiness or 1.0
-    if args.replay is not None:
-        rate = len(replayed) / (replayed[-1] or 1.0)
-        return Arrivals(rate, replayed=tuple(replayed)), (round(rate, 3),), limit
-    if args.ramp is not None:
-        start, end = ramp_of(args.ramp)
-        return Arrivals(start, burstiness, end), ((start + end) / 2,), limit
     loads = args.request_rate or DEFAULT_RATES
-    return Arrivals(loads[0], burstiness), loads, limit
-
-
-def ramp_of(text: str) -> tuple[float, float]:
-    """Parse ``1:8``."""
-    start, _, end = text.partition(":")
-    try:
-        found = float(start), float(end)
-    except ValueError:
-        found = (0.0, 0.0)
-    if not all(0 < value < math.inf for value in found):
-        raise ConfigError(f"--ramp is {text[:40]!r}; it must be two rates above 0, such as 1:8.")
-    return found
+    return Arrivals(loads[0], args.burstiness or 1.0), loads, limit
 
 
 def seconds_of(args: Namespace, loads: tuple[float, ...]) -> float | None:
@@ -164,9 +134,9 @@ def seconds_of(args: Namespace, loads: tuple[float, ...]) -> float | None:
     seconds: float | None = args.duration
     if seconds is None:
         return None
-    if {"requests", "replay"} & args.given:
-        raise ConfigError("--duration excludes --requests and --replay; leave one of them out.")
-    if not {"request_rate", "ramp"} & args.given and "concurrency" in args.given:
+    if "requests" in args.given:
+        raise ConfigError("--duration excludes --requests; leave one of them out.")
+    if "request_rate" not in args.given and "concurrency" in args.given:
         raise ConfigError("--duration is for an open loop; give --request-rate, too.")
     if math.inf in loads:
         raise ConfigError("--duration needs finite rates; give --requests with the rate inf.")
@@ -186,15 +156,10 @@ def check_options(args: Namespace) -> None:
             raise ConfigError(
                 f"{option(name)} needs objectives; add --slo, such as ttft=500ms,tpot=50ms."
             )
-    if args.search and {"concurrency", "ramp", "replay"} & args.given:
-        raise ConfigError(
-            "--search varies the request rate; leave out --concurrency, --ramp and --replay."
-        )
-    if (
-        args.search
-        and args.request_rate
-        and (args.request_rate[1:] or math.inf in args.request_rate)
-    ):
+    if args.search and "concurrency" in args.given:
+        raise ConfigError("--search varies the request rate; leave out --concurrency.")
+    rates = args.request_rate or ()
+    if args.search and (rates[1:] or math.inf in rates):
         raise ConfigError("--search starts from one finite rate; give a single --request-rate.")
 
 

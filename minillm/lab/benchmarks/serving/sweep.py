@@ -16,8 +16,6 @@ import numpy as np
 from minillm.lab.benchmarks.serving.bench import Bench, name_of
 
 MOST_STEPS = 12  # doublings or halvings of a search
-LEAST_POINTS = 3  # of a curve with a knee
-CLEAR = 0.05  # of the range; a curve closer to its chord has no knee
 Point = Mapping[str, Any]
 
 
@@ -166,23 +164,15 @@ def kept_load(points: Sequence[Point], target: float) -> float | None:
 
 
 def knee(points: Sequence[Point], target: float) -> dict[str, Any] | None:
-    """The load from which on a higher load costs more than it brings. With an SLO: the highest load
-    up to which every load keeps the target attainment. Without: the point of the output throughput
-    that is farthest above the chord from the first to the last point. None if there is none."""
+    """The highest load up to which every load keeps the target attainment; None without an SLO, or
+    if all loads or none of them keep it."""
     known = by_load(points)
-    if known and all(one["attainment"] is not None for one in known):
-        kept = kept_load(known, target)
-        if kept is None or min(one["attainment"]["median"] for one in known) >= target:
-            return None
-        return {"load": kept, "why": f"highest load with attainment of {target:.0%}"}
-    if len(known) < LEAST_POINTS:
+    if not known or any(one["attainment"] is None for one in known):
         return None
-    x, y = np.array([(one["load"], one["output_throughput"]["median"]) for one in known]).T
-    above = y - np.interp(x, x[[0, -1]], y[[0, -1]])
-    best, height = int(above.argmax()), float(np.ptp(y))
-    if x[0] == x[-1] or height <= 0 or above[best] < CLEAR * height:
+    kept = kept_load(known, target)
+    if kept is None or min(one["attainment"]["median"] for one in known) >= target:
         return None
-    return {"load": float(x[best]), "why": "bend of the output throughput"}
+    return {"load": kept, "why": f"highest load with attainment of {target:.0%}"}
 
 
 def price(

@@ -69,7 +69,7 @@ def show_latencies(summary: Mapping[str, Any], terminal: Terminal) -> None:
 
 
 def statement(found: Mapping[str, Any]) -> list[str]:
-    """Lines about the SLO, the search, cost, the steady window, errors and the client."""
+    """Lines about the SLO, the search, cost, errors and the client."""
     lines = [*slo_lines(found), *search_lines(found), *cost_lines(found)]
     if found["knee"] is not None:
         load = name_of(found["knee"]["load"], found["plan"]["closed"])
@@ -134,8 +134,7 @@ def cost_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def run_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Throughput, prefix cache and steady window of one run."""
-    steady = summary["steady"]
+    """Throughput, prefix cache and concurrency of one run."""
     lines = [
         f"{summary['ok']} of {plural(summary['sent'], 'request')} succeeded in "
         f"{seconds(summary['wall'])}: {digits(summary['request_throughput'])} requests/s, "
@@ -146,12 +145,7 @@ def run_lines(summary: Mapping[str, Any]) -> list[str]:
     if summary["prompt_tokens"] and summary["cached_tokens"]:
         share = summary["cached_tokens"] / summary["prompt_tokens"]
         lines.append(f"{share:.0%} of the prompt tokens came from the prefix cache.")
-    lines.append(
-        f"Steady window (at least {steady['ratio']:.0%} of {steady['peak_concurrency']} requests "
-        f"at once): {seconds(steady['seconds'])}, {steady['share']:.0%} of the run, "
-        f"{digits(steady['output_throughput'])} output tokens/s."
-    )
-    return lines
+    return [*lines, f"At most {plural(summary['peak_concurrency'], 'request')} at once."]
 
 
 def error_lines(found: Mapping[str, Any]) -> list[str]:

@@ -11,9 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from minillm.errors import ConfigError, did_you_mean
-from minillm.lab.benchmarks.serving.arrivals import Recorded
 
-HASH_TOKENS = 512  # tokens that one of Mooncake's hash ids stands for
 LEAST, MOST = 1, 1_000_000  # tokens of a drawn length
 
 
@@ -150,20 +148,15 @@ SHARES = ("pasted", "wordy", "long_share")
 
 @dataclass(frozen=True)
 class Workload:
-    """A named distribution of conversations, with all its parameters; or a replayed trace."""
+    """A named distribution of conversations, with all its parameters."""
 
     name: str
     parameters: Parameters
-    replayed: tuple[Recorded, ...] = ()
 
     def draw(self, count: int, seed: int) -> list[Conversation]:
         """The conversations of one run; the same seed draws the same ones."""
         rng = np.random.default_rng([seed, 1])
-        drawn = DRAWS[self.name][0](count, rng, self.parameters)
-        if not self.replayed:
-            return drawn
-        pairs = zip(self.replayed, drawn, strict=False)
-        return [as_recorded(one, other) for one, other in pairs]
+        return DRAWS[self.name][0](count, rng, self.parameters)
 
     def describe(self) -> str:
         """The name and all parameters, as --workload takes them."""
@@ -171,21 +164,7 @@ class Workload:
         return f"{self.name}:{given}"
 
 
-def as_recorded(one: Recorded, drawn: Conversation) -> Conversation:
-    """A request with the lengths and shared blocks of a trace; what the trace lacks is drawn."""
-    turn = drawn[0]
-    length = one.input_length or turn.length
-    segments: list[Segment] = []
-    for hash_id in one.hash_ids:
-        segments.append(Segment(f"hash {hash_id}", HASH_TOKENS))
-    segments = list(first_tokens(segments, length))
-    rest = length - sum(segment.length for segment in segments)
-    if rest:
-        segments.append(replace(turn.segments[-1], length=rest))
-    return (Turn(tuple(segments), one.output_length or turn.max_tokens),)
-
-
-def parse_workload(text: str, replayed: Sequence[Recorded] = ()) -> Workload:
+def parse_workload(text: str) -> Workload:
     """Parse ``NAME`` or ``NAME:key=value,...``.
 
     Raises:
@@ -206,7 +185,7 @@ def parse_workload(text: str, replayed: Sequence[Recorded] = ()) -> Workload:
                 f"{did_you_mean(key, parameters)}"
             )
         parameters[key] = parameter(name, key, value)
-    return Workload(name, MappingProxyType(parameters), tuple(replayed))
+    return Workload(name, MappingProxyType(parameters))
 
 
 def parameter(name: str, key: str, text: str) -> float:
