@@ -53,6 +53,8 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "20 measure them",
         "minillm bench scale": "'minillm bench decode --batch 1,16,64 --context 128,8192' measures "
         "the same steps",
+        "minillm bench speculation --vs": "'minillm bench decode --vs transformers' compares plain "
+        "decoding",
         "minillm bench serve --ramp": "give several rates: --request-rate 1,2,4,8",
         "minillm bench serve --replay": "'--burstiness 0.5' gives bursts, and 'vllm bench serve' "
         "plays recorded data sets",

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from minillm import LLM, MinillmError, SamplingParams
 from minillm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minillm.cli import generate, main
-from minillm.cli.app import COMMANDS
+from minillm.cli.app import COMMANDS, REMOVED
 from minillm.cli.options import as_options
 from minillm.cli.terminal import Terminal, amount, billions, seconds, size
 from minillm.lab.benchmarks.others import Watch
@@ -103,6 +103,13 @@ def test_help_fits_a_terminal_and_has_examples_that_parse(command: str, cli: Any
     commands = [*([name] for name in COMMANDS), *(["bench", what] for what in BENCHMARKS)]
     everything = "".join(cli(*each, "--help").out for each in commands)
     assert options <= set(re.findall(r"^  (--[a-z][\w-]+)", everything, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_what_was_removed_is_refused_with_its_replacement(name: str, cli: Any) -> None:
+    *command, last = name.split()[1:]
+    argv = [*command, "tiny", last, "x"] if last.startswith("--") else [*command, last]
+    assert cli(*argv).err == f"error: {name!r} was removed; {REMOVED[name]}.\n"
 
 
 def test_help_and_plans_of_presets_do_not_wait_for_torch() -> None:

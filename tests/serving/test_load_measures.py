@@ -108,7 +108,7 @@ def test_the_flight_by_hand() -> None:
 def test_the_summary_of_a_run() -> None:
     late = reply(index=2, intended=12.0, sent=12.0, end=14.0, frames=[13.0, 14.0], output_tokens=2,
                  texts=[13.0, 14.0])  # fmt: skip
-    how = Evaluation({"ttft": 0.6}, 0.5)
+    how = Evaluation({"ttft": 0.6})
     found = summarise([reply(), failed(503, 1, 11.0), late], 10.0, how)
     assert (found["sent"], found["ok"], found["rejected"], found["failed"]) == (3, 2, 1, 0)
     assert found["errors"] == {"503: broken": 1}

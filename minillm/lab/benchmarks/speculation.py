@@ -23,13 +23,12 @@ from functools import partial
 from itertools import zip_longest
 from statistics import median
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.errors import MinillmError
-from minillm.lab.benchmarks.assisted import Assisted
 from minillm.lab.benchmarks.contest import rotated, spread
 from minillm.lab.benchmarks.others import disturbance, watching
 from minillm.lab.benchmarks.report import about_machine
@@ -38,8 +37,6 @@ from minillm.lab.training.prompts import TEN_PROMPTS, held_out_prompts
 from minillm.llm import LLM
 from minillm.speculative.proposer import DraftRow
 
-T = TypeVar("T")
-V = TypeVar("V")
 PLAIN = "plain"
 COUNTS = ("num_steps", "num_drafts", "num_draft_tokens")  # of the scheduler's counters
 PROMPT_TOKENS = 128
@@ -71,8 +68,6 @@ class SpeculationWork:
     threads: int
     dtype: str
     acceptance: tuple[float, ...] | None = None
-    draft: str | None = None
-    vs_transformers: bool = False
 
 
 @dataclass
@@ -115,30 +110,9 @@ def measure(work: SpeculationWork, say: Callable[[str], None]) -> dict[str, Any]
         "repeats": work.repeats,
         "synthetic_acceptance": work.acceptance,
         "results": results,
-        "transformers": peers_of(work, engines[PLAIN], say),
         "statement": disturbance(results),
         "left_out": {},
     }
-
-
-def peers_of(work: SpeculationWork, llm: LLM, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Throughput of transformers' variants, and its ratio to their plain decoding in the same
-    repeat, for the first prompt of each greedy workload."""
-    if not work.vs_transformers:
-        return []
-    peer, results = Assisted(work.model, work.draft, work.dtype), []
-    for workload in work.workloads:
-        if not params_of(workload, 1).greedy:
-            continue
-        prompt = prompts_of(workload, 1, llm)[0]
-        run = partial(peer.seconds, prompt=prompt, new_tokens=work.new_tokens)
-        seconds = in_turn(peer.variants, work.repeats, f"transformers, {workload}", say, run)
-        for variant, own in seconds.items():
-            ratios = [a / b for a, b in zip(seconds[PLAIN], own, strict=True)]
-            rates = [(work.new_tokens - 1) / each for each in own]
-            found = {"tokens_per_second": spread(rates), "ratio": spread(ratios)}
-            results.append({"workload": workload, "variant": variant, **found})
-    return results
 
 
 def open_engine(work: SpeculationWork, config: Mapping[str, Any] | None) -> LLM:
@@ -156,14 +130,14 @@ def open_engine(work: SpeculationWork, config: Mapping[str, Any] | None) -> LLM:
 
 
 def in_turn(
-    variants: Mapping[str, V],
+    variants: Mapping[str, LLM],
     repeats: int,
     what: str,
     say: Callable[[str], None],
-    run: Callable[[V], T],
-) -> dict[str, list[T]]:
+    run: Callable[[LLM], Run],
+) -> dict[str, list[Run]]:
     """Run the variants in turn, after one warm-up run of each."""
-    runs: dict[str, list[T]] = {name: [] for name in variants}
+    runs: dict[str, list[Run]] = {name: [] for name in variants}
     for number in range(repeats + 1):
         for name in rotated(list(variants), number):
             say(f"{what}: {name}, run {number} of {repeats}")

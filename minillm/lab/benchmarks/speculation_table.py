@@ -34,19 +34,6 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
          "drafted per accepted", "acceptance of draft 1, 2, ...", "others"],
         rows,
     )  # fmt: skip
-    if found["transformers"]:
-        terminal.table(
-            ["transformers, batch 1", "variant", "tok/s", "over its plain"],
-            [
-                [
-                    one["workload"],
-                    one["variant"],
-                    f"{one['tokens_per_second']['median']:,.0f}",
-                    f"{one['ratio']['median']:.2f}",
-                ]
-                for one in found["transformers"]
-            ],
-        )
     costs = [f"{n} positions {cost:.2f}x" for n, cost in verification_cost(found)]
     if costs:
         terminal.paragraph(f"Verification step over plain step, batch 1: {', '.join(costs)}.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
-from minillm.lab.commands.bench import engines_of, finish, progress
+from minillm.lab.commands.bench import finish, progress
 
 if TYPE_CHECKING:
     from minillm.lab.benchmarks.speculation import SpeculationWork
@@ -34,11 +34,6 @@ def run(args: Namespace, terminal: Terminal) -> int:
 def work_of(args: Namespace) -> "SpeculationWork":
     """The benchmark that the arguments ask for, after checking them."""
     name = args.model if "model" in args.given else "tiny"
-    peers = engines_of(args.vs)[1:]
-    if peers not in ((), ("transformers",)):
-        raise ConfigError(
-            f"--vs is {args.vs!r}; 'minillm bench speculation' compares with transformers only."
-        )
     draft = args.draft or DRAFT_OF.get(name)
     from minillm.lab.benchmarks.speculation import SpeculationWork
     from minillm.lab.commands.plan import find_config
@@ -64,8 +59,6 @@ def work_of(args: Namespace) -> "SpeculationWork":
         threads=args.threads,
         dtype=args.dtype,
         acceptance=acceptance,
-        draft=draft,
-        vs_transformers=bool(peers),
     )
 
 

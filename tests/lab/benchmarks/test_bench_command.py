@@ -76,13 +76,10 @@ decode preset:smollm3 | There is no preset 'smollm3'
 startup tinny | Did you mean 'tiny'?
 startup --beside 2 | there is no option --beside.
 prefill tiny --context 128,2048 | exceeds the 2048 positions of this model.
-scale tiny --context 64,4096 | --context is 4096; with 8 new tokens it must be from 12 to 2048
-scale tiny --plot /nowhere/a.png | --plot /nowhere/a.png: this is a folder
-scale tiny --plot a.bmp | --plot is 'a.bmp'; its name must end in .png
-scale preset:mixtral-8x7b | explains dense decoders of the families
+serve tiny --plot /nowhere/a.png | --plot /nowhere/a.png: this is a folder
+serve tiny --plot a.bmp | --plot is 'a.bmp'; its name must end in .png
 speculation preset:smollm2-135m | random weights
 speculation --acceptance 0.9,2 | is not a list of numbers at least 0, at most 1.
-speculation --vs vllm | compares with transformers only.
 decode --json /nowhere/at/all.json | or its folder does not exist.
 decode preset:deepseek-v3 --vs vllm | cannot be written as a checkpoint
 """
@@ -107,7 +104,7 @@ def test_help_shows_examples_and_needs_no_torch() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, encoding="utf-8"
     )
     assert (done.returncode, done.stderr) == (0, "False")
-    words = "decode prefill offline startup scale scheduler"
+    words = "decode prefill offline startup speculation scheduler"
     for name in (*words.split(), "make peers"):
         assert name in done.stdout
 
