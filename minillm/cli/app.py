@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "compare": "compare quantised versions of a model: quality, bytes, speed",
         "quantize": "quantise the weights of a model into a new folder",
         "train": "train draft heads for a model",
-        "trace": "show a recorded trace as a web page, table or Perfetto file",
+        "trace": "show a recorded trace as a web page or a table",
     }
 )
 IN_LAB = frozenset(
@@ -53,6 +53,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "20 measure them",
         "minillm bench scale": "'minillm bench decode --batch 1,16,64 --context 128,8192' measures "
         "the same steps",
+        "minillm trace chrome": "'minillm trace view' writes the page of the same steps",
         "minillm bench speculation --vs": "'minillm bench decode --vs transformers' compares plain "
         "decoding",
         "minillm bench serve --ramp": "give several rates: --request-rate 1,2,4,8",
