@@ -59,6 +59,9 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "minillm bench serve --ramp": "give several rates: --request-rate 1,2,4,8",
         "minillm bench serve --replay": "'--burstiness 0.5' gives bursts, and 'vllm bench serve' "
         "plays recorded data sets",
+        "minillm bench offline --lengths": "'make gpu' has nano-vllm's uniform lengths",
+        "minillm bench serve --dollars-per-hour": "divide 3600 times the printed tokens/s by the "
+        "price of an hour",
         "minillm bench serve --steady-ratio": "--warmup leaves out the first requests",
         **dict.fromkeys(
             ("minillm plan --speculate", "minillm plan --acceptance", "minillm plan --answered"),

@@ -47,7 +47,7 @@ def swept() -> dict[str, Any]:
         server = FakeServer(ttft=0.1, itl=0.1, slots=4, refuse_above=12)
         async with bench_of(server, plan) as bench:
             points = await sweep(bench)
-            return collected(Wanted(plan, dollars_per_hour=1.0, hardware="2 processors"),
+            return collected(Wanted(plan, hardware="2 processors"),
                              bench, points, None)  # fmt: skip
 
     found: dict[str, Any] = run_virtual(run())
@@ -63,7 +63,7 @@ def test_the_sweep_is_json_with_all_rows(swept: dict[str, Any]) -> None:
     overloaded = found["points"][-1]
     assert overloaded["rejected"]["median"] > 0.1
     assert overloaded["attainment"]["median"] < 0.9
-    assert found["knee"]["load"] == found["cost"]["load"] < 20
+    assert found["knee"]["load"] < 20
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,16 @@ def test_the_report(swept: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "stdout", out)
     show(swept, Terminal())
     text = out.getvalue()
-    for part in ("TTFT p50", "ITL p99", "SLO met", "goodput", "20/s", "Knee:", "503: overloaded",
-                 "million output tokens per dollar", "late (p99)"):  # fmt: skip
+    for part in (
+        "TTFT p50",
+        "ITL p99",
+        "SLO met",
+        "goodput",
+        "20/s",
+        "Knee:",
+        "503: overloaded",
+        "late (p99)",
+    ):
         assert part in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
 

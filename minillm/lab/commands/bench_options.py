@@ -49,7 +49,6 @@ OPTIONS: Mapping[str, tuple[str, Any, str]] = {
     "context": ("128", SIZES, "prompt lengths, in tokens"),
     "new_tokens": ("N", within(int, 2), "output tokens per sequence"),
     "requests": ("N", within(int, 1, MOST_REQUESTS), "number of requests"),
-    "lengths": ("NAME", name_of("lognormal", "uniform"), "lognormal, or uniform from 100 to 1024"),
     "repeats": ("N", within(int, 1, MOST_REQUESTS), "runs of each engine or load"),
     "vs": ("NAMES", str, "compare with transformers, vllm, openvino, llamacpp"),
     "threads": ("N", within(int, 1), "threads of each engine (all processors)"),
@@ -74,7 +73,7 @@ OPTIONS: Mapping[str, tuple[str, Any, str]] = {
                    "constant (1)"),
     "duration": ("S", POSITIVE, "seconds of arrivals of each run, in place of --requests"),
     "workload": ("NAME[:key=value,...]", str,
-                 "lognormal, fixed, sharegpt, shared-prefix, chat or long-short"),
+                 "lognormal, fixed, shared-prefix, chat or long-short"),
     "endpoint": ("NAME", name_of("completions", "chat"), "completions or chat"),
     "prompts": ("KIND", name_of("ids", "text"), "send prompts as ids or text (ids if possible)"),
     "seed": ("N", within(int, 0), "seed of arrivals, lengths and prompts"),
@@ -82,7 +81,6 @@ OPTIONS: Mapping[str, tuple[str, Any, str]] = {
     "search": ("", bool, "find the highest rate that keeps the target attainment of --slo"),
     "target": ("X", SHARE, "target attainment"),
     "tolerance": ("X", SHARE, "relative tolerance of --search"),
-    "dollars_per_hour": ("X", POSITIVE, "price of the machine, for tokens per dollar at the SLO"),
     "warmup": ("N", within(int, 0), "first requests of each run that are not evaluated"),
     "served_model_name": ("NAME", str, "model to ask for (the server's first)"),
     "api_key": ("KEY", str, "key of the server"),
@@ -114,7 +112,7 @@ SERVE: Mapping[str, tuple[Any, Any]] = {
     "target": (0.9, 0.9), "tolerance": (0.05, 0.05), "warmup": (0, 0),
     "timeout": (600.0, 600.0), "respect_eos": (False, False),
 }  # fmt: skip
-ONLY_OTHERS = ("batch", "context", "new_tokens", "lengths", "vs", "threads", "quantization",
+ONLY_OTHERS = ("batch", "context", "new_tokens", "vs", "threads", "quantization",
                "kv_cache_dtype", "device", "beside", "isa", "layers", "draft",
                "acceptance")  # fmt: skip
 
@@ -135,7 +133,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
                         {**STEPS, "new_tokens": (32, 6), **CONTEST}),
     "prefill": Benchmark("time to process the prompts", COMPARE, {**STEPS, **CONTEST}),
     "offline": Benchmark("throughput of requests of mixed lengths", COMPARE,
-                         {"requests": (64, 4), "lengths": ("lognormal", "lognormal"), **CONTEST}),
+                         {"requests": (64, 4), **CONTEST}),
     "startup": Benchmark("time from process start to the first token",
                          f"{OWN}.startup",
                          {"repeats": (5, 2), "vs": ("", ""), **ENGINE}),

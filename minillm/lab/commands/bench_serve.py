@@ -32,7 +32,6 @@ def run(args: Namespace, terminal: Terminal) -> int:
         search=args.search,
         target=args.target,
         tolerance=args.tolerance,
-        dollars_per_hour=args.dollars_per_hour,
         model=args.served_model_name,
         api_key=args.api_key,
         timeout=args.timeout,
@@ -151,11 +150,8 @@ def check_options(args: Namespace) -> None:
     """Reject options that need or exclude another one."""
     if args.endpoint == "chat" and args.prompts == "ids":
         raise ConfigError("--endpoint chat sends messages, which are text; leave out --prompts.")
-    for name in ("search", "dollars_per_hour"):
-        if name in args.given and args.slo is None:
-            raise ConfigError(
-                f"{option(name)} needs objectives; add --slo, such as ttft=500ms,tpot=50ms."
-            )
+    if args.search and args.slo is None:
+        raise ConfigError("--search needs objectives; add --slo, such as ttft=500ms,tpot=50ms.")
     if args.search and "concurrency" in args.given:
         raise ConfigError("--search varies the request rate; leave out --concurrency.")
     rates = args.request_rate or ()

@@ -70,7 +70,6 @@ decode --new-tokens 1 | argument --new-tokens: '1' is not an integer at least 2.
 offline --requests 2000000 | '2000000' is not an integer at least 1, at most 1,000,000.
 decode --beside 999 | which is 8 per processor.
 decode --isa avx1024 | --isa is 'avx1024'; it must be one of avx2, avx512, avx5
-offline --lengths long | --lengths is 'long'; it must be one of lognormal, uniform.
 decode tiny --context 2040 | --context is 2040; with 32 new tokens it exceeds
 decode preset:smollm3 | There is no preset 'smollm3'
 startup tinny | Did you mean 'tiny'?

@@ -1,5 +1,5 @@
 """Runs at several loads: a sweep, or a search for the highest rate that keeps an attainment; and
-the figures of each load, the knee, and the price of tokens.
+the figures of each load, and the knee.
 
 The search doubles or halves the rate until it has a rate that keeps the target and one that does
 not, and then bisects. Attainment is assumed to fall with the rate; it is measured, so the result
@@ -144,7 +144,7 @@ async def highest_rate(
     return found
 
 
-# ---- knee and price -----------------------------------------------------------------------------
+# ---- knee ---------------------------------------------------------------------------------------
 
 
 def by_load(points: Sequence[Point]) -> list[Point]:
@@ -173,20 +173,3 @@ def knee(points: Sequence[Point], target: float) -> dict[str, Any] | None:
     if kept is None or min(one["attainment"]["median"] for one in known) >= target:
         return None
     return {"load": kept, "why": f"highest load with attainment of {target:.0%}"}
-
-
-def price(
-    points: Sequence[Point], runs: Sequence[Mapping[str, Any]], target: float, dollars: float
-) -> dict[str, Any]:
-    """Millions of tokens per dollar, input and output separately, at the highest load that meets
-    the SLO, up to which all loads do; at `dollars` per hour. Tokens are those of whole runs, with
-    the time after the last arrival."""
-    load = kept_load(points, target)
-    if load is None:
-        return {"missing": f"no load keeps an attainment of {target:.0%}"}
-    found: dict[str, Any] = {"load": load, "dollars_per_hour": dollars}
-    for name in ("input", "output"):
-        rates = [run["summary"][f"{name}_throughput"] for run in runs if run["load"] == load]
-        found[f"{name}_tokens_per_second"] = float(np.mean(rates))
-        found[f"{name}_mtok_per_dollar"] = float(np.mean(rates)) * 3600 / 1e6 / dollars
-    return found

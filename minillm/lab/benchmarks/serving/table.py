@@ -69,8 +69,8 @@ def show_latencies(summary: Mapping[str, Any], terminal: Terminal) -> None:
 
 
 def statement(found: Mapping[str, Any]) -> list[str]:
-    """Lines about the SLO, the search, cost, errors and the client."""
-    lines = [*slo_lines(found), *search_lines(found), *cost_lines(found)]
+    """Lines about the SLO, the search, errors and the client."""
+    lines = [*slo_lines(found), *search_lines(found)]
     if found["knee"] is not None:
         load = name_of(found["knee"]["load"], found["plan"]["closed"])
         lines.append(f"Knee: {load} ({found['knee']['why']}).")
@@ -114,22 +114,6 @@ def search_lines(found: Mapping[str, Any]) -> list[str]:
         f"Highest rate: {kept} (measured {search['keeps_attainment']:.1%}), "
         f"{search['misses']:.3g} requests/s does not ({search['misses_attainment']:.1%}); "
         f"tolerance {search['tolerance']:.0%}, {plural(search['probes'], 'rate')} tried."
-    ]
-
-
-def cost_lines(found: Mapping[str, Any]) -> list[str]:
-    """Tokens per dollar at the load that meets the SLO."""
-    cost = found["cost"]
-    if cost is None:
-        return []
-    if "output_mtok_per_dollar" not in cost:
-        return [f"Tokens per dollar are not given: {cost['missing']}."]
-    where = name_of(cost["load"], found["plan"]["closed"])
-    return [
-        f"At {where}, which meets the SLO, and {cost['dollars_per_hour']:g} dollars per hour: "
-        f"{digits(cost['output_mtok_per_dollar'])} million output tokens per dollar and "
-        f"{digits(cost['input_mtok_per_dollar'])} million input tokens per dollar, of the same "
-        "dollar."
     ]
 
 

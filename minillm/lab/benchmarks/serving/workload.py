@@ -70,19 +70,6 @@ def draw_lognormal(count: int, rng: np.random.Generator, p: Parameters) -> list[
     ]
 
 
-def draw_sharegpt(count: int, rng: np.random.Generator, p: Parameters) -> list[Conversation]:
-    """Mixtures of two log-normal distributions: short questions and pasted texts, short answers and
-    long ones. The parameters resemble public statistics of chats; they are not fitted to data."""
-    found = []
-    for index in range(count):
-        pasted, wordy = rng.random() < p["pasted"], rng.random() < p["wordy"]
-        name, answer = ("long_" if pasted else ""), ("long_" if wordy else "")
-        length = lognormal(p[f"{name}input"], p[f"{name}input_sigma"], rng)
-        output = lognormal(p[f"{answer}output"], p[f"{answer}output_sigma"], rng)
-        found.append(single(index, min(length, int(p["most"])), min(output, int(p["most"]))))
-    return found
-
-
 def draw_shared_prefix(count: int, rng: np.random.Generator, p: Parameters) -> list[Conversation]:
     """A tree of prefixes: each request has one of the roots, one of its branches, and own
     tokens."""
@@ -129,10 +116,6 @@ DRAWS: Mapping[str, tuple[Draw, Parameters]] = MappingProxyType(
         "lognormal": (draw_lognormal, MappingProxyType(
             {"input": 160, "input_sigma": 0.8, "output": 96, "output_sigma": 0.7})),
         "fixed": (draw_fixed, MappingProxyType({"input": 128, "output": 64})),
-        "sharegpt": (draw_sharegpt, MappingProxyType(
-            {"input": 20, "input_sigma": 0.9, "long_input": 220, "long_input_sigma": 1.1,
-             "pasted": 0.4, "output": 60, "output_sigma": 1.1, "long_output": 300,
-             "long_output_sigma": 0.6, "wordy": 0.5, "most": 2048})),
         "shared-prefix": (draw_shared_prefix, MappingProxyType(
             {"roots": 2, "branches": 4, "prefix": 128, "input": 64, "output": 64})),
         "chat": (draw_chat, MappingProxyType(
@@ -142,8 +125,7 @@ DRAWS: Mapping[str, tuple[Draw, Parameters]] = MappingProxyType(
             {"short": 64, "long": 1024, "long_share": 0.05, "output": 64})),
     }
 )  # fmt: skip
-MAY_BE_ZERO = ("_sigma", "think", "pasted", "wordy", "long_share")
-SHARES = ("pasted", "wordy", "long_share")
+MAY_BE_ZERO = ("_sigma", "think", "long_share")
 
 
 @dataclass(frozen=True)
@@ -195,7 +177,7 @@ def parameter(name: str, key: str, text: str) -> float:
     except ValueError:
         value = float("nan")
     least = 0.0 if key.endswith(MAY_BE_ZERO) else 1.0
-    most = 1.0 if key in SHARES else 3.0 if key.endswith("_sigma") else float(MOST)
+    most = 1.0 if key == "long_share" else 3.0 if key.endswith("_sigma") else float(MOST)
     if not least <= value <= most:
         raise ConfigError(
             f"--workload {name}: {key} is {text[:40]!r}; it must be a number from {least:g} to "
