@@ -215,15 +215,6 @@ def test_startup_of_the_embedded_model(monkeypatch, tmp_path, capsys):
     assert "1.5 s" in out
 
 
-def test_the_scheduler_has_a_benchmark_of_its_own(monkeypatch, capsys):
-    from minillm.lab.benchmarks import scheduler
-
-    seen = []
-    monkeypatch.setattr(scheduler, "main", lambda told: seen.append(told) or 3)
-    assert bench("scheduler", "--quick", "--json", "there.json", capsys=capsys)[0] == 3
-    assert seen == [["--quick", "--json", "there.json"]]
-
-
 # ---- figures ----------------------------------------------------------------------------------
 
 
