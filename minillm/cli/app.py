@@ -45,30 +45,6 @@ examples:
   minillm info preset:llama-3.1-8b     show the architecture and its memory
   minillm plan preset:llama-3.1-70b    show what fits on this machine
 """
-REMOVED: Mapping[str, str] = MappingProxyType(
-    {
-        "minillm node": "start several machines with torchrun, which runs the same command on "
-        "each: torchrun --nnodes 2 ... -m minillm generate ... -tp 2",
-        "minillm bench parallel": "'minillm plan MODEL -tp N' predicts ranks, and chapters 19 and "
-        "20 measure them",
-        "minillm bench scale": "'minillm bench decode --batch 1,16,64 --context 128,8192' measures "
-        "the same steps",
-        "minillm trace chrome": "'minillm trace view' writes the page of the same steps",
-        "minillm bench speculation --vs": "'minillm bench decode --vs transformers' compares plain "
-        "decoding",
-        "minillm bench serve --ramp": "give several rates: --request-rate 1,2,4,8",
-        "minillm bench serve --replay": "'--burstiness 0.5' gives bursts, and 'vllm bench serve' "
-        "plays recorded data sets",
-        "minillm bench offline --lengths": "'make gpu' has nano-vllm's uniform lengths",
-        "minillm bench serve --dollars-per-hour": "divide 3600 times the printed tokens/s by the "
-        "price of an hour",
-        "minillm bench serve --steady-ratio": "--warmup leaves out the first requests",
-        **dict.fromkeys(
-            ("minillm plan --speculate", "minillm plan --acceptance", "minillm plan --answered"),
-            "'minillm bench speculation' measures what drafts save",
-        ),
-    }
-)
 
 
 class Parser(ArgumentParser):
@@ -101,8 +77,8 @@ class Parser(ArgumentParser):
     def check_removed(self, given: str) -> None:
         """Exit with the replacement of a command or option that is no more."""
         name = f"{self.prog} {given}"
-        if name in REMOVED:
-            self.exit(2, f"error: {name!r} was removed; {REMOVED[name]}.\n")
+        if message := import_module("minillm.lab.commands.removed").message(name):
+            self.exit(2, f"error: {message}\n")
 
     def _unknown(self, given: str) -> str:
         """The message for an unknown argument, with the closest known option."""

@@ -26,13 +26,14 @@ from safetensors.torch import load_file, save_file
 from minillm import LLM, MinillmError, SamplingParams
 from minillm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minillm.cli import generate, main
-from minillm.cli.app import COMMANDS, REMOVED
+from minillm.cli.app import COMMANDS
 from minillm.cli.options import as_options
 from minillm.cli.terminal import Terminal, amount, billions, seconds, size
 from minillm.lab.benchmarks.others import Watch
 from minillm.lab.ceilings import DISTURBED, MEASURED
 from minillm.lab.commands import demo, place, plan
 from minillm.lab.commands.bench_options import BENCHMARKS
+from minillm.lab.commands.removed import REMOVED
 from minillm.lab.hardware import DATASHEET
 from minillm.lab.roofline import step_cost
 from minillm.models import checkpoint

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minillm.cli.app import REMOVED
 from minillm.cli.terminal import Terminal, plural, size
 from minillm.errors import ConfigError, did_you_mean
+from minillm.lab.commands.removed import message
 
 if TYPE_CHECKING:
     from minillm.trace.recorder import Trace
@@ -46,9 +46,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
     if is_url(args.action) and args.file is None:
         args.action, args.file = "follow", args.action
     if args.action not in ACTIONS:
-        removed = f"minillm trace {args.action}"
-        if removed in REMOVED:
-            raise ConfigError(f"{removed!r} was removed; {REMOVED[removed]}.")
+        if removed := message(f"minillm trace {args.action}"):
+            raise ConfigError(removed)
         hint = did_you_mean(args.action, ACTIONS)
         if args.file is None and not hint:
             hint = f" The file comes after the action: 'minillm trace view {args.action}'."
