@@ -10,8 +10,20 @@ from typing import Any
 
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
+from minillm.lab.benchmarks.plotting import check_plot
+from minillm.lab.benchmarks.serving.arrivals import Arrivals
+from minillm.lab.benchmarks.serving.bench import Plan
+from minillm.lab.benchmarks.serving.figure import draw
+from minillm.lab.benchmarks.serving.measurement import Wanted, measure
+from minillm.lab.benchmarks.serving.server_process import free_port, serve_command, serving
+from minillm.lab.benchmarks.serving.slo import parse_slo
+from minillm.lab.benchmarks.serving.summary import Evaluation
+from minillm.lab.benchmarks.serving.table import show
+from minillm.lab.benchmarks.serving.target import base_url, is_url
+from minillm.lab.benchmarks.serving.workload import parse_workload
 from minillm.lab.commands.bench import finish, progress
 from minillm.lab.commands.bench_options import MOST_REQUESTS
+from minillm.lab.commands.plan import find_config
 
 DEFAULT_RATES = (4.0,)
 
@@ -19,11 +31,6 @@ DEFAULT_RATES = (4.0,)
 def run(args: Namespace, terminal: Terminal) -> int:
     """Run the benchmark, print the report, write JSON and the figure. Exit code 1 if no request
     succeeded."""
-    from minillm.lab.benchmarks.plotting import check_plot
-    from minillm.lab.benchmarks.serving.figure import draw
-    from minillm.lab.benchmarks.serving.measurement import Wanted, measure
-    from minillm.lab.benchmarks.serving.table import show
-
     plan = plan_of(args)
     check_options(args)
     check_plot(args.plot)
@@ -54,17 +61,12 @@ def preset_vocabulary(model: str | None) -> int | None:
     """The size of a preset's vocabulary: presets have no tokenizer, so prompts are any ids."""
     if model is None or not model.startswith("preset:"):
         return None
-    from minillm.lab.commands.plan import find_config
-
     return find_config(model).vocab_size
 
 
 @contextmanager
 def server_of(args: Namespace, say: Any) -> Iterator[str]:
     """The address of the server: given, or of one that is started for this benchmark."""
-    from minillm.lab.benchmarks.serving.server_process import free_port, serve_command, serving
-    from minillm.lab.benchmarks.serving.target import base_url, is_url
-
     model = args.model or "tiny"
     if is_url(model):
         if args.server_options is not None:
@@ -88,11 +90,6 @@ def server_of(args: Namespace, say: Any) -> Iterator[str]:
 
 def plan_of(args: Namespace) -> Any:
     """The plan that the arguments ask for, after checking them."""
-    from minillm.lab.benchmarks.serving.bench import Plan
-    from minillm.lab.benchmarks.serving.slo import parse_slo
-    from minillm.lab.benchmarks.serving.summary import Evaluation
-    from minillm.lab.benchmarks.serving.workload import parse_workload
-
     workload = parse_workload(args.workload)
     arrivals, loads, limit = process_of(args)
     objectives = parse_slo(args.slo) if args.slo is not None else {}
@@ -114,8 +111,6 @@ def plan_of(args: Namespace) -> Any:
 
 def process_of(args: Namespace) -> tuple[Any, tuple[float, ...], int | None]:
     """Arrivals (None for a closed loop), the loads of the sweep, and the limit of concurrency."""
-    from minillm.lab.benchmarks.serving.arrivals import Arrivals
-
     is_open = "request_rate" in args.given
     if args.concurrency is not None and not is_open:
         if args.burstiness is not None:

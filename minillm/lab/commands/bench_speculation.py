@@ -3,14 +3,14 @@
 from argparse import Namespace
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
+from minillm.lab.benchmarks.speculation import PLAIN, RandomDrafts, SpeculationWork, measure
+from minillm.lab.benchmarks.speculation_table import show
 from minillm.lab.commands.bench import finish, progress
-
-if TYPE_CHECKING:
-    from minillm.lab.benchmarks.speculation import SpeculationWork
+from minillm.lab.commands.plan import find_config
 
 DRAFT_OF: Mapping[str, str] = {"tiny": "tiny-draft"}
 HEADS_OF: Mapping[str, Mapping[str, str]] = {
@@ -23,21 +23,15 @@ SYNTHETIC = "synthetic"
 def run(args: Namespace, terminal: Terminal) -> int:
     """Run the benchmark, print the table, write JSON."""
     work = work_of(args)
-    from minillm.lab.benchmarks.speculation import measure
-    from minillm.lab.benchmarks.speculation_table import show
-
     with progress(terminal) as say:
         found = measure(work, say)
     return finish(found, args, terminal, show)
 
 
-def work_of(args: Namespace) -> "SpeculationWork":
+def work_of(args: Namespace) -> SpeculationWork:
     """The benchmark that the arguments ask for, after checking them."""
     name = args.model if "model" in args.given else "tiny"
     draft = args.draft or DRAFT_OF.get(name)
-    from minillm.lab.benchmarks.speculation import SpeculationWork
-    from minillm.lab.commands.plan import find_config
-
     config = find_config(name)
     acceptance = args.acceptance
     if name.startswith("preset:") and acceptance is None:
@@ -69,8 +63,6 @@ def real_variants(
     EAGLE layer, and random drafts (the worst case).
 
     Repeats have the same prompts, so suffixes of earlier outputs are a variant of its own."""
-    from minillm.lab.benchmarks.speculation import PLAIN, RandomDrafts
-
     variants: dict[str, Mapping[str, Any] | None] = {PLAIN: None}
     for number in (NUM_DRAFTS, "auto"):
         variants[f"ngram {number}"] = {"method": "ngram", "num_speculative_tokens": number}
@@ -96,8 +88,6 @@ def synthetic_variants(
 ) -> dict[str, Mapping[str, Any] | None]:
     """Plain decoding, and drafts with a fixed acceptance: random ones, which cost nothing to
     propose (as n-grams do), and those of a draft model."""
-    from minillm.lab.benchmarks.speculation import PLAIN, RandomDrafts
-
     forced = {
         "num_speculative_tokens": len(acceptance),
         "rejection_sample_method": SYNTHETIC,
