@@ -22,6 +22,8 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "minillm bench serve --dollars-per-hour": "divide 3600 times the printed tokens/s by the "
         "price of an hour",
         "minillm bench serve --steady-ratio": "--warmup leaves out the first requests",
+        "minillm plan --load": "in Python, llm.plan() is the plan of a loaded model, and "
+        "llm.engine.allocated() what it took",
         "minillm plan --speculate": DRAFTS,
         "minillm plan --acceptance": DRAFTS,
         "minillm plan --answered": DRAFTS,
