@@ -8,10 +8,6 @@ Workloads:
     held-out    code that the embedded models were not trained on, greedy
     sampled     the same at temperature 1
     copy        a function followed by its beginning: text that repeats itself
-    random      random tokens with synthetic acceptance, for random weights
-
-The acceptance of the first three is measured. Synthetic acceptance accepts drafts at random with
-given rates, whatever their tokens: such a run measures time only.
 """
 
 import random
@@ -67,7 +63,6 @@ class SpeculationWork:
     repeats: int
     threads: int
     dtype: str
-    acceptance: tuple[float, ...] | None = None
 
 
 @dataclass
@@ -108,7 +103,6 @@ def measure(work: SpeculationWork, say: Callable[[str], None]) -> dict[str, Any]
         "dtype": work.dtype,
         "new_tokens": work.new_tokens,
         "repeats": work.repeats,
-        "synthetic_acceptance": work.acceptance,
         "results": results,
         "statement": disturbance(results),
         "left_out": {},
@@ -120,7 +114,6 @@ def open_engine(work: SpeculationWork, config: Mapping[str, Any] | None) -> LLM:
     return LLM(
         work.model,
         dtype=work.dtype,
-        load_format="dummy" if work.model.startswith("preset:") else "auto",
         speculative_config=config,
         enable_prefix_caching=False,
         max_num_seqs=max(work.batches),
@@ -240,13 +233,8 @@ def params_of(workload: str, new_tokens: int) -> SamplingParams:
 
 def prompts_of(workload: str, batch: int, llm: LLM) -> list[list[int]]:
     """`batch` prompts as token ids."""
-    vocab_size = llm.engine.source.config.vocab_size
-    if workload == "random":
-        rng = random.Random(SEED)
-        return [[rng.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
-    if workload == "copy":
-        return [copy_prompt(ids) for ids in code(batch, llm, PROMPT_TOKENS)]
-    return code(batch, llm, PROMPT_TOKENS)
+    ids = code(batch, llm, PROMPT_TOKENS)
+    return [copy_prompt(each) for each in ids] if workload == "copy" else ids
 
 
 def copy_prompt(ids: list[int]) -> list[int]:
@@ -259,10 +247,7 @@ def code(count: int, llm: LLM, length: int) -> list[list[int]]:
     of their training corpus, the ten prompts of the model card are used, repeatedly."""
     tokenizer = llm.engine.tokenizer
     if tokenizer is None:
-        raise MinillmError(
-            "This model has no tokenizer, which these workloads need; give --acceptance to measure "
-            "random prompts."
-        )
+        raise MinillmError("This model has no tokenizer, which the prompts need.")
     with suppress(MinillmError, OSError):
         return held_out_prompts(corpus.load_manifest(), tokenizer, max(count, 8), length)[:count]
     texts = [TEN_PROMPTS[number % len(TEN_PROMPTS)] for number in range(count)]

@@ -61,8 +61,6 @@ OPTIONS: Mapping[str, tuple[str, Any, str]] = {
     "isa": ("NAME", str, "limit all engines to avx2, avx512, avx512_bf16 or amx (no limit)"),
     "layers": ("N", int, "only the first N layers of a preset"),
     "draft": ("MODEL", str, "draft model (tiny has tiny-draft)"),
-    "acceptance": ("0.9,0.8", within(float, 0, 1, many=True),
-                   "accept drafts at random with these rates"),
     "plot": ("FILE", str, "plot the results to a .png, .svg or .pdf"),
     # Of `serve`:
     "request_rate": ("1,2,4", within(float, 0, above=True, many=True),
@@ -113,8 +111,7 @@ SERVE: Mapping[str, tuple[Any, Any]] = {
     "timeout": (600.0, 600.0), "respect_eos": (False, False),
 }  # fmt: skip
 ONLY_OTHERS = ("batch", "context", "new_tokens", "vs", "threads", "quantization",
-               "kv_cache_dtype", "device", "beside", "isa", "layers", "draft",
-               "acceptance")  # fmt: skip
+               "kv_cache_dtype", "device", "beside", "isa", "layers", "draft")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "speculation": Benchmark("speculative decoding against plain decoding",
                              "minillm.lab.commands.bench_speculation",
                              {"batch": ((1, 4, 16, 64), (1, 2)), "new_tokens": (128, 6),
-                              "repeats": (9, 2), "draft": NONE, "acceptance": NONE,
+                              "repeats": (9, 2), "draft": NONE,
                               **ENGINE}),
     "serve": Benchmark("latency and throughput of a server under load",
                        "minillm.lab.commands.bench_serve",

@@ -15,6 +15,8 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "minillm trace chrome": "'minillm trace view' writes the page of the same steps",
         "minillm bench speculation --vs": "'minillm bench decode --vs transformers' compares plain "
         "decoding",
+        "minillm bench speculation --acceptance": "speculative_config takes "
+        "rejection_sample_method='synthetic'",
         "minillm bench serve --ramp": "give several rates: --request-rate 1,2,4,8",
         "minillm bench serve --replay": "'--burstiness 0.5' gives bursts, and 'vllm bench serve' "
         "plays recorded data sets",

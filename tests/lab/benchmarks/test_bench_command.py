@@ -78,7 +78,6 @@ prefill tiny --context 128,2048 | exceeds the 2048 positions of this model.
 serve tiny --plot /nowhere/a.png | --plot /nowhere/a.png: this is a folder
 serve tiny --plot a.bmp | --plot is 'a.bmp'; its name must end in .png
 speculation preset:smollm2-135m | random weights
-speculation --acceptance 0.9,2 | is not a list of numbers at least 0, at most 1.
 decode --json /nowhere/at/all.json | or its folder does not exist.
 decode preset:deepseek-v3 --vs vllm | cannot be written as a checkpoint
 """
