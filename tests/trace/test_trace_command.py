@@ -79,7 +79,7 @@ def test_table_prints_the_last_steps(saved: Path, cli: Any) -> None:
     (["view", "{saved}", "-o", "{tmp}/notes.txt"], "exists and is not a trace page"),
     (["view", "{saved}", "-o", "{saved}"], "exists and is not a trace page"),
     (["view", "{saved}", "-o", "{tmp}/no/x.html"], "cannot be written: No such file"),
-    (["table", "{saved}", "--last", "0"], "--last is 0; it must be at least 1."),
+    (["table", "{saved}", "--last", "0"], "--last: '0' is not an integer at least 1"),
     (["table", "{saved}", "--open"], "--open is for 'minillm trace view'"),
     (["table", "{saved}", "-o", "x"], "--output is for 'minillm trace view'"),
     (["view", "{saved}", "--last", "3"], "--last is for 'minillm trace table'"),

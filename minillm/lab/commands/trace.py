@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from minillm.cli.terminal import Terminal, plural, size
 from minillm.errors import ConfigError, did_you_mean
+from minillm.lab.commands.bench_options import within
 from minillm.lab.commands.removed import message
 
 if TYPE_CHECKING:
@@ -33,10 +34,10 @@ def add_options(parser: ArgumentParser) -> None:
              "server")  # fmt: skip
     add("-o", "--output", metavar="OUT", help="output file (FILE with another suffix)")
     add("--open", action="store_true", help="view: open the page in a browser")
-    add("--last", metavar="N", type=int,
+    add("--last", metavar="N", type=within(int, 1),
         help=f"table, server: number of steps, counted from the end ({LAST}; "
              "server: 400)")  # fmt: skip
-    add("--interval", metavar="S", type=float,
+    add("--interval", metavar="S", type=within(float, 0.1, 3600),
         help="server without ACTION: seconds between two pages (2)")  # fmt: skip
     add("--api-key", metavar="KEY", help="key of the server")
 
@@ -66,8 +67,6 @@ def check_options(args: Namespace) -> None:
         raise ConfigError("follow needs the address of a server, such as http://localhost:8000.")
     if args.api_key is not None and not server:
         raise ConfigError("--api-key is for the trace of a server; leave it out.")
-    if args.interval is not None and not 0.1 <= args.interval <= 3600:
-        raise ConfigError(f"--interval is {args.interval}; it must be from 0.1 to 3600 seconds.")
     for option, given, owners in (
         ("--output", args.output is not None, ("view", "follow")),
         ("--open", args.open, ("view", "follow")),
@@ -79,8 +78,6 @@ def check_options(args: Namespace) -> None:
             raise ConfigError(
                 f"{option} is for 'minillm trace {' or '.join(names)}'; leave it out."
             )
-    if args.last is not None and args.last < 1:
-        raise ConfigError(f"--last is {args.last}; it must be at least 1.")
 
 
 def view(args: Namespace, terminal: Terminal) -> None:
