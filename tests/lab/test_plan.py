@@ -129,7 +129,7 @@ MISTAKES = [
     ([L70, "-tp", "4", "-ep", "--gpu", "h100"], "has no experts; leave"),
     ([L70, "-tp", "4", "--gpu", "h100", "--dtype", "fp8"], "dtype is 'fp8'"),
     ([L70, "-tp", "4", "--gpu", "h100", "--max-model-len", "0"], "--max-model-len is 0"),
-    (["tiny", "--quantization", "int3"], "--quantization is 'int3'; it must be int8 or int4."),
+    (["tiny", "--quantization", "int3"], "--quantization is 'int3'; it must be one of int8, int4."),
 ]
 
 

@@ -91,9 +91,7 @@ def engines_of(
     """minillm and the engines that --vs names."""
     from minillm.api.arguments import check_kv_cache_dtype
     from minillm.lab.benchmarks.engine_process import OWN, PEERS, QUANTISED_PEERS
-    from minillm.lab.commands.quantised_weights import check_quantization
 
-    check_quantization(quantization)
     check_kv_cache_dtype(kv_cache_dtype)
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:

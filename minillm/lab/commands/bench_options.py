@@ -54,7 +54,7 @@ OPTIONS: Mapping[str, tuple[str, Any, str]] = {
     "threads": ("N", within(int, 1), "threads of each engine (all processors)"),
     "dtype": ("NAME", name_of("bfloat16", "float32"),
               "dtype of weights and KV cache (bfloat16 if it is fast here)"),
-    "quantization": ("NAME", str, "weights in int8 or int4 (16 bits)"),
+    "quantization": ("NAME", name_of("int8", "int4"), "weights in int8 or int4 (16 bits)"),
     "kv_cache_dtype": ("NAME", str, "KV cache in int8 (as --dtype)"),
     "device": ("NAME", str, "cpu or cuda"),
     "beside": ("N", within(int, 1), "run every engine also beside N busy processes"),

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from minillm.api.arguments import check_kv_cache_dtype
+from minillm.api.arguments import QUANTIZATIONS, check_kv_cache_dtype
 from minillm.api.speculative_config import HEAD_METHODS, SpeculativeConfig, check_vocabulary
 from minillm.cli.options import json_object
 from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
@@ -15,7 +15,7 @@ from minillm.config import DTYPE_BYTES, ModelConfig
 from minillm.errors import ConfigError
 from minillm.lab.commands import plan_parallel
 from minillm.lab.commands.place import Place, find_place
-from minillm.lab.commands.quantised_weights import check_quantization, weights_of
+from minillm.lab.commands.quantised_weights import weights_of
 from minillm.lab.hardware import DATASHEET, Hardware
 from minillm.lab.roofline import StepCost, StepTime, step_cost, step_time
 from minillm.models.presets import preset
@@ -58,7 +58,7 @@ def add_options(parser: ArgumentParser) -> None:
     add("--memory", metavar="SIZE",
         help="memory, such as 24GiB or 24GB (free memory of this machine)")  # fmt: skip
     add("--dtype", metavar="NAME", help="dtype of the weights (the checkpoint's)")
-    add("--quantization", metavar="NAME",
+    add("--quantization", metavar="NAME", choices=QUANTIZATIONS,
         help="quantise 16-bit weights while loading: int8 or int4")  # fmt: skip
     add("--kv-cache-dtype", metavar="NAME", help="dtype of the KV cache, or int8 (--dtype)")
     add("--max-model-len", metavar="N", type=int,
@@ -88,7 +88,6 @@ def run(args: Namespace, terminal: Terminal) -> int:
         dtype_bytes(args.dtype)
     if args.kv_cache_dtype:
         check_kv_cache_dtype(args.kv_cache_dtype, (*DTYPE_BYTES, "int8"))
-    check_quantization(args.quantization)
     drafts = drafts_of(args, config)
     place = find_place(args, terminal)
     args.dtype = args.dtype or best_dtype(config, place)

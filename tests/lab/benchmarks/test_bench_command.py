@@ -60,7 +60,7 @@ decoed | there is no benchmark 'decoed'; the benchmarks are decode, prefill
 decode --vs openvino,vlm | has no engine 'vlm'; the engines are transformers, vllm
 decode --vs vllm --device cuda | leave it out with --device cuda.
 decode --vs vllm --quantization int8 | --vs vllm runs 16-bit weights only
-decode --quantization int2 | --quantization is 'int2'; it must be int8 or int4.
+decode --quantization int2 | --quantization is 'int2'; it must be one of int8, int4.
 decode --vs llamacpp --kv-cache-dtype int8 | --vs llamacpp runs with a cache of 16 bits only
 decode --device cuda --kv-cache-dtype int8 | --kv-cache-dtype int8 is for a CPU; leave it out.
 decode --kv-cache-dtype fp8 | is not supported; int8 takes the same memory with a tenth
