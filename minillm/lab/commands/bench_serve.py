@@ -88,7 +88,7 @@ def server_of(args: Namespace, say: Any) -> Iterator[str]:
         yield url
 
 
-def plan_of(args: Namespace) -> Any:
+def plan_of(args: Namespace) -> Plan:
     """The plan that the arguments ask for, after checking them."""
     workload = parse_workload(args.workload)
     arrivals, loads, limit = process_of(args)
@@ -109,7 +109,7 @@ def plan_of(args: Namespace) -> Any:
     )
 
 
-def process_of(args: Namespace) -> tuple[Any, tuple[float, ...], int | None]:
+def process_of(args: Namespace) -> tuple[Arrivals | None, tuple[float, ...], int | None]:
     """Arrivals (None for a closed loop), the loads of the sweep, and the limit of concurrency."""
     is_open = "request_rate" in args.given
     if args.concurrency is not None and not is_open:
