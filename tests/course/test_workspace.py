@@ -13,7 +13,7 @@ from minillm_exercises import workspace
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.progress import Entry, ProgressFile
 from minillm_exercises.session import suggestion
-from minillm_exercises.workspace import shown_path, work_root
+from minillm_exercises.workspace import work_root
 from tests.course.small import SOLUTION, Terminal, terminal
 
 
@@ -75,7 +75,7 @@ def test_damage_is_set_aside(tmp_path: Path, text: str) -> None:
     for number in (1, 2):
         file.path.write_text(text)
         kept = tmp_path / ".history" / f"progress.{number}.json"
-        assert f"is now {shown_path(kept)};" in file.read().notice
+        assert f"is now {workspace.shown_path(kept)};" in file.read().notice
         assert kept.read_text() == text
     file.set("e90.1", hints=1)
     assert file.read().notice == ""

@@ -7,7 +7,6 @@ from pathlib import Path
 from minillm.api.speculative_config import MAX_DRAFTS, TRAINED_METHODS
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
-from minillm.lab.commands.bench_options import within
 
 USAGE = "METHOD --model MODEL --out FOLDER [OPTION ...]"
 EXAMPLES = """\
@@ -36,15 +35,17 @@ def add_options(parser: ArgumentParser) -> None:
         help="the heads or the layer, and the run's state")  # fmt: skip
     add("--text", metavar="FILE", type=Path,
         help="UTF-8 text to take prompts from (text of the embedded models)")  # fmt: skip
-    for name, _, most, text in NUMBERS:
-        add(f"--{name}", metavar="N", type=within(int, 1, most), help=text)
+    for name, _, _, text in NUMBERS:
+        add(f"--{name}", metavar="N", type=int, help=text)
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Train, write the heads, and print their accuracy."""
     sizes = {}
-    for name, field, _, _ in NUMBERS:
+    for name, field, most, _ in NUMBERS:
         if (value := getattr(args, name)) is not None:
+            if not 1 <= value <= most:
+                raise ConfigError(f"--{name} is {value}; it must be from 1 to {most:,}.")
             if name in OF_HEADS and args.method != "medusa":
                 raise ConfigError(f"--{name} belongs to medusa; leave it out with {args.method}.")
             sizes[field] = value

@@ -112,8 +112,8 @@ def test_the_command(folder, tmp_path, cli, monkeypatch, method):
 
 
 @pytest.mark.parametrize(("option", "message"), [
-    (("--heads", 16), "--heads: '16' is not an integer at least 1, at most 15."),
-    (("--minutes", 0), "--minutes: '0' is not an integer at least 1"),
+    (("--heads", 16), "--heads is 16; it must be from 1 to 15."),
+    (("--minutes", 0), "--minutes is 0; it must be from 1 to"),
     (("--model", "preset:qwen3-8b"), "has no weights; heads are trained for a model with"),
     (("--text", "missing.txt"), "missing.txt cannot be read"),
     (("--text", "tiny.txt"), "prompts need at least 2,560"),
