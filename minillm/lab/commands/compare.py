@@ -29,30 +29,29 @@ examples:
   minillm compare preset:smollm2-135m int8 int4
 """
 WINDOWS, LENGTH = 40, 512
-COUNT = within(int, 1)
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    add = parser.add_argument
+    add, count = parser.add_argument, within(int, 1)
     add("model", metavar="MODEL", help="the 16-bit model: embedded name, folder, hub id, preset")
     add("candidates", metavar="A", nargs="+", help="folders, .gguf files or methods, see below")
     add("--text", metavar="FILE", type=Path,
         help="UTF-8 text that no model was trained on (held-out standard library)")  # fmt: skip
-    add("--windows", metavar="N", type=COUNT, default=WINDOWS, help=f"windows ({WINDOWS})")
-    add("--length", metavar="N", type=COUNT, default=LENGTH, help=f"tokens of a window ({LENGTH})")
+    add("--windows", metavar="N", type=count, default=WINDOWS, help=f"windows ({WINDOWS})")
+    add("--length", metavar="N", type=count, default=LENGTH, help=f"tokens of a window ({LENGTH})")
     add("--calibration", metavar="FILE", type=Path,
         help="text for gptq, awq and smoothquant (a sample of the embedded models' "
              "training text)")  # fmt: skip
-    add("--samples", metavar="N", type=COUNT, default=64, help="calibration windows of 512 (64)")
-    add("--seeds", metavar="N", type=COUNT, default=1,
+    add("--samples", metavar="N", type=count, default=64, help="calibration windows of 512 (64)")
+    add("--seeds", metavar="N", type=count, default=1,
         help="calibration samples to repeat calibrated methods with (1)")  # fmt: skip
     add("--no-speed", action="store_true", help="measure quality and sizes only")
     add("--dtype", metavar="DTYPE", default="auto", choices=("auto", "bfloat16", "float32"),
         help="of the measured speed and KL run: auto, bfloat16, float32 (auto)")  # fmt: skip
     add("--kv-cache-dtype", metavar="NAME", default="auto",
         help="KV cache of the measured speed and KL run: auto, int8 (auto)")  # fmt: skip
-    add("--threads", metavar="N", type=COUNT, help="threads (all processors)")
+    add("--threads", metavar="N", type=count, help="threads (all processors)")
     add("--json", metavar="FILE", help="write all numbers to FILE")
     add("--plot", metavar="FILE", help="draw quality and speed against bytes (.png, .svg, .pdf)")
 
