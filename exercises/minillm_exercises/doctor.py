@@ -22,17 +22,20 @@ from minillm_exercises.workspace import shown_path
 
 PATIENCE = 120.0  # seconds for a process that imports torch, on a slow disk too
 OLDEST = (3, 11)
-COURSE = ("torch", "numpy", "rich", "matplotlib", "ipykernel", "ipywidgets", "jupyterlab")
+COURSE = (
+    "torch", "numpy", "msgspec", "safetensors", "tokenizers", "jinja2", "rich", "matplotlib",
+    "ipykernel", "ipywidgets", "jupyterlab", "aiohttp", "fastapi", "uvicorn", "llguidance",
+)  # fmt: skip
 INSTALL = "pip install -c constraints.txt -e '.[course]' (or make lab, which does it)"
 TRITON_TOLERANCE = 1e-6
 TORCH_FACTS = """
 import json, torch
 cuda = torch.cuda.is_available()
 x = torch.ones(8, 8)
-sixteen = bool(((x.bfloat16() @ x.bfloat16()).float() == 8).all())
+right = all(bool((y @ y == 8).all()) for y in (x, x.bfloat16()))
 device = torch.cuda.get_device_name() if cuda else "cpu"
-print(json.dumps({"version": torch.__version__, "right": bool((x @ x == 8).all()),
-    "bf16": sixteen, "threads": torch.get_num_threads(), "cuda": cuda, "device": device}))
+print(json.dumps({"version": torch.__version__, "right": right,
+    "threads": torch.get_num_threads(), "cuda": cuda, "device": device}))
 """
 TRITON_ERROR = """
 from minillm_exercises.triton_selftest import largest_error
@@ -59,7 +62,6 @@ def examine(session: Session, run: Run = subprocess.run) -> Iterator[Finding]:
     yield from packages()
     yield from torch_works(run)
     yield triton_works(run)
-    yield jupyter()
     yield writable(session.workspace.root)
     yield from exercises(session)
 
@@ -80,7 +82,7 @@ def packages(constraints: Path | None = None, have: Any = None) -> Iterator[Find
     path = constraints or exercises_root().parent / "constraints.txt"
     pins = _pins(path)
     wrong, missing = [], []
-    for name in _required():
+    for name in COURSE:
         try:
             version = have(name)
         except importlib.metadata.PackageNotFoundError:
@@ -107,30 +109,8 @@ def _pins(path: Path) -> dict[str, str]:
     return {name.strip().lower(): pin.strip() for name, equals, pin in pairs if equals}
 
 
-def _required(extra: str = "course") -> list[str]:
-    """What the course needs on this system: by the installed distribution's metadata, and in any
-    case what no chapter runs without. `extra` is what INSTALL installs."""
-    names, extras = list(COURSE), [extra]
-    try:
-        from packaging.requirements import Requirement
-
-        lines = [*map(Requirement, importlib.metadata.requires("minillm-course") or [])]
-    except ImportError:  # also of a distribution that is not installed
-        return names
-    for own in extras:  # grows while it is read
-        for line in lines:
-            here = {"extra": own, "sys_platform": sys.platform}
-            if line.marker is not None and not line.marker.evaluate(here):
-                continue
-            if line.name == "minillm-course":
-                extras += line.extras.difference(extras)
-            else:
-                names.append(line.name.replace("_", "-").lower())
-    return list(dict.fromkeys(names))
-
-
 def torch_works(run: Run = subprocess.run) -> Iterator[Finding]:
-    """Whether torch loads and multiplies, with how many threads, and what bf16 is good for."""
+    """Whether torch loads and multiplies, also in bf16, and with how many threads."""
     facts = torch_facts(run)
     if "error" in facts:
         yield Finding("problem", "torch", f"does not load: {facts['error']}", INSTALL)
@@ -141,7 +121,6 @@ def torch_works(run: Run = subprocess.run) -> Iterator[Finding]:
         device = facts["device"]
         yield Finding("ok", "torch", f"{facts['version']} on {device}")
     yield _threads(int(facts["threads"]))
-    yield _bf16(bool(facts["bf16"]))
 
 
 def _threads(used: int) -> Finding:
@@ -152,16 +131,6 @@ def _threads(used: int) -> Finding:
         remedy = f"set OMP_NUM_THREADS={have}: threads without a processor wait for each other"
         return Finding("note", "threads", f"{used} for {have} processors", remedy)
     return Finding("ok", "threads", f"{used} of {have} processors")
-
-
-def _bf16(right: bool) -> Finding:
-    from minillm.plan.machine import cpu_has_bf16
-
-    if not right:
-        return Finding("problem", "bf16", "bf16 products are wrong here", INSTALL)
-    if cpu_has_bf16():
-        return Finding("ok", "bf16", "in hardware")
-    return Finding("ok", "bf16", "computed without instructions of its own, in float32")
 
 
 def torch_facts(run: Run = subprocess.run) -> Mapping[str, Any]:
@@ -208,16 +177,6 @@ def _python(run: Run, code: str, **environment: str) -> str:
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[-1].strip()[:300] if lines else ""
-
-
-def jupyter() -> Finding:
-    """Whether the chapters can be opened."""
-    needed = ("jupyterlab", "ipykernel", "ipywidgets", "matplotlib")
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        said = f"not installed: {', '.join(missing)}; the exercises work without"
-        return Finding("problem", "jupyter", said, INSTALL)
-    return Finding("ok", "jupyter", f"JupyterLab {importlib.metadata.version('jupyterlab')}")
 
 
 def writable(root: Path) -> Finding:

@@ -1,13 +1,12 @@
 """Predictions: one small JSON file in the learner's folder, and the buttons that fill it."""
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from minillm_exercises.widgets import buttons
 from minillm_exercises.wording import wrapped
-from minillm_exercises.workspace import Workspace, work_root, writing
+from minillm_exercises.workspace import Workspace, replace_text, work_root, writing
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,4 @@ def save_prediction(key: str, letter: str, option: str) -> None:
     if known is None:
         Workspace(work_root()).set_aside(path)
     with writing(path):
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps((known or {}) | {key: [letter, option]}, indent=1), "utf-8")
-        part.replace(path)
+        replace_text(path, json.dumps((known or {}) | {key: [letter, option]}, indent=1))

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from minillm_exercises.workspace import writing
+from minillm_exercises.errors import ExerciseError
+from minillm_exercises.workspace import Workspace, replace_text, shown_path, writing
 
 SCHEMA = 1
 PATIENCE = 2.0  # seconds; a lock older than that was left by a process that died
@@ -74,11 +75,7 @@ class ProgressFile:
             old = data["exercises"].get(exercise_id, {})
             entry = change(_entry(old))
             data["exercises"][exercise_id] = {**old, **asdict(entry)}
-            part = self.path.with_suffix(f".{os.getpid()}.part")
-            part.write_text(
-                json.dumps({**data, "last": exercise_id}, indent=1) + "\n", encoding="utf-8"
-            )
-            part.replace(self.path)
+            replace_text(self.path, json.dumps({**data, "last": exercise_id}, indent=1) + "\n")
         return entry
 
     def set(self, exercise_id: str, **fields: Any) -> Entry:
@@ -100,15 +97,12 @@ class ProgressFile:
         return empty, self._set_aside()
 
     def _set_aside(self) -> str:
-        number, kept = 1, self.path.with_name(f"{self.path.name}.damaged")
-        while kept.exists():
-            number += 1
-            kept = self.path.with_name(f"{self.path.name}.damaged{number}")
-        with suppress(OSError):
-            self.path.replace(kept)
+        where = f"cannot be moved away from {shown_path(self.path)}"
+        with suppress(ExerciseError):
+            where = f"is now {shown_path(Workspace(self.path.parent).set_aside(self.path))}"
         return (
-            f"{self.path.name} was damaged and is now {kept.name}; your solutions are untouched, "
-            f"and `run --all` counts them again."
+            f"{self.path.name} was damaged and {where}; your solutions are untouched, and "
+            f"`run --all` counts them again."
         )
 
 

@@ -137,6 +137,13 @@ def writing(path: Path) -> Iterator[None]:
         ) from None
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a whole file at once: who reads meanwhile sees the old one."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
 def _read(starter: Path) -> str:
     try:
         return starter.read_text(encoding="utf-8")

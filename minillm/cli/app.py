@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "compare": "compare quantised versions of a model: quality, bytes, speed",
         "quantize": "quantise the weights of a model into a new folder",
         "train": "train draft heads for a model",
-        "trace": "show a recorded trace as a web page, table or Perfetto file",
+        "trace": "show a recorded trace as a web page or a table",
     }
 )
 IN_LAB = frozenset(
@@ -45,10 +45,6 @@ examples:
   minillm info preset:llama-3.1-8b     show the architecture and its memory
   minillm plan preset:llama-3.1-70b    show what fits on this machine
 """
-NO_NODE = (
-    "'minillm node' was removed; start several machines with torchrun, which runs the same command "
-    "on each: torchrun --nnodes 2 ... -m minillm generate ... -tp 2."
-)
 
 
 class Parser(ArgumentParser):
@@ -69,8 +65,7 @@ class Parser(ArgumentParser):
         bad = re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if bad:
             what, given, names = bad[1], bad[2], re.findall(r"[\w-]+", bad[3])
-            if what == "COMMAND" and given == "node":
-                self.exit(2, f"error: {NO_NODE}\n")
+            self.check_removed(given)
             noun = {"COMMAND": "command", "WHAT": "benchmark"}.get(what)
             message = f"{what} is {given!r}; it must be one of {', '.join(names)}."
             if noun:
@@ -79,8 +74,15 @@ class Parser(ArgumentParser):
         message = message if message.endswith(("?", ".")) else message + "."
         self.exit(2, f"error: {message}\nTry '{self.prog} --help'.\n")
 
+    def check_removed(self, given: str) -> None:
+        """Exit with the replacement of a command or option that is no more."""
+        name = f"{self.prog} {given}"
+        if message := import_module("minillm.lab.commands.removed").message(name):
+            self.exit(2, f"error: {message}\n")
+
     def _unknown(self, given: str) -> str:
         """The message for an unknown argument, with the closest known option."""
+        self.check_removed(given)
         if not given.startswith("-"):
             return f"{given!r} is one argument too many; put text with spaces in quotes"
         known = re.findall(r"--[a-z][\w-]*", self.format_help())

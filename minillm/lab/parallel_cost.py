@@ -21,9 +21,8 @@ from typing import NamedTuple
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError
 from minillm.lab.expert_load import expert_balance, most_experts_read, ranks_of_a_token
-from minillm.lab.hardware import DATASHEET, Hardware
+from minillm.lab.hardware import Hardware
 from minillm.lab.links import (
-    LINKS,
     Link,
     all_gather_seconds,
     all_reduce,
@@ -39,7 +38,6 @@ from minillm.lab.parallel_layout import (
     device_memory,
 )
 from minillm.lab.roofline import StepCost, StepTime, step_cost, step_time
-from minillm.models.presets import preset
 from minillm.plan.cost import MemoryPlan
 from minillm.plan.parameters import all_products, norm_parameters
 from minillm.plan.weight_sizes import WeightSizes, dtype_bytes
@@ -280,8 +278,6 @@ def prefill_time(
 
 # ---- predictions -------------------------------------------------------------------------------
 
-LARGE_MODELS = ("llama-3.1-70b", "llama-3.1-405b", "deepseek-v3")
-FP8 = frozenset({"deepseek-v3"})  # published with FP8 weights
 BATCHES = (1, 64)
 
 
@@ -346,32 +342,3 @@ def predict(
     }
     prompt = prefill_time(config, devices, num_tokens=context, dtype=dtype, kv_dtype=kv_dtype)
     return Prediction(devices, memory, context, decode, prompt)
-
-
-def large_model_predictions(
-    hardware: Sequence[str] = ("h100-sxm", "h200"),
-    links: Sequence[str] = ("nvlink", "pcie"),
-    sizes: Sequence[int] = (1, 2, 4, 8),
-) -> dict[tuple[str, str, str, Layout], Prediction]:
-    """Predictions for large models, by (preset, hardware, link, layout), with CUDA graphs, in bf16
-    (DeepSeek-V3 with FP8 weights, as published). MoE models also have expert-parallel layouts, with
-    and without data-parallel attention."""
-    found = {}
-    for name in LARGE_MODELS:
-        config = preset(name)
-        layouts = [Layout(size) for size in sizes]
-        if config.moe is not None:
-            several = [size for size in sizes if size > 1]
-            layouts += [Layout(size, 1, True, own) for own in (False, True) for size in several]
-        for machine in hardware:
-            for link in links:
-                for layout in layouts:
-                    devices = Devices(
-                        DATASHEET[machine],
-                        LINKS[link],
-                        layout,
-                        is_recorded=True,
-                        weight_size=1.0 if name in FP8 else None,
-                    )
-                    found[name, machine, link, layout] = predict(config, devices)
-    return found

@@ -72,11 +72,11 @@ DAMAGED = [
 @pytest.mark.parametrize("text", DAMAGED)
 def test_damage_is_set_aside(tmp_path: Path, text: str) -> None:
     file = ProgressFile(tmp_path / "progress.json")
-    for number in ("", "2"):
+    for number in (1, 2):
         file.path.write_text(text)
-        notice = file.read().notice
-        assert f"is now progress.json.damaged{number};" in notice
-        assert (tmp_path / f"progress.json.damaged{number}").read_text() == text
+        kept = tmp_path / ".history" / f"progress.{number}.json"
+        assert f"is now {workspace.shown_path(kept)};" in file.read().notice
+        assert kept.read_text() == text
     file.set("e90.1", hints=1)
     assert file.read().notice == ""
 

@@ -127,11 +127,9 @@ MISTAKES = [
     ([L70, "-tp", "4"], "add one, such as --hardware h100"),
     ([L70, "--link", "pcie", "--gpu", "h100"], "--link and -ep need -tp or -pp"),
     ([L70, "-tp", "4", "-ep", "--gpu", "h100"], "has no experts; leave"),
-    ([L70, "-tp", "4", "--gpu", "h100", "--load"], "leave out --load"),
     ([L70, "-tp", "4", "--gpu", "h100", "--dtype", "fp8"], "dtype is 'fp8'"),
     ([L70, "-tp", "4", "--gpu", "h100", "--max-model-len", "0"], "--max-model-len is 0"),
-    (["tiny", "--quantization", "int3"], "--quantization is 'int3'; it must be int8 or int4."),
-    ([NF4, "--speculate", "ngram", "--hardware", "h100"], "--speculate predicts with 16-bit"),
+    (["tiny", "--quantization", "int3"], "--quantization is 'int3'; it must be one of int8, int4."),
 ]
 
 

@@ -11,9 +11,8 @@ from minillm.lab.benchmarks.serving.reply import COLUMNS, Reply, row
 from minillm.lab.benchmarks.serving.slo import evaluate, parse_slo
 from minillm.lab.benchmarks.serving.summary import (
     Evaluation,
-    concurrency,
     offered,
-    steady_window,
+    peak_concurrency,
     summarise,
     tokens_within,
 )
@@ -92,18 +91,13 @@ def flight(index: int, sent: float, end: float) -> Reply:
     return reply(index=index, intended=sent, sent=sent, end=end, frames=frames, output_tokens=4)
 
 
-def test_the_steady_window_by_hand() -> None:
+def test_the_flight_by_hand() -> None:
     """In flight: 1 from 0, 2 from 1, 3 from 2, 2 from 5, 1 from 6, 2 from 7, 1 from 7.5, 0 from
     8."""
     replies = [flight(0, 0, 6), flight(1, 1, 5), flight(2, 2, 8), flight(3, 7, 7.5)]
-    assert concurrency(replies) == [
-        (0, 1), (1, 2), (2, 3), (5, 2), (6, 1), (7, 2), (7.5, 1), (8, 0)
-    ]  # fmt: skip
-    assert steady_window(replies, 0.6) == ((1, 6), 3)
-    assert steady_window(replies, 2 / 3) == ((1, 6), 3)
-    assert steady_window(replies, 0.9) == ((2, 5), 3)
-    assert steady_window(replies, 0.3) == ((0, 8), 3)
-    assert steady_window([], 0.5) == ((0.0, 0.0), 0)
+    assert peak_concurrency(replies) == 3
+    assert peak_concurrency([flight(0, 0, 2), flight(1, 2, 5)]) == 1  # the second follows at once
+    assert peak_concurrency([]) == 0
     found = offered(replies)
     assert found is not None
     assert found["request_rate"] == 3 / 7
@@ -111,15 +105,10 @@ def test_the_steady_window_by_hand() -> None:
     assert tokens_within(replies, (1, 6)) == 2 * 4
 
 
-def test_a_request_that_follows_another_at_once_keeps_the_window() -> None:
-    replies = [flight(0, 0, 2), flight(1, 2, 5), flight(2, 5, 6)]
-    assert steady_window(replies, 1.0) == ((0, 6), 1)
-
-
 def test_the_summary_of_a_run() -> None:
     late = reply(index=2, intended=12.0, sent=12.0, end=14.0, frames=[13.0, 14.0], output_tokens=2,
                  texts=[13.0, 14.0])  # fmt: skip
-    how = Evaluation({"ttft": 0.6}, 0.5)
+    how = Evaluation({"ttft": 0.6})
     found = summarise([reply(), failed(503, 1, 11.0), late], 10.0, how)
     assert (found["sent"], found["ok"], found["rejected"], found["failed"]) == (3, 2, 1, 0)
     assert found["errors"] == {"503: broken": 1}

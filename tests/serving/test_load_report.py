@@ -47,7 +47,7 @@ def swept() -> dict[str, Any]:
         server = FakeServer(ttft=0.1, itl=0.1, slots=4, refuse_above=12)
         async with bench_of(server, plan) as bench:
             points = await sweep(bench)
-            return collected(Wanted(plan, dollars_per_hour=1.0, hardware="2 processors"),
+            return collected(Wanted(plan, hardware="2 processors"),
                              bench, points, None)  # fmt: skip
 
     found: dict[str, Any] = run_virtual(run())
@@ -63,7 +63,7 @@ def test_the_sweep_is_json_with_all_rows(swept: dict[str, Any]) -> None:
     overloaded = found["points"][-1]
     assert overloaded["rejected"]["median"] > 0.1
     assert overloaded["attainment"]["median"] < 0.9
-    assert found["knee"]["load"] == found["cost"]["load"] < 20
+    assert found["knee"]["load"] < 20
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,16 @@ def test_the_report(swept: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "stdout", out)
     show(swept, Terminal())
     text = out.getvalue()
-    for part in ("TTFT p50", "ITL p99", "SLO met", "goodput", "20/s", "Knee:", "503: overloaded",
-                 "million output tokens per dollar", "late (p99)"):  # fmt: skip
+    for part in (
+        "TTFT p50",
+        "ITL p99",
+        "SLO met",
+        "goodput",
+        "20/s",
+        "Knee:",
+        "503: overloaded",
+        "late (p99)",
+    ):
         assert part in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
 
@@ -143,16 +151,14 @@ def test_a_single_run_lists_its_latencies(url: str, capsys: pytest.CaptureFixtur
                    "--workload", "lognormal:input=5,output=3")  # fmt: skip
     assert code == 0
     out = capsys.readouterr().out
-    for part in ("ttft", "itl", "measure, as in vLLM", "8 of 8 requests", "Steady window"):
+    for part in ("ttft", "itl", "measure, as in vLLM", "8 of 8 requests", "2 requests at once"):
         assert part in out
 
 
 MISTAKES = """
 --request-rate 0 | argument --request-rate: '0' is not a list of numbers above 0
 --burstiness 2 --concurrency 4 | --burstiness is for an open loop
---ramp 1:0 | two rates above 0
 --concurrency 1,2 --request-rate 3 | give one number
---replay /none | cannot be read
 --workload fixd | Did you mean 'fixed'
 --prompts ids --endpoint chat | leave out --prompts
 --slo ttft | positive time
@@ -161,7 +167,6 @@ MISTAKES = """
 --search --slo ttft=1 --request-rate 1,2 | a single --request-rate
 --target 1.5 | argument --target: '1.5' is not a number above 0, at most 1
 --warmup 8 --quick | less than the 8 requests
---ramp 1:2 --request-rate 3 | both set the arrivals
 --duration 5 --request-rate inf | needs finite rates
 --duration 5 --requests 3 | --duration excludes --requests
 --duration 5 --concurrency 1 | --duration is for an open loop

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from minillm.lab.benchmarks.serving.arrivals import Arrivals, Recorded
+from minillm.lab.benchmarks.serving.arrivals import Arrivals
 from minillm.lab.benchmarks.serving.bench import Bench, Plan
 from minillm.lab.benchmarks.serving.reply import COLUMNS
 from minillm.lab.benchmarks.serving.slo import parse_slo
@@ -72,7 +72,7 @@ def test_a_closed_loop_keeps_its_places_full() -> None:
     found = one_run(server, replace(PLAN, arrivals=None, count=12), 3)
     assert server.most == 3
     assert found["summary"]["wall"] == pytest.approx(12 / 3 * 0.5, abs=1e-5)
-    assert found["summary"]["steady"]["peak_concurrency"] == 3
+    assert found["summary"]["peak_concurrency"] == 3
 
 
 def test_rejections_and_failures_are_counted() -> None:
@@ -106,18 +106,6 @@ def test_turns_after_a_failure_are_not_sent() -> None:
     server = FakeServer(break_if=lambda number: number == 1)
     found = one_run(server, Plan(workload, CONSTANT, (10.0,), 1))
     assert [row["outcome"] for row in rows(found)] == ["ok", "failed"]
-
-
-def test_a_replayed_trace() -> None:
-    replayed = [Recorded(0.0, 10, 3), Recorded(0.7, 20, 4), Recorded(0.9, 5, 1)]
-    workload = parse_workload("fixed", replayed)
-    times = tuple(one.seconds for one in replayed)
-    server = FakeServer()
-    plan = Plan(workload, Arrivals(3.0, replayed=times), (3.0,), 3)
-    found = rows(one_run(server, plan, 3.0))
-    assert server.times == pytest.approx([0.0, 0.7, 0.9], abs=1e-6)
-    assert [row["prompt_tokens"] for row in found] == [10, 20, 5]
-    assert [row["output_tokens"] for row in found] == [3, 4, 1]
 
 
 def test_repeats_have_own_arrivals_and_all_runs_own_prompts() -> None:

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.errors import ConfigError
-from minillm.lab.benchmarks.serving.arrivals import Recorded
 from minillm.lab.benchmarks.serving.client import Fields
 from minillm.lab.benchmarks.serving.prompts import WORDS, Vocabulary, Writer, any_ids, from_counts
 from minillm.lab.benchmarks.serving.workload import (
@@ -45,15 +44,10 @@ def test_lognormal_lengths_have_the_stated_median_and_sigma() -> None:
     assert {conversation[0].max_tokens for conversation in drawn} == {50}
 
 
-def test_the_mixture_has_the_stated_shares() -> None:
-    sizes = "input=10,long_input=500,output=20,long_output=900"
-    fixed = "input_sigma=0,long_input_sigma=0,output_sigma=0,long_output_sigma=0"
-    text = f"sharegpt:{sizes},{fixed},pasted=0.25,wordy=0.6,most=400"
-    drawn = parse_workload(text).draw(4000, 0)
+def test_the_mixture_has_the_stated_share() -> None:
+    drawn = parse_workload("long-short:short=10,long=400,long_share=0.25").draw(4000, 0)
     assert set(lengths(drawn)) == {10, 400}
     assert np.mean(np.array(lengths(drawn)) == 400) == pytest.approx(0.25, abs=0.04)
-    outputs = np.array([conversation[0].max_tokens for conversation in drawn])
-    assert np.mean(outputs == 400) == pytest.approx(0.6, abs=0.04)
 
 
 def test_requests_of_a_tree_share_their_prefixes() -> None:
@@ -121,16 +115,6 @@ def test_only_words_of_one_token_are_used() -> None:
     with pytest.raises(ConfigError, match="--vocab-size"):
         from_counts([[] for _ in WORDS], seed=0)
     assert any_ids(100, 0).ids[0] == 25
-
-
-def test_a_trace_gives_lengths_and_shared_blocks() -> None:
-    replayed = [Recorded(0.0, 600, 9, (7, 8)), Recorded(1.0, 1100, 0, (7, 9, 10)), Recorded(2.0)]
-    drawn = parse_workload("fixed:input=3,output=4", replayed).draw(3, 0)
-    assert lengths(drawn) == [600, 1100, 3]
-    assert [conversation[0].max_tokens for conversation in drawn] == [9, 4, 4]
-    one, two, _ = (WORDED.as_ids(conversation[0].segments) for conversation in drawn)
-    assert one[:512] == two[:512]
-    assert one[512:600] != two[512:600]
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -7,7 +7,7 @@ or of minillm's, whichever is faster.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from minillm.lab import ceilings
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 ONEDNN, OWN, SUMS = "oneDNN's packed product", "our packed product", "minillm.lab.ceilings"
-PRODUCTS = (ONEDNN, OWN)
 SECONDS = 0.4  # for each read pattern; long enough to include a quiet moment of a shared host
 SHAPE = (32_768, 4096)  # a bf16 weight of 256 MiB, larger than any cache
 MANY = (2048, 1024, 4096)  # rows, inputs and outputs of a compute-bound product
@@ -35,11 +34,6 @@ class Ceiling:
     others: float = 0.0  # fraction of the processors that other programs used meanwhile
     machine: str = ""
     ops_int8: float = 0.0
-    packed: Mapping[str, float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        products = {name: rate for name, rate in self.ways.items() if name in PRODUCTS}
-        object.__setattr__(self, "packed", products)
 
     @property
     def bandwidth(self) -> float:
@@ -51,11 +45,6 @@ class Ceiling:
         """Name of the fastest read pattern."""
         return max(self.ways, key=lambda name: self.ways[name])
 
-    @property
-    def packed_bandwidth(self) -> float:
-        """Bytes/s of the faster product of one row with a packed bf16 weight; 0 without one."""
-        return max(self.packed.values(), default=0.0)
-
     def rate(self, dtype: str) -> float:
         """Operations/s of products in `dtype`; in int8 at least those in bf16."""
         if dtype == "int8":
@@ -64,8 +53,7 @@ class Ceiling:
 
     def as_json(self) -> dict[str, Any]:
         """The ceilings as JSON data."""
-        more = {"bandwidth": self.bandwidth, "packed_bandwidth": self.packed_bandwidth}
-        return more | {"way": self.way} | asdict(self)
+        return {"bandwidth": self.bandwidth, "way": self.way} | asdict(self)
 
 
 def best_of(first: Ceiling, second: Ceiling) -> Ceiling:

@@ -20,7 +20,6 @@ from minillm.lab.benchmarks.ceiling import Ceiling, best_of, measure_ceiling
 from minillm.lab.benchmarks.checkpoint import cache_folder
 from minillm.lab.benchmarks.contest import Case, Contest, OfflineRun, Run, Score, spread
 from minillm.lab.benchmarks.engine_process import OWN, EngineProcess, MissingPeerError
-from minillm.lab.benchmarks.lengths import LENGTHS
 from minillm.lab.benchmarks.processor import processor
 from minillm.lab.roofline import StepCost, step_cost
 from minillm.plan.cost import kv_bytes_per_token
@@ -29,6 +28,7 @@ from minillm.plan.weight_sizes import WeightSizes
 BUDGET = 2048  # tokens of a step, or all prompts of the batch: prompts are not chunked
 SLACK = 160  # spare KV-cache tokens per sequence: one block of the engine with the largest blocks
 OFFLINE_SEED = 9
+LEAST = 8  # tokens of a prompt or an output
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,6 @@ class Work:
     device: str = "cpu"
     timeout: float = 900.0
     requests: int = 0
-    lengths: str = "lognormal"  # distribution of the lengths of offline requests
     extra: int = 0  # additional repeats to replace disturbed ones
     fresh: bool = True  # measure the ceilings now instead of using stored ones
     beside: int = 0  # number of busy processes, beside which every engine runs, too
@@ -147,7 +146,6 @@ def measure(
         "weights": work.weights and asdict(work.weights),
         "threads": work.threads,
         "repeats": work.repeats,
-        **({"lengths": work.lengths} if work.what == "offline" else {}),
         "settings": options(work) | {"cache": "", "model": work.name},
         "engines": contest.facts,
         "left_out": contest.failed,
@@ -240,10 +238,24 @@ def offline_result(
 def offline_requests(work: Work, case: Case) -> tuple[list[list[int]], list[int]]:
     """Prompts and output lengths; `case` holds their maximum lengths."""
     rng = random.Random(OFFLINE_SEED)
-    draw = LENGTHS[work.lengths]
-    prompts, lengths = draw(work.requests, OFFLINE_SEED, case.context, case.new_tokens)
+    longest = case.context, case.new_tokens
+    prompts, lengths = lognormal_lengths(work.requests, OFFLINE_SEED, *longest)
     ids = range(max(1, work.config.vocab_size - 1))
     return [rng.choices(ids, k=length) for length in prompts], lengths
+
+
+def lognormal_lengths(
+    count: int, seed: int, most_prompt: int, most_new: int
+) -> tuple[list[int], list[int]]:
+    """Prompt and output lengths similar to chats: log-normal with medians of 160 and 96 tokens and
+    sigmas of 0.8 and 0.7, clipped at both ends."""
+    rng = random.Random(seed)
+
+    def draw(middle: int, sigma: float, most: int) -> int:
+        return int(min(max(middle * rng.lognormvariate(0.0, sigma), LEAST), most))
+
+    lengths = [(draw(160, 0.8, most_prompt), draw(96, 0.7, most_new)) for _ in range(count)]
+    return [prompt for prompt, _ in lengths], [new for _, new in lengths]
 
 
 def statement(results: Sequence[Mapping[str, Any]], under: str = "") -> list[str]:

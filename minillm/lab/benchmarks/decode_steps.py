@@ -8,9 +8,9 @@ scheduling, input preparation, all layers, logits, sampling and bookkeeping.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +21,7 @@ from minillm.api.arguments import EngineArgs
 from minillm.api.sampling_params import SamplingParams
 from minillm.engine.loop import Engine
 from minillm.errors import MinillmError
-from minillm.execution.runner import Runner, runner_of
+from minillm.execution.runner import runner_of
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
@@ -33,20 +33,6 @@ SEED = 12
 
 class StepsFailedError(MinillmError, RuntimeError):
     """A step did not decode exactly one token of each sequence."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """Seconds of one step: in total, in the model (layers and logits), and in sampling."""
-
-    seconds: float
-    model: float
-    sampling: float
-
-    @property
-    def host(self) -> float:
-        """Host overhead: scheduling, input preparation, bookkeeping and outputs."""
-        return self.seconds - self.model - self.sampling
 
 
 class HollowModel:
@@ -64,9 +50,8 @@ class HollowModel:
 class DecodeSteps:
     """An engine on a CPU with a filled KV cache, whose decode steps are timed."""
 
-    def __init__(self, args: EngineArgs, detokenize: bool = True):
+    def __init__(self, args: EngineArgs):
         self.engine = Engine(args)
-        self._detokenize = detokenize
         runner, pool = runner_of(self.engine.runner), self.engine.scheduler.blocks.pool
         if not isinstance(runner.model, Decoder):
             raise StepsFailedError(
@@ -90,16 +75,11 @@ class DecodeSteps:
 
     def run(
         self, batch: int, context: int, count: int, around: AbstractContextManager | None = None
-    ) -> list[Step]:
-        """Time `count` steps of `batch` sequences; the last step attends to `context` - 2 positions
-        of each. `around`, a profiler, is entered for these steps."""
+    ) -> list[float]:
+        """Seconds of each of `count` steps of `batch` sequences; the last step attends to
+        `context` - 2 positions of each. `around`, a profiler, is entered for these steps."""
         engine = self.engine
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=count + NOT_TIMED,
-            ignore_eos=True,
-            detokenize=self._detokenize,
-        )
+        params = SamplingParams(temperature=0.0, max_tokens=count + NOT_TIMED, ignore_eos=True)
         prompt = [1] * (context - count - NOT_TIMED)
         names = [str(number) for number in range(batch)]
         for name in names:
@@ -108,8 +88,8 @@ class DecodeSteps:
             with self._hollow(batch * context):
                 self._step(batch)
             self._step(batch)
-            with parts_timed(runner_of(engine.runner)) as parts, around or nullcontext():
-                return [self._timed(batch, parts) for _ in range(count)]
+            with around or nullcontext():
+                return [self._step(batch) for _ in range(count)]
         finally:
             for name in names:
                 engine.abort(name)
@@ -124,10 +104,6 @@ class DecodeSteps:
                 f"A step had {len(touched)} of {batch} sequences, or finished some of them."
             )
         return seconds
-
-    def _timed(self, batch: int, parts: dict[str, float]) -> Step:
-        parts.update(model=0.0, sampling=0.0)
-        return Step(self._step(batch), **parts)
 
     @contextmanager
     def _hollow(self, budget: int) -> Iterator[None]:
@@ -155,37 +131,3 @@ def fill_with_numbers(cache: Tensor) -> None:
     generator = torch.Generator().manual_seed(SEED)
     block = torch.randn(cache.shape[2:], generator=generator)
     cache.copy_(block.to(cache.dtype))
-
-
-@contextmanager
-def parts_timed(runner: Runner) -> Iterator[dict[str, float]]:
-    """For the block, accumulate the seconds in the model and in sampling."""
-    parts = {"model": 0.0, "sampling": 0.0}
-    watched: list[tuple[Any, str, str]] = [
-        (runner.model, "forward", "model"),
-        (runner.model, "logits", "model"),
-        (runner.sampler, "choose", "sampling"),
-    ]
-    own = [vars(owner).get(name) for owner, name, _ in watched]
-    for owner, name, part in watched:
-        setattr(owner, name, timed(getattr(owner, name), parts, part))
-    try:
-        yield parts
-    finally:
-        for (owner, name, _), before in zip(watched, own, strict=True):
-            delattr(owner, name)
-            if before is not None:
-                setattr(owner, name, before)
-
-
-def timed(run: Callable, parts: dict[str, float], name: str) -> Callable:
-    """Wrap a function so that it adds its seconds to `parts[name]`."""
-
-    def run_and_add(*args: Any, **more: Any) -> Any:
-        start = perf_counter()
-        try:
-            return run(*args, **more)
-        finally:
-            parts[name] += perf_counter() - start
-
-    return run_and_add

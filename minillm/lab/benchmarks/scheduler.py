@@ -1,4 +1,4 @@
-"""Scheduler overhead: microseconds per scheduling step and per prefix-cache lookup.
+"""`minillm bench scheduler`: microseconds per scheduling step and per prefix-cache lookup.
 
 No model runs and tokens are made up, so only the scheduler and the prefix cache are measured. Each
 time comes with its growth, the exponent x of time = c * size ** x, which shows superlinear costs
@@ -8,29 +8,26 @@ independently of the machine's speed.
 import gc
 import math
 import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import process_time
+from typing import Any
 
 from minillm.api.sampling_params import SamplingParams
-from minillm.cache.manager import BlockManager, BlockTable, make_index
+from minillm.cache.manager import BlockManager, make_index
 from minillm.cache.prefix import PrefixIndex
 from minillm.cli.terminal import Terminal
-from minillm.lab.benchmarks.report import about_machine, benchmark_parser, write_result
+from minillm.lab.benchmarks.report import about_machine
+from minillm.lab.commands.bench import finish
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.policies import POLICIES
 from minillm.scheduling.request import Request
 from minillm.scheduling.scheduler import Scheduler
 
-EXAMPLES = """examples:
-  python -m minillm.lab.benchmarks.scheduler                    tables, and JSON as the last line
-  python -m minillm.lab.benchmarks.scheduler --json FILE        tables, and JSON in FILE
-  python -m minillm.lab.benchmarks.scheduler --quick            small sizes, to check that it runs
-"""
 BLOCK_SIZE = 16
 PROMPT = 128  # prompt tokens of a request
 VOCABULARY = 50_000
@@ -45,12 +42,11 @@ class Sizes:
     waiting: tuple[int, ...] = (100, 1_000, 10_000)
     running_beside_line: int = 256  # running sequences while `waiting` varies
     blocks: tuple[int, ...] = (8, 64, 512, 2_048)  # 128 to 32,768 tokens
-    siblings: int = 1_000
     steps: int = 16  # one block of growth
     repeats: int = 7
 
 
-QUICK = Sizes((1, 8), (10, 100), 8, (2, 4, 16), 50, 4, 3)
+QUICK = Sizes((1, 8), (10, 100), 8, (2, 4, 16), 4, 3)
 
 
 @dataclass(frozen=True)
@@ -192,52 +188,28 @@ def text(num_blocks: int) -> list[int]:
     return random.Random(num_blocks).choices(range(VOCABULARY), k=num_blocks * BLOCK_SIZE)
 
 
-def filled(kind: str, tokens: Sequence[int], siblings: int = 0) -> PrefixIndex:
-    """An index that holds a text, and `siblings` others that differ in the last block."""
+def filled(kind: str, tokens: Sequence[int]) -> PrefixIndex:
+    """An index that holds a text."""
     index = make_index(kind, BLOCK_SIZE)
-    cursor = before = index.start("")
+    cursor = index.start("")
     for block in range(len(tokens) // BLOCK_SIZE):
-        before = cursor
         chunk = tuple(tokens[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE])
         cursor = index.insert(cursor, chunk, block)
-    for number in range(siblings):
-        chunk = (*tokens[-BLOCK_SIZE:-4], number, 0, 0, 0)
-        index.insert(before, chunk, len(tokens) + number)
     return index
 
 
-def lookup_time(kind: str, what: str, sizes: Sizes, num_blocks: int) -> float:
-    """Time of a lookup: "hit" finds the whole prompt, "miss" nothing, because the first block
-    differs, and "siblings" all but the last token, among many blocks that begin like the last."""
+def lookup_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
+    """Time of a lookup that finds the whole prompt."""
     tokens = text(num_blocks)
-    index = filled(kind, tokens, sizes.siblings * (what == "siblings"))
-    prompt = [VOCABULARY, *tokens[1:]] if what == "miss" else tokens
-    length = len(tokens) - (what == "siblings")
-    return settled_time(lambda: index.match(prompt, length, ""), sizes.repeats)
-
-
-def insert_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
-    """Time to insert the blocks of a new prompt, including the record of misses."""
-    tokens, times = text(num_blocks), []
-    for _ in range(sizes.repeats):
-        table = BlockTable(blocks=list(range(num_blocks)))
-        insert = partial(BlockManager(num_blocks, BLOCK_SIZE, kind).index_blocks, table, tokens)
-        times.append(median_time(partial(insert, len(tokens)), 1, 1))
-    return median(times)
+    index = filled(kind, tokens)
+    return settled_time(lambda: index.match(tokens, len(tokens), ""), sizes.repeats)
 
 
 def prefix_series(sizes: Sizes) -> Iterator[Series]:
-    """Series of lookups and insertions in both indices, over the prompt length in blocks."""
+    """Series of lookups in both indices, over the prompt length in blocks."""
     for kind in ("hash", "radix"):
-        for what in ("hit", "miss"):
-            lookup = partial(lookup_time, kind, what, sizes)
-            yield Series.of(f"{kind}: {what}", "blocks", sizes.blocks, lookup)
-        yield Series.of(
-            f"{kind}: insert", "blocks", sizes.blocks, partial(insert_time, kind, sizes)
-        )
-    beside = f"radix: hit beside {sizes.siblings:,} siblings"
-    siblings = partial(lookup_time, "radix", "siblings", sizes)
-    yield Series.of(beside, "blocks", sizes.blocks, siblings)
+        lookup = partial(lookup_time, kind, sizes)
+        yield Series.of(f"{kind}: hit", "blocks", sizes.blocks, lookup)
 
 
 # ---- results ----------------------------------------------------------------------------------
@@ -260,25 +232,20 @@ def table(series: Sequence[Series]) -> list[list[str]]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print the tables and JSON."""
-    parser = benchmark_parser("scheduler", __doc__, EXAMPLES)
-    chosen, terminal = parser.parse_args(arguments), Terminal()
-    sizes = QUICK if chosen.quick else Sizes()
+def run(args: Namespace, terminal: Terminal) -> int:
+    """Measure, print the tables, and write JSON."""
+    sizes = QUICK if args.quick else Sizes()
     with terminal.progress("Measuring steps and lookups"):
         steps, prefixes = list(step_series(sizes)), list(prefix_series(sizes))
-    header = ["", "size", "microseconds", "per item", "growth"]
-    for title, series in (("One step: schedule and commit", steps),
-                          ("One prompt in the prefix cache", prefixes)):  # fmt: skip
-        terminal.heading(title)
-        terminal.table(header, table(series))
-    result = about_machine("scheduler") | {
+    found = about_machine("scheduler") | {
         "block_size": BLOCK_SIZE,
         "series": [{**asdict(one), "growth": one.growth()} for one in [*steps, *prefixes]],
     }
-    write_result(result, chosen.json, terminal)
-    return 0
 
+    def show(_: Mapping[str, Any], terminal: Terminal) -> None:
+        for title, series in (("One step: schedule and commit", steps),
+                              ("One prompt in the prefix cache", prefixes)):  # fmt: skip
+            terminal.heading(title)
+            terminal.table(["", "size", "microseconds", "per item", "growth"], table(series))
 
-if __name__ == "__main__":
-    sys.exit(main())
+    return finish(found, args, terminal, show)

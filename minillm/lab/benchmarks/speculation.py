@@ -8,10 +8,6 @@ Workloads:
     held-out    code that the embedded models were not trained on, greedy
     sampled     the same at temperature 1
     copy        a function followed by its beginning: text that repeats itself
-    random      random tokens with synthetic acceptance, for random weights
-
-The acceptance of the first three is measured. Synthetic acceptance accepts drafts at random with
-given rates, whatever their tokens: such a run measures time only.
 """
 
 import random
@@ -23,13 +19,12 @@ from functools import partial
 from itertools import zip_longest
 from statistics import median
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.errors import MinillmError
-from minillm.lab.benchmarks.assisted import Assisted
 from minillm.lab.benchmarks.contest import rotated, spread
 from minillm.lab.benchmarks.others import disturbance, watching
 from minillm.lab.benchmarks.report import about_machine
@@ -38,8 +33,6 @@ from minillm.lab.training.prompts import TEN_PROMPTS, held_out_prompts
 from minillm.llm import LLM
 from minillm.speculative.proposer import DraftRow
 
-T = TypeVar("T")
-V = TypeVar("V")
 PLAIN = "plain"
 COUNTS = ("num_steps", "num_drafts", "num_draft_tokens")  # of the scheduler's counters
 PROMPT_TOKENS = 128
@@ -70,9 +63,6 @@ class SpeculationWork:
     repeats: int
     threads: int
     dtype: str
-    acceptance: tuple[float, ...] | None = None
-    draft: str | None = None
-    vs_transformers: bool = False
 
 
 @dataclass
@@ -113,32 +103,10 @@ def measure(work: SpeculationWork, say: Callable[[str], None]) -> dict[str, Any]
         "dtype": work.dtype,
         "new_tokens": work.new_tokens,
         "repeats": work.repeats,
-        "synthetic_acceptance": work.acceptance,
         "results": results,
-        "transformers": peers_of(work, engines[PLAIN], say),
         "statement": disturbance(results),
         "left_out": {},
     }
-
-
-def peers_of(work: SpeculationWork, llm: LLM, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Throughput of transformers' variants, and its ratio to their plain decoding in the same
-    repeat, for the first prompt of each greedy workload."""
-    if not work.vs_transformers:
-        return []
-    peer, results = Assisted(work.model, work.draft, work.dtype), []
-    for workload in work.workloads:
-        if not params_of(workload, 1).greedy:
-            continue
-        prompt = prompts_of(workload, 1, llm)[0]
-        run = partial(peer.seconds, prompt=prompt, new_tokens=work.new_tokens)
-        seconds = in_turn(peer.variants, work.repeats, f"transformers, {workload}", say, run)
-        for variant, own in seconds.items():
-            ratios = [a / b for a, b in zip(seconds[PLAIN], own, strict=True)]
-            rates = [(work.new_tokens - 1) / each for each in own]
-            found = {"tokens_per_second": spread(rates), "ratio": spread(ratios)}
-            results.append({"workload": workload, "variant": variant, **found})
-    return results
 
 
 def open_engine(work: SpeculationWork, config: Mapping[str, Any] | None) -> LLM:
@@ -146,7 +114,6 @@ def open_engine(work: SpeculationWork, config: Mapping[str, Any] | None) -> LLM:
     return LLM(
         work.model,
         dtype=work.dtype,
-        load_format="dummy" if work.model.startswith("preset:") else "auto",
         speculative_config=config,
         enable_prefix_caching=False,
         max_num_seqs=max(work.batches),
@@ -156,14 +123,14 @@ def open_engine(work: SpeculationWork, config: Mapping[str, Any] | None) -> LLM:
 
 
 def in_turn(
-    variants: Mapping[str, V],
+    variants: Mapping[str, LLM],
     repeats: int,
     what: str,
     say: Callable[[str], None],
-    run: Callable[[V], T],
-) -> dict[str, list[T]]:
+    run: Callable[[LLM], Run],
+) -> dict[str, list[Run]]:
     """Run the variants in turn, after one warm-up run of each."""
-    runs: dict[str, list[T]] = {name: [] for name in variants}
+    runs: dict[str, list[Run]] = {name: [] for name in variants}
     for number in range(repeats + 1):
         for name in rotated(list(variants), number):
             say(f"{what}: {name}, run {number} of {repeats}")
@@ -266,13 +233,8 @@ def params_of(workload: str, new_tokens: int) -> SamplingParams:
 
 def prompts_of(workload: str, batch: int, llm: LLM) -> list[list[int]]:
     """`batch` prompts as token ids."""
-    vocab_size = llm.engine.source.config.vocab_size
-    if workload == "random":
-        rng = random.Random(SEED)
-        return [[rng.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
-    if workload == "copy":
-        return [copy_prompt(ids) for ids in code(batch, llm, PROMPT_TOKENS)]
-    return code(batch, llm, PROMPT_TOKENS)
+    ids = code(batch, llm, PROMPT_TOKENS)
+    return [copy_prompt(each) for each in ids] if workload == "copy" else ids
 
 
 def copy_prompt(ids: list[int]) -> list[int]:
@@ -285,10 +247,7 @@ def code(count: int, llm: LLM, length: int) -> list[list[int]]:
     of their training corpus, the ten prompts of the model card are used, repeatedly."""
     tokenizer = llm.engine.tokenizer
     if tokenizer is None:
-        raise MinillmError(
-            "This model has no tokenizer, which these workloads need; give --acceptance to measure "
-            "random prompts."
-        )
+        raise MinillmError("This model has no tokenizer, which the prompts need.")
     with suppress(MinillmError, OSError):
         return held_out_prompts(corpus.load_manifest(), tokenizer, max(count, 8), length)[:count]
     texts = [TEN_PROMPTS[number % len(TEN_PROMPTS)] for number in range(count)]

@@ -10,10 +10,7 @@ from minillm.lab.benchmarks.speculation import PLAIN, verification_cost
 
 def show(found: Mapping[str, Any], terminal: Terminal) -> None:
     """Print a row for each variant and batch, and the cost of verification."""
-    drafts = "synthetic acceptance" if found["synthetic_acceptance"] else "measured acceptance"
-    terminal.heading(
-        f"speculation: {found['model']}, {found['dtype']}, {drafts}, {found['machine']}"
-    )
+    terminal.heading(f"speculation: {found['model']}, {found['dtype']}, {found['machine']}")
     rows = [
         [
             one["workload"],
@@ -34,28 +31,9 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
          "drafted per accepted", "acceptance of draft 1, 2, ...", "others"],
         rows,
     )  # fmt: skip
-    if found["transformers"]:
-        terminal.table(
-            ["transformers, batch 1", "variant", "tok/s", "over its plain"],
-            [
-                [
-                    one["workload"],
-                    one["variant"],
-                    f"{one['tokens_per_second']['median']:,.0f}",
-                    f"{one['ratio']['median']:.2f}",
-                ]
-                for one in found["transformers"]
-            ],
-        )
     costs = [f"{n} positions {cost:.2f}x" for n, cost in verification_cost(found)]
     if costs:
         terminal.paragraph(f"Verification step over plain step, batch 1: {', '.join(costs)}.")
-    if found["synthetic_acceptance"]:
-        rates = ", ".join(f"{rate:.2f}" for rate in found["synthetic_acceptance"])
-        terminal.paragraph(
-            f"Synthetic acceptance: drafts are accepted at random, with rates {rates}"
-            f"{found.get('acceptance_from', '')}. Only the times are meaningful."
-        )
     for line in [*found["statement"], *found["left_out"].values()]:
         terminal.paragraph(line)
 

@@ -33,14 +33,11 @@ def run(args: Namespace, terminal: Terminal) -> int:
     benchmark = BENCHMARKS[args.what]
     check_file("--json", args.json)
     check_file("--plot", getattr(args, "plot", None))
-    if not benchmark.takes_model:
-        told = ["--quick"] * args.quick + (["--json", args.json] if args.json is not None else [])
-        return int(import_module(benchmark.module).main(told))
     args.given = frozenset(name for name, value in vars(args).items() if value is not None)
     for name, defaults in benchmark.options.items():
         if name not in args.given:
             setattr(args, name, defaults[args.quick])
-    if args.what != "serve":
+    if benchmark.takes_model and args.what != "serve":
         args.model = args.model or (QUICK_MODEL if args.quick else MODEL)
         is_quantised = getattr(args, "quantization", None) is not None  # fast in bf16 everywhere
         on_gpu = (getattr(args, "device", None) or "cpu") != "cpu"
@@ -94,9 +91,7 @@ def engines_of(
     """minillm and the engines that --vs names."""
     from minillm.api.arguments import check_kv_cache_dtype
     from minillm.lab.benchmarks.engine_process import OWN, PEERS, QUANTISED_PEERS
-    from minillm.lab.commands.quantised_weights import check_quantization
 
-    check_quantization(quantization)
     check_kv_cache_dtype(kv_cache_dtype)
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:

@@ -2,7 +2,6 @@
 
 import os
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,7 @@ if TYPE_CHECKING:
     from minillm.config import ModelConfig
     from minillm.lab.benchmarks.compare import Work
 
-# At most: sequences at once, prompt tokens, output tokens.
-OFFLINE: Mapping[str, tuple[int, int, int]] = {
-    "lognormal": (64, 1024, 512), "uniform": (256, 1024, 1024),
-}  # fmt: skip
+OFFLINE = (64, 1024, 512)  # at most: sequences at once, prompt tokens, output tokens
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
@@ -77,7 +73,6 @@ def work_of(args: Namespace, terminal: Terminal) -> "Work":
         dtype=args.dtype,
         device=args.device,
         requests=getattr(args, "requests", 0),
-        lengths=getattr(args, "lengths", "lognormal"),
         extra=0 if args.quick else args.repeats,
         fresh=not args.quick,
         beside=args.beside or 0,
@@ -93,7 +88,7 @@ def cases_of(args: Namespace, config: "ModelConfig") -> tuple[Any, ...]:
 
     longest = config.longest_context
     if args.what == "offline":
-        max_num_seqs, prompt, new_tokens = OFFLINE[args.lengths]
+        max_num_seqs, prompt, new_tokens = OFFLINE
         batch = min(max_num_seqs, args.requests)
         return (Case(batch, min(prompt, longest // 2), min(new_tokens, longest // 4)),)
     new_tokens = 1 if args.what == "prefill" else args.new_tokens

@@ -49,21 +49,18 @@ OPTIONS: Mapping[str, tuple[str, Any, str]] = {
     "context": ("128", SIZES, "prompt lengths, in tokens"),
     "new_tokens": ("N", within(int, 2), "output tokens per sequence"),
     "requests": ("N", within(int, 1, MOST_REQUESTS), "number of requests"),
-    "lengths": ("NAME", name_of("lognormal", "uniform"), "lognormal, or uniform from 100 to 1024"),
     "repeats": ("N", within(int, 1, MOST_REQUESTS), "runs of each engine or load"),
     "vs": ("NAMES", str, "compare with transformers, vllm, openvino, llamacpp"),
     "threads": ("N", within(int, 1), "threads of each engine (all processors)"),
     "dtype": ("NAME", name_of("bfloat16", "float32"),
               "dtype of weights and KV cache (bfloat16 if it is fast here)"),
-    "quantization": ("NAME", str, "weights in int8 or int4 (16 bits)"),
+    "quantization": ("NAME", name_of("int8", "int4"), "weights in int8 or int4 (16 bits)"),
     "kv_cache_dtype": ("NAME", str, "KV cache in int8 (as --dtype)"),
     "device": ("NAME", str, "cpu or cuda"),
     "beside": ("N", within(int, 1), "run every engine also beside N busy processes"),
     "isa": ("NAME", str, "limit all engines to avx2, avx512, avx512_bf16 or amx (no limit)"),
     "layers": ("N", int, "only the first N layers of a preset"),
     "draft": ("MODEL", str, "draft model (tiny has tiny-draft)"),
-    "acceptance": ("0.9,0.8", within(float, 0, 1, many=True),
-                   "accept drafts at random with these rates"),
     "plot": ("FILE", str, "plot the results to a .png, .svg or .pdf"),
     # Of `serve`:
     "request_rate": ("1,2,4", within(float, 0, above=True, many=True),
@@ -72,11 +69,9 @@ OPTIONS: Mapping[str, tuple[str, Any, str]] = {
                     "closed loop: requests at once; with --request-rate: the most at once"),
     "burstiness": ("B", POSITIVE, "shape of gamma arrivals: below 1 bursty, 1 Poisson, inf "
                    "constant (1)"),
-    "ramp": ("R1:R2", str, "linear ramp between two rates"),
-    "replay": ("FILE", str, "send at the timestamps of a JSONL trace"),
     "duration": ("S", POSITIVE, "seconds of arrivals of each run, in place of --requests"),
     "workload": ("NAME[:key=value,...]", str,
-                 "lognormal, fixed, sharegpt, shared-prefix, chat or long-short"),
+                 "lognormal, fixed, shared-prefix, chat or long-short"),
     "endpoint": ("NAME", name_of("completions", "chat"), "completions or chat"),
     "prompts": ("KIND", name_of("ids", "text"), "send prompts as ids or text (ids if possible)"),
     "seed": ("N", within(int, 0), "seed of arrivals, lengths and prompts"),
@@ -84,8 +79,6 @@ OPTIONS: Mapping[str, tuple[str, Any, str]] = {
     "search": ("", bool, "find the highest rate that keeps the target attainment of --slo"),
     "target": ("X", SHARE, "target attainment"),
     "tolerance": ("X", SHARE, "relative tolerance of --search"),
-    "dollars_per_hour": ("X", POSITIVE, "price of the machine, for tokens per dollar at the SLO"),
-    "steady_ratio": ("X", SHARE, "share of the peak concurrency that counts as steady"),
     "warmup": ("N", within(int, 0), "first requests of each run that are not evaluated"),
     "served_model_name": ("NAME", str, "model to ask for (the server's first)"),
     "api_key": ("KEY", str, "key of the server"),
@@ -114,18 +107,16 @@ SERVE: Mapping[str, tuple[Any, Any]] = {
     **dict.fromkeys(OPTIONS, NONE),
     "requests": (100, 8), "repeats": (1, 1), "workload": ("lognormal", "lognormal"),
     "endpoint": ("completions", "completions"), "seed": (0, 0), "search": (False, False),
-    "target": (0.9, 0.9), "tolerance": (0.05, 0.05), "steady_ratio": (0.8, 0.8), "warmup": (0, 0),
+    "target": (0.9, 0.9), "tolerance": (0.05, 0.05), "warmup": (0, 0),
     "timeout": (600.0, 600.0), "respect_eos": (False, False),
 }  # fmt: skip
-ONLY_OTHERS = ("batch", "context", "new_tokens", "lengths", "vs", "threads", "quantization",
-               "kv_cache_dtype", "device", "beside", "isa", "layers", "draft",
-               "acceptance")  # fmt: skip
+ONLY_OTHERS = ("batch", "context", "new_tokens", "vs", "threads", "quantization",
+               "kv_cache_dtype", "device", "beside", "isa", "layers", "draft")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What a benchmark measures, its options, and where its function `run(args, terminal)` is, or
-    `main(arguments)` of a module that has a parser of its own."""
+    """What a benchmark measures, where its function `run(args, terminal)` is, and its options."""
 
     summary: str
     module: str
@@ -139,26 +130,19 @@ BENCHMARKS: Mapping[str, Benchmark] = {
                         {**STEPS, "new_tokens": (32, 6), **CONTEST}),
     "prefill": Benchmark("time to process the prompts", COMPARE, {**STEPS, **CONTEST}),
     "offline": Benchmark("throughput of requests of mixed lengths", COMPARE,
-                         {"requests": (64, 4), "lengths": ("lognormal", "lognormal"), **CONTEST}),
+                         {"requests": (64, 4), **CONTEST}),
     "startup": Benchmark("time from process start to the first token",
                          f"{OWN}.startup",
                          {"repeats": (5, 2), "vs": ("", ""), **ENGINE}),
-    "scale": Benchmark("decode steps over a grid of batches and contexts",
-                       f"{OWN}.scale",
-                       {"batch": ((1, 2, 4, 8, 16, 32, 64), (1, 2)),
-                        "context": ((128, 512, 1024, 2048, 4096, 8192), (32, 64)),
-                        "new_tokens": (8, 4), "repeats": (3, 2), "plot": NONE, **ENGINE}),
     "speculation": Benchmark("speculative decoding against plain decoding",
                              "minillm.lab.commands.bench_speculation",
                              {"batch": ((1, 4, 16, 64), (1, 2)), "new_tokens": (128, 6),
-                              "repeats": (9, 2), "vs": ("", ""), "draft": NONE,
-                              "acceptance": NONE, **ENGINE}),
+                              "repeats": (9, 2), "draft": NONE,
+                              **ENGINE}),
     "serve": Benchmark("latency and throughput of a server under load",
                        "minillm.lab.commands.bench_serve",
                        {name: each for name, each in SERVE.items() if name not in ONLY_OTHERS}),
     "scheduler": Benchmark("scheduler alone, without a model", f"{OWN}.scheduler", {}, False),
-    "parallel": Benchmark("collectives and ranks on this machine, and predictions",
-                          f"{OWN}.parallel", {}, False),
 }  # fmt: skip
 
 

@@ -10,8 +10,20 @@ from typing import Any
 
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
+from minillm.lab.benchmarks.plotting import check_plot
+from minillm.lab.benchmarks.serving.arrivals import Arrivals
+from minillm.lab.benchmarks.serving.bench import Plan
+from minillm.lab.benchmarks.serving.figure import draw
+from minillm.lab.benchmarks.serving.measurement import Wanted, measure
+from minillm.lab.benchmarks.serving.server_process import free_port, serve_command, serving
+from minillm.lab.benchmarks.serving.slo import parse_slo
+from minillm.lab.benchmarks.serving.summary import Evaluation
+from minillm.lab.benchmarks.serving.table import show
+from minillm.lab.benchmarks.serving.target import base_url, is_url
+from minillm.lab.benchmarks.serving.workload import parse_workload
 from minillm.lab.commands.bench import finish, progress
 from minillm.lab.commands.bench_options import MOST_REQUESTS
+from minillm.lab.commands.plan import find_config
 
 DEFAULT_RATES = (4.0,)
 
@@ -19,11 +31,6 @@ DEFAULT_RATES = (4.0,)
 def run(args: Namespace, terminal: Terminal) -> int:
     """Run the benchmark, print the report, write JSON and the figure. Exit code 1 if no request
     succeeded."""
-    from minillm.lab.benchmarks.scale_plot import check_plot
-    from minillm.lab.benchmarks.serving.figure import draw
-    from minillm.lab.benchmarks.serving.measurement import Wanted, measure
-    from minillm.lab.benchmarks.serving.table import show
-
     plan = plan_of(args)
     check_options(args)
     check_plot(args.plot)
@@ -32,7 +39,6 @@ def run(args: Namespace, terminal: Terminal) -> int:
         search=args.search,
         target=args.target,
         tolerance=args.tolerance,
-        dollars_per_hour=args.dollars_per_hour,
         model=args.served_model_name,
         api_key=args.api_key,
         timeout=args.timeout,
@@ -55,17 +61,12 @@ def preset_vocabulary(model: str | None) -> int | None:
     """The size of a preset's vocabulary: presets have no tokenizer, so prompts are any ids."""
     if model is None or not model.startswith("preset:"):
         return None
-    from minillm.lab.commands.plan import find_config
-
     return find_config(model).vocab_size
 
 
 @contextmanager
 def server_of(args: Namespace, say: Any) -> Iterator[str]:
     """The address of the server: given, or of one that is started for this benchmark."""
-    from minillm.lab.benchmarks.serving.server_process import free_port, serve_command, serving
-    from minillm.lab.benchmarks.serving.target import base_url, is_url
-
     model = args.model or "tiny"
     if is_url(model):
         if args.server_options is not None:
@@ -87,23 +88,12 @@ def server_of(args: Namespace, say: Any) -> Iterator[str]:
         yield url
 
 
-def plan_of(args: Namespace) -> Any:
+def plan_of(args: Namespace) -> Plan:
     """The plan that the arguments ask for, after checking them."""
-    from minillm.lab.benchmarks.serving.arrivals import read_replay
-    from minillm.lab.benchmarks.serving.bench import Plan
-    from minillm.lab.benchmarks.serving.slo import parse_slo
-    from minillm.lab.benchmarks.serving.summary import Evaluation
-    from minillm.lab.benchmarks.serving.workload import parse_workload
-
-    replayed = read_replay(args.replay) if args.replay is not None else []
-    workload = parse_workload(args.workload, replayed)
-    if replayed and workload.name == "chat":
-        raise ConfigError("--replay sends single requests; leave out --workload chat.")
-    arrivals, loads, limit = process_of(args, [one.seconds for one in replayed])
+    workload = parse_workload(args.workload)
+    arrivals, loads, limit = process_of(args)
     objectives = parse_slo(args.slo) if args.slo is not None else {}
     count = args.requests
-    if replayed:
-        count = min(count, len(replayed)) if "requests" in args.given else len(replayed)
     if args.warmup >= count:
         raise ConfigError(f"--warmup is {args.warmup}; it must be less than the {count} requests.")
     return Plan(
@@ -115,48 +105,22 @@ def plan_of(args: Namespace) -> Any:
         concurrency=limit,
         repeats=args.repeats,
         seed=args.seed,
-        evaluation=Evaluation(objectives, args.steady_ratio, args.warmup),
+        evaluation=Evaluation(objectives, args.warmup),
     )
 
 
-def process_of(args: Namespace, replayed: list[float]) -> tuple[Any, tuple[float, ...], int | None]:
+def process_of(args: Namespace) -> tuple[Arrivals | None, tuple[float, ...], int | None]:
     """Arrivals (None for a closed loop), the loads of the sweep, and the limit of concurrency."""
-    from minillm.lab.benchmarks.serving.arrivals import Arrivals
-
-    given = [name for name in ("request_rate", "ramp", "replay") if name in args.given]
-    if len(given) > 1:
-        first, second = map(option, given[:2])
-        raise ConfigError(f"{first} and {second} both set the arrivals; leave one of them out.")
-    if args.concurrency is not None and not given:
+    is_open = "request_rate" in args.given
+    if args.concurrency is not None and not is_open:
         if args.burstiness is not None:
             raise ConfigError("--burstiness is for an open loop; give --request-rate, too.")
         return None, tuple(map(float, args.concurrency)), None
     if args.concurrency is not None and len(args.concurrency) > 1:
-        raise ConfigError(
-            "--concurrency with --request-rate, --ramp or --replay is a limit; give one number."
-        )
+        raise ConfigError("--concurrency with --request-rate is a limit; give one number.")
     limit = args.concurrency[0] if args.concurrency else None
-    burstiness = args.burstiness or 1.0
-    if args.replay is not None:
-        rate = len(replayed) / (replayed[-1] or 1.0)
-        return Arrivals(rate, replayed=tuple(replayed)), (round(rate, 3),), limit
-    if args.ramp is not None:
-        start, end = ramp_of(args.ramp)
-        return Arrivals(start, burstiness, end), ((start + end) / 2,), limit
     loads = args.request_rate or DEFAULT_RATES
-    return Arrivals(loads[0], burstiness), loads, limit
-
-
-def ramp_of(text: str) -> tuple[float, float]:
-    """Parse ``1:8``."""
-    start, _, end = text.partition(":")
-    try:
-        found = float(start), float(end)
-    except ValueError:
-        found = (0.0, 0.0)
-    if not all(0 < value < math.inf for value in found):
-        raise ConfigError(f"--ramp is {text[:40]!r}; it must be two rates above 0, such as 1:8.")
-    return found
+    return Arrivals(loads[0], args.burstiness or 1.0), loads, limit
 
 
 def seconds_of(args: Namespace, loads: tuple[float, ...]) -> float | None:
@@ -164,9 +128,9 @@ def seconds_of(args: Namespace, loads: tuple[float, ...]) -> float | None:
     seconds: float | None = args.duration
     if seconds is None:
         return None
-    if {"requests", "replay"} & args.given:
-        raise ConfigError("--duration excludes --requests and --replay; leave one of them out.")
-    if not {"request_rate", "ramp"} & args.given and "concurrency" in args.given:
+    if "requests" in args.given:
+        raise ConfigError("--duration excludes --requests; leave one of them out.")
+    if "request_rate" not in args.given and "concurrency" in args.given:
         raise ConfigError("--duration is for an open loop; give --request-rate, too.")
     if math.inf in loads:
         raise ConfigError("--duration needs finite rates; give --requests with the rate inf.")
@@ -181,20 +145,12 @@ def check_options(args: Namespace) -> None:
     """Reject options that need or exclude another one."""
     if args.endpoint == "chat" and args.prompts == "ids":
         raise ConfigError("--endpoint chat sends messages, which are text; leave out --prompts.")
-    for name in ("search", "dollars_per_hour"):
-        if name in args.given and args.slo is None:
-            raise ConfigError(
-                f"{option(name)} needs objectives; add --slo, such as ttft=500ms,tpot=50ms."
-            )
-    if args.search and {"concurrency", "ramp", "replay"} & args.given:
-        raise ConfigError(
-            "--search varies the request rate; leave out --concurrency, --ramp and --replay."
-        )
-    if (
-        args.search
-        and args.request_rate
-        and (args.request_rate[1:] or math.inf in args.request_rate)
-    ):
+    if args.search and args.slo is None:
+        raise ConfigError("--search needs objectives; add --slo, such as ttft=500ms,tpot=50ms.")
+    if args.search and "concurrency" in args.given:
+        raise ConfigError("--search varies the request rate; leave out --concurrency.")
+    rates = args.request_rate or ()
+    if args.search and (rates[1:] or math.inf in rates):
         raise ConfigError("--search starts from one finite rate; give a single --request-rate.")
 
 

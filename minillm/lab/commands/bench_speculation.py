@@ -3,69 +3,49 @@
 from argparse import Namespace
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
-from minillm.lab.commands.bench import engines_of, finish, progress
-
-if TYPE_CHECKING:
-    from minillm.lab.benchmarks.speculation import SpeculationWork
+from minillm.lab.benchmarks.speculation import PLAIN, RandomDrafts, SpeculationWork, measure
+from minillm.lab.benchmarks.speculation_table import show
+from minillm.lab.commands.bench import finish, progress
+from minillm.lab.commands.plan import find_config
 
 DRAFT_OF: Mapping[str, str] = {"tiny": "tiny-draft"}
 HEADS_OF: Mapping[str, Mapping[str, str]] = {
     "tiny": {"medusa": "tiny-medusa", "eagle": "tiny-eagle"}
 }
+WORKLOADS = ("held-out", "sampled", "copy")
 NUM_DRAFTS, NUM_NODES = 4, 16  # of a chain, of a tree
-SYNTHETIC = "synthetic"
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Run the benchmark, print the table, write JSON."""
     work = work_of(args)
-    from minillm.lab.benchmarks.speculation import measure
-    from minillm.lab.benchmarks.speculation_table import show
-
     with progress(terminal) as say:
         found = measure(work, say)
     return finish(found, args, terminal, show)
 
 
-def work_of(args: Namespace) -> "SpeculationWork":
+def work_of(args: Namespace) -> SpeculationWork:
     """The benchmark that the arguments ask for, after checking them."""
     name = args.model if "model" in args.given else "tiny"
-    peers = engines_of(args.vs)[1:]
-    if peers not in ((), ("transformers",)):
-        raise ConfigError(
-            f"--vs is {args.vs!r}; 'minillm bench speculation' compares with transformers only."
-        )
     draft = args.draft or DRAFT_OF.get(name)
-    from minillm.lab.benchmarks.speculation import SpeculationWork
-    from minillm.lab.commands.plan import find_config
-
     config = find_config(name)
-    acceptance = args.acceptance
-    if name.startswith("preset:") and acceptance is None:
+    if name.startswith("preset:"):
         raise ConfigError(
-            f"{name} has random weights, so its acceptance rate means nothing; set one, such as "
-            "--acceptance 0.9,0.8,0.7,0.6, to measure the cost of verification."
+            f"{name} has random weights, so its acceptance rate means nothing; give a checkpoint."
         )
-    if acceptance is None:
-        variants = real_variants(draft, config.vocab_size, HEADS_OF.get(name, {}))
-    else:
-        variants = synthetic_variants(draft, acceptance, config.vocab_size)
     return SpeculationWork(
         model=name,
-        variants=variants,
-        workloads=("held-out", "sampled", "copy") if acceptance is None else ("random",),
+        variants=real_variants(draft, config.vocab_size, HEADS_OF.get(name, {})),
+        workloads=WORKLOADS,
         batches=args.batch,
         new_tokens=args.new_tokens,
         repeats=args.repeats,
         threads=args.threads,
         dtype=args.dtype,
-        acceptance=acceptance,
-        draft=draft,
-        vs_transformers=bool(peers),
     )
 
 
@@ -76,8 +56,6 @@ def real_variants(
     EAGLE layer, and random drafts (the worst case).
 
     Repeats have the same prompts, so suffixes of earlier outputs are a variant of its own."""
-    from minillm.lab.benchmarks.speculation import PLAIN, RandomDrafts
-
     variants: dict[str, Mapping[str, Any] | None] = {PLAIN: None}
     for number in (NUM_DRAFTS, "auto"):
         variants[f"ngram {number}"] = {"method": "ngram", "num_speculative_tokens": number}
@@ -95,26 +73,4 @@ def real_variants(
     variants["suffix auto, seen before"] = {"method": "suffix", "num_speculative_tokens": "auto"}
     wrong = RandomDrafts(vocab_size)
     variants["random auto"] = {"method": wrong, "num_speculative_tokens": "auto"}
-    return variants
-
-
-def synthetic_variants(
-    draft: str | None, acceptance: tuple[float, ...], vocab_size: int
-) -> dict[str, Mapping[str, Any] | None]:
-    """Plain decoding, and drafts with a fixed acceptance: random ones, which cost nothing to
-    propose (as n-grams do), and those of a draft model."""
-    from minillm.lab.benchmarks.speculation import PLAIN, RandomDrafts
-
-    forced = {
-        "num_speculative_tokens": len(acceptance),
-        "rejection_sample_method": SYNTHETIC,
-        "synthetic_acceptance_rates": acceptance,
-    }
-    variants: dict[str, Mapping[str, Any] | None] = {
-        PLAIN: None,
-        f"free drafts {len(acceptance)}, {SYNTHETIC}": {"method": RandomDrafts(vocab_size)}
-        | forced,
-    }
-    if draft is not None:
-        variants[f"{draft} {len(acceptance)}, {SYNTHETIC}"] = {"model": draft} | forced
     return variants

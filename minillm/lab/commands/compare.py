@@ -7,6 +7,8 @@ from pathlib import Path
 from minillm.api.arguments import check_kv_cache_dtype
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
+from minillm.lab.commands.bench import check_file, progress
+from minillm.lab.commands.bench_options import within
 
 USAGE = "MODEL A [B C ...] [options]"
 EXAMPLES = """\
@@ -31,33 +33,32 @@ WINDOWS, LENGTH = 40, 512
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    add = parser.add_argument
+    add, count = parser.add_argument, within(int, 1)
     add("model", metavar="MODEL", help="the 16-bit model: embedded name, folder, hub id, preset")
     add("candidates", metavar="A", nargs="+", help="folders, .gguf files or methods, see below")
     add("--text", metavar="FILE", type=Path,
         help="UTF-8 text that no model was trained on (held-out standard library)")  # fmt: skip
-    add("--windows", metavar="N", type=int, default=WINDOWS, help=f"windows ({WINDOWS})")
-    add("--length", metavar="N", type=int, default=LENGTH, help=f"tokens of a window ({LENGTH})")
+    add("--windows", metavar="N", type=count, default=WINDOWS, help=f"windows ({WINDOWS})")
+    add("--length", metavar="N", type=count, default=LENGTH, help=f"tokens of a window ({LENGTH})")
     add("--calibration", metavar="FILE", type=Path,
         help="text for gptq, awq and smoothquant (a sample of the embedded models' "
              "training text)")  # fmt: skip
-    add("--samples", metavar="N", type=int, default=64, help="calibration windows of 512 (64)")
-    add("--seeds", metavar="N", type=int, default=1,
+    add("--samples", metavar="N", type=count, default=64, help="calibration windows of 512 (64)")
+    add("--seeds", metavar="N", type=count, default=1,
         help="calibration samples to repeat calibrated methods with (1)")  # fmt: skip
     add("--no-speed", action="store_true", help="measure quality and sizes only")
-    add("--dtype", metavar="DTYPE", default="auto",
+    add("--dtype", metavar="DTYPE", default="auto", choices=("auto", "bfloat16", "float32"),
         help="of the measured speed and KL run: auto, bfloat16, float32 (auto)")  # fmt: skip
     add("--kv-cache-dtype", metavar="NAME", default="auto",
         help="KV cache of the measured speed and KL run: auto, int8 (auto)")  # fmt: skip
-    add("--threads", metavar="N", type=int, help="threads (all processors)")
-    add("--json", metavar="FILE", type=Path, help="write all numbers to FILE")
+    add("--threads", metavar="N", type=count, help="threads (all processors)")
+    add("--json", metavar="FILE", help="write all numbers to FILE")
     add("--plot", metavar="FILE", help="draw quality and speed against bytes (.png, .svg, .pdf)")
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Compare, print the tables, and return the exit code."""
     check(args)
-    from minillm.lab.commands.bench import progress
     from minillm.lab.comparison.candidates import parse
     from minillm.lab.comparison.run import Work, compare
     from minillm.lab.comparison.table import show
@@ -81,7 +82,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         found = compare(work, say)
     show(found, terminal)
     if args.json is not None:
-        args.json.write_text(json.dumps(found) + "\n", "utf-8")
+        Path(args.json).write_text(json.dumps(found) + "\n", "utf-8")
     if args.plot is not None:
         from minillm.lab.comparison.plot import draw
 
@@ -91,12 +92,6 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 def check(args: Namespace) -> None:
     """Reject options that cannot work, before models are loaded."""
-    for option in ("windows", "length", "samples", "seeds", "threads"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{option} is {value}; it must be at least 1.")
-    if args.dtype not in ("auto", "bfloat16", "float32"):
-        raise ConfigError(f"--dtype is {args.dtype!r}; it must be auto, bfloat16 or float32.")
     check_kv_cache_dtype(args.kv_cache_dtype)
     if args.no_speed and args.model.startswith("preset:"):
         raise ConfigError(
@@ -105,10 +100,8 @@ def check(args: Namespace) -> None:
     repeated = [name for name in args.candidates if args.candidates.count(name) > 1]
     if repeated:
         raise ConfigError(f"{repeated[0]} is given twice; leave one out.")
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and not Path(path).resolve().parent.is_dir():
-            raise ConfigError(f"{option} is {str(path)!r}, whose folder does not exist.")
-    if args.plot is not None:
-        from minillm.lab.benchmarks.scale_plot import check_plot
+    check_file("--json", args.json)
+    check_file("--plot", args.plot)
+    from minillm.lab.benchmarks.plotting import check_plot
 
-        check_plot(args.plot)
+    check_plot(args.plot)

@@ -3,21 +3,19 @@
 import json
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from minillm.api.arguments import check_kv_cache_dtype
+from minillm.api.arguments import QUANTIZATIONS, check_kv_cache_dtype
 from minillm.api.speculative_config import HEAD_METHODS, SpeculativeConfig, check_vocabulary
-from minillm.cli.engine_import import import_engine
 from minillm.cli.options import json_object
 from minillm.cli.terminal import Terminal, amount, digits, plural, seconds, size
 from minillm.config import DTYPE_BYTES, ModelConfig
 from minillm.errors import ConfigError
-from minillm.lab.commands import plan_parallel, plan_speculation
+from minillm.lab.commands import plan_parallel
 from minillm.lab.commands.place import Place, find_place
-from minillm.lab.commands.quantised_weights import check_quantization, weights_of
+from minillm.lab.commands.quantised_weights import weights_of
 from minillm.lab.hardware import DATASHEET, Hardware
 from minillm.lab.roofline import StepCost, StepTime, step_cost, step_time
 from minillm.models.presets import preset
@@ -29,8 +27,7 @@ EXAMPLES = """\
 examples:
   minillm plan preset:llama-3.1-70b --hardware h100 -tp 4
   minillm plan preset:qwen3-8b --memory 24GiB --quantization int4
-  minillm plan PATH_TO_A_HF_FOLDER --max-num-seqs 16 --load
-  minillm plan preset:qwen3-8b --hardware h200 --speculate preset:qwen3-0.6b
+  minillm plan PATH_TO_A_HF_FOLDER --max-num-seqs 16
 """
 PROMPT = 1024  # prompt length and context length of the predicted times
 SETTINGS = ("dtype", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
@@ -61,7 +58,7 @@ def add_options(parser: ArgumentParser) -> None:
     add("--memory", metavar="SIZE",
         help="memory, such as 24GiB or 24GB (free memory of this machine)")  # fmt: skip
     add("--dtype", metavar="NAME", help="dtype of the weights (the checkpoint's)")
-    add("--quantization", metavar="NAME",
+    add("--quantization", metavar="NAME", choices=QUANTIZATIONS,
         help="quantise 16-bit weights while loading: int8 or int4")  # fmt: skip
     add("--kv-cache-dtype", metavar="NAME", help="dtype of the KV cache, or int8 (--dtype)")
     add("--max-model-len", metavar="N", type=int,
@@ -74,16 +71,12 @@ def add_options(parser: ArgumentParser) -> None:
         help="fraction of the memory to use, also on a CPU (0.9)")  # fmt: skip
     add("--speculative-config", metavar="JSON", type=json_object,
         help="include the draft model and the logits of drafts")  # fmt: skip
-    add("--load", action="store_true",
-        help="load the model here, and compare planned and allocated memory")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object (bytes, seconds, FLOP)")
-    plan_speculation.add_options(parser)
     plan_parallel.add_options(parser)
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
     """Print the plan, and return the exit code, which is 0 also if the model does not fit."""
-    plan_speculation.check(args)
     is_parallel = plan_parallel.check(args)
     config = find_config(args.model)
     if args.max_model_len is not None and args.max_model_len > config.longest_context:
@@ -95,15 +88,9 @@ def run(args: Namespace, terminal: Terminal) -> int:
         dtype_bytes(args.dtype)
     if args.kv_cache_dtype:
         check_kv_cache_dtype(args.kv_cache_dtype, (*DTYPE_BYTES, "int8"))
-    check_quantization(args.quantization)
-    if args.load and (args.hardware or args.memory or args.kv_cache_dtype not in (None, "int8")):
-        raise ConfigError(
-            "--load runs on this machine; leave out --hardware, --memory and a --kv-cache-dtype "
-            "other than int8."
-        )
     drafts = drafts_of(args, config)
     place = find_place(args, terminal)
-    args.dtype, asked = args.dtype or best_dtype(config, place), args.dtype
+    args.dtype = args.dtype or best_dtype(config, place)
     weights = weights_of(args.model, args.quantization, args.dtype, place.is_cpu)
     if is_parallel:
         return plan_parallel.run(args, config, place, weights, terminal)
@@ -113,53 +100,16 @@ def run(args: Namespace, terminal: Terminal) -> int:
         )
     plan = memory_plan(config, place.memory_bytes, weights=weights, **settings_of(args), **drafts)
     found = Found(args.model, config, place, weights, plan)
-    loaded = load(args, asked, terminal) if args.load else None
-    if args.speculate is not None:
-        speculate(args, found, terminal)
-    elif args.json:
-        terminal.line(json.dumps(as_json(found, loaded)))
+    if args.json:
+        terminal.line(json.dumps(as_json(found)))
     else:
         show(found, terminal)
-        if loaded is not None:
-            show_loaded(*loaded, terminal)
     return 0
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:
     """The options that are arguments of `memory_plan`."""
     return {name: getattr(args, name) for name in SETTINGS} | {"kv_dtype": args.kv_cache_dtype}
-
-
-def speculate(args: Namespace, found: Found, terminal: Terminal) -> None:
-    """Print the predicted speed-up of speculative decoding."""
-    if found.weights is not None:
-        raise ConfigError(
-            f"--speculate predicts with 16-bit weights, and those of {args.model} are "
-            "quantised; give the 16-bit model, without --quantization."
-        )
-    draft = None if args.speculate == plan_speculation.NGRAM else find_config(args.speculate)
-    plan_speculation.run(args, found.config, draft, found.length, found.place, terminal)
-
-
-def load(
-    args: Namespace, dtype: str | None, terminal: Terminal
-) -> tuple[MemoryPlan, dict[str, int]]:
-    """Load the engine on this machine; returns its plan and the bytes it allocated."""
-    with terminal.progress("Loading"):
-        llm = import_engine()(
-            args.model,
-            dtype=dtype or "auto",
-            quantization=args.quantization,
-            kv_cache_dtype=args.kv_cache_dtype or "auto",
-            load_format="dummy" if args.model.startswith("preset:") else "auto",
-            max_model_len=args.max_model_len,
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            speculative_config=args.speculative_config,
-        )
-    with llm:
-        return llm.plan(), llm.engine.allocated()
 
 
 def find_config(model: str) -> ModelConfig:
@@ -213,9 +163,7 @@ def predictions(found: Found, hardware: Hardware) -> dict[str, tuple[StepCost, S
     return {what: (cost, step_time(cost, hardware)) for what, cost in costs.items()}
 
 
-def as_json(
-    found: Found, loaded: tuple[MemoryPlan, dict[str, int]] | None = None
-) -> dict[str, Any]:
+def as_json(found: Found) -> dict[str, Any]:
     """The plan as JSON data: bytes, seconds, operations."""
     hardware = found.place.hardware
     speed = {} if hardware is None else predictions(found, hardware)
@@ -229,7 +177,6 @@ def as_json(
             what: asdict(cost) | asdict(time) | {"seconds": time.seconds, "bound": time.bound}
             for what, (cost, time) in speed.items()
         },
-        **({} if loaded is None else {"loaded": asdict(loaded[0]), "allocated": loaded[1]}),
     }
 
 
@@ -265,36 +212,6 @@ def show(found: Found, terminal: Terminal) -> None:
     if found.place.hardware is not None:
         terminal.line()
         show_speed(found, found.place.hardware, terminal)
-
-
-def show_loaded(plan: MemoryPlan, allocated: Mapping[str, int], terminal: Terminal) -> None:
-    """Print planned and allocated bytes side by side; on a CPU most memory stays free."""
-    draft_cache = plan.kv_cache_bytes * plan.draft_block_bytes // plan.block_bytes
-    planned = {
-        "weights": plan.weight_bytes - plan.draft_weight_bytes,
-        "kv_cache": plan.kv_cache_bytes - draft_cache,
-        "draft_weights": plan.draft_weight_bytes,
-        "draft_kv_cache": draft_cache,
-        "activations": plan.activation_bytes,
-    }
-    rows = [
-        (name.replace("_", " "), size(planned[name]), size(num_bytes),
-         f"{round(num_bytes / planned[name] - 1, 3) + 0.0:+.1%}")
-        for name, num_bytes in allocated.items() if name in planned
-    ]  # fmt: skip
-    terminal.line()
-    terminal.table(("loaded here", "planned", "allocated", "difference"), rows)
-    settings = plan.settings
-    text = (
-        f"The KV cache has {plan.num_tokens // settings.block_size:,} blocks of "
-        f"{settings.block_size} tokens, for sequences of up to {settings.max_model_len:,}."
-    )
-    if "activations" not in allocated:
-        text += (
-            " On a CPU the cache takes a quarter of the remaining memory, or what --max-num-seqs "
-            "sequences can fill if that is less; the memory of activations is not measured."
-        )
-    terminal.paragraph(text)
 
 
 def cache_line(plan: MemoryPlan) -> str:

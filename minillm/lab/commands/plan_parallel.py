@@ -47,10 +47,9 @@ def check(args: Namespace) -> bool:
     args.layout = Layout(tensor, pipeline)
     if args.hardware is None:
         raise ConfigError("-tp and -pp need the rates of a GPU; add one, such as --hardware h100.")
-    if args.load or args.speculate is not None or args.speculative_config is not None:
+    if args.speculative_config is not None:
         raise ConfigError(
-            "-tp and -pp predict plain decoding only; leave out --load, --speculate and "
-            "--speculative-config."
+            "-tp and -pp predict plain decoding only; leave out --speculative-config."
         )
     return True
 

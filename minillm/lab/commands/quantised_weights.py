@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from minillm.api.arguments import QUANTIZATIONS
 from minillm.errors import ConfigError, ModelNotFoundError
 from minillm.plan.weight_sizes import WeightSizes
 
@@ -34,15 +33,6 @@ def weights_of(
     check_fetched(source)
     layout = Layout(DTYPES[dtype], torch.device("cpu" if is_cpu else "cuda"), packed=is_cpu)
     return planned_sizes(source, layout, quantization, dummy=is_preset)
-
-
-def check_quantization(name: str | None) -> None:
-    """Reject a --quantization that does not exist."""
-    if name not in (None, *QUANTIZATIONS):
-        raise ConfigError(
-            f"--quantization is {name!r}; it must be {' or '.join(QUANTIZATIONS)}. A model that is "
-            "already quantised needs no --quantization."
-        )
 
 
 def check_fetched(source: "ModelSource") -> None:

@@ -1,18 +1,19 @@
-"""Show a recorded trace of an engine as a web page, a text table, or in Perfetto."""
+"""Show a recorded trace of an engine as a web page or a text table."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minillm.cli.replaceable import check_replaceable
 from minillm.cli.terminal import Terminal, plural, size
-from minillm.errors import ConfigError, TraceFileError, did_you_mean
+from minillm.errors import ConfigError, did_you_mean
+from minillm.lab.commands.bench_options import within
+from minillm.lab.commands.removed import message
 
 if TYPE_CHECKING:
     from minillm.trace.recorder import Trace
 
-USAGE = "[{view,table,chrome}] FILE_OR_URL [options]"
+USAGE = "[{view,table}] FILE_OR_URL [options]"
 EXAMPLES = """\
 examples:
   minillm generate "def fib(n):" --trace run.jsonl   record a trace
@@ -22,24 +23,21 @@ examples:
 """
 LAST = 40  # steps of the table
 INTERVAL = 2.0  # seconds between two pages of a server
-# First bytes of the files that may be overwritten.
-CHROME_START = b'{"traceEvents":['
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     add = parser.add_argument
-    add("action", metavar="ACTION",
-        help="view (HTML page), table (text) or chrome (for ui.perfetto.dev)")  # fmt: skip
+    add("action", metavar="ACTION", help="view (HTML page) or table (text)")
     add("file", metavar="FILE", nargs="?",
         help="the trace, from --trace or llm.trace.save(), or the address of a "
              "server")  # fmt: skip
     add("-o", "--output", metavar="OUT", help="output file (FILE with another suffix)")
     add("--open", action="store_true", help="view: open the page in a browser")
-    add("--last", metavar="N", type=int,
+    add("--last", metavar="N", type=within(int, 1),
         help=f"table, server: number of steps, counted from the end ({LAST}; "
              "server: 400)")  # fmt: skip
-    add("--interval", metavar="S", type=float,
+    add("--interval", metavar="S", type=within(float, 0.1, 3600),
         help="server without ACTION: seconds between two pages (2)")  # fmt: skip
     add("--api-key", metavar="KEY", help="key of the server")
 
@@ -49,12 +47,12 @@ def run(args: Namespace, terminal: Terminal) -> int:
     if is_url(args.action) and args.file is None:
         args.action, args.file = "follow", args.action
     if args.action not in ACTIONS:
+        if removed := message(f"minillm trace {args.action}"):
+            raise ConfigError(removed)
         hint = did_you_mean(args.action, ACTIONS)
         if args.file is None and not hint:
             hint = f" The file comes after the action: 'minillm trace view {args.action}'."
-        raise ConfigError(
-            f"There is no action {args.action!r}; choose view, table or chrome.{hint}"
-        )
+        raise ConfigError(f"There is no action {args.action!r}; choose view or table.{hint}")
     if args.file is None:
         raise ConfigError(f"There is no FILE; add one: 'minillm trace {args.action} FILE'.")
     check_options(args)
@@ -69,10 +67,8 @@ def check_options(args: Namespace) -> None:
         raise ConfigError("follow needs the address of a server, such as http://localhost:8000.")
     if args.api_key is not None and not server:
         raise ConfigError("--api-key is for the trace of a server; leave it out.")
-    if args.interval is not None and not 0.1 <= args.interval <= 3600:
-        raise ConfigError(f"--interval is {args.interval}; it must be from 0.1 to 3600 seconds.")
     for option, given, owners in (
-        ("--output", args.output is not None, ("view", "chrome", "follow")),
+        ("--output", args.output is not None, ("view", "follow")),
         ("--open", args.open, ("view", "follow")),
         ("--last", args.last is not None and not server, ("table",)),
         ("--interval", args.interval is not None, ("follow",)),
@@ -82,8 +78,6 @@ def check_options(args: Namespace) -> None:
             raise ConfigError(
                 f"{option} is for 'minillm trace {' or '.join(names)}'; leave it out."
             )
-    if args.last is not None and args.last < 1:
-        raise ConfigError(f"--last is {args.last}; it must be at least 1.")
 
 
 def view(args: Namespace, terminal: Terminal) -> None:
@@ -93,7 +87,7 @@ def view(args: Namespace, terminal: Terminal) -> None:
 
     with terminal.progress("Drawing"):
         trace = load(args)
-        path = output(args, ".html")
+        path = output(args)
         write_page(timeline(trace), path, Path(args.file).name)
     written(path, f"{plural(len(trace), 'step')}; open it in a browser", terminal)
     if args.open:
@@ -104,7 +98,7 @@ def follow_server(args: Namespace, terminal: Terminal) -> None:
     """Write the page of a server again and again, until Ctrl-C."""
     from minillm.lab.drawings.live import follow
 
-    path, first = output(args, ".html"), [True]
+    path, first = output(args), [True]
 
     def done(trace: "Trace") -> None:
         if first:
@@ -130,21 +124,8 @@ def table(args: Namespace, terminal: Terminal) -> None:
     terminal.line(load(args).table(args.last or LAST))
 
 
-def chrome(args: Namespace, terminal: Terminal) -> None:
-    """Write the events for Perfetto."""
-    with terminal.progress("Converting"):
-        trace = load(args)
-        path = output(args, ".chrome.json")
-        check_replaceable(path, CHROME_START, "no file that 'minillm trace chrome' wrote")
-        try:
-            trace.save_chrome(path)
-        except OSError as error:
-            raise TraceFileError(f"{str(path)!r} cannot be written: {error.strerror}.") from error
-    written(path, "open it at ui.perfetto.dev", terminal)
-
-
 ACTIONS: Mapping[str, Callable[[Namespace, Terminal], None]] = {
-    "view": view, "table": table, "chrome": chrome, "follow": follow_server
+    "view": view, "table": table, "follow": follow_server
 }  # fmt: skip
 
 
@@ -164,11 +145,11 @@ def load(args: Namespace) -> "Trace":
     return Trace.load(args.file)
 
 
-def output(args: Namespace, suffix: str) -> Path:
-    """The path to write: --output, or FILE with another suffix."""
+def output(args: Namespace) -> Path:
+    """The page to write: --output, or FILE with the suffix .html."""
     if args.output is not None:
         return Path(args.output)
-    return Path(f"server{suffix}") if is_url(args.file) else Path(args.file).with_suffix(suffix)
+    return Path("server.html") if is_url(args.file) else Path(args.file).with_suffix(".html")
 
 
 def written(path: Path, what: str, terminal: Terminal) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minillm.lab.benchmarks.scale_plot import COLOURS, MARKERS, STYLE
+from minillm.lab.benchmarks.plotting import COLOURS, MARKERS, STYLE
 from minillm.lab.comparison.table import average
 from minillm.lab.drawings.figure import need
 

@@ -1,6 +1,6 @@
 """The timeline of a trace: the state of each sequence in each step, and the holders of each block.
 
-All drawings (page, widget, figure, Perfetto) are made from this timeline, which is plain JSON data.
+All drawings (page, widget, figure) are made from this timeline, which is plain JSON data.
 A column is a recorded step; a sequence is a list of spans:
 
     kind   state in these columns                            values

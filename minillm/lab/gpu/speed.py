@@ -87,7 +87,7 @@ def steps(
     timed, dry = engine(context, opened, model, block), context.dry
     length = min(length, 80) if dry else length
     runner = runner_of(timed.engine.runner)
-    seconds = median(each.seconds for each in timed.run(rows, length, 2 if dry else STEPS))
+    seconds = median(timed.run(rows, length, 2 if dry else STEPS))
     if dry:
         return {}
     figures = {"ms": seconds * 1e3, "tok/s": rows / seconds}
@@ -95,8 +95,7 @@ def steps(
     figures["GB/s"] = cost.total_bytes / seconds / 1e9
     graphs, runner.graphs = runner.graphs, None
     try:
-        eager = timed.run(rows, length, EAGER_STEPS)
-        figures["ms eager"] = median(each.seconds for each in eager) * 1e3
+        figures["ms eager"] = median(timed.run(rows, length, EAGER_STEPS)) * 1e3
     finally:
         runner.graphs = graphs
     if graphs is not None and graphs.sizes:

@@ -60,7 +60,7 @@ decoed | there is no benchmark 'decoed'; the benchmarks are decode, prefill
 decode --vs openvino,vlm | has no engine 'vlm'; the engines are transformers, vllm
 decode --vs vllm --device cuda | leave it out with --device cuda.
 decode --vs vllm --quantization int8 | --vs vllm runs 16-bit weights only
-decode --quantization int2 | --quantization is 'int2'; it must be int8 or int4.
+decode --quantization int2 | --quantization is 'int2'; it must be one of int8, int4.
 decode --vs llamacpp --kv-cache-dtype int8 | --vs llamacpp runs with a cache of 16 bits only
 decode --device cuda --kv-cache-dtype int8 | --kv-cache-dtype int8 is for a CPU; leave it out.
 decode --kv-cache-dtype fp8 | is not supported; int8 takes the same memory with a tenth
@@ -70,19 +70,14 @@ decode --new-tokens 1 | argument --new-tokens: '1' is not an integer at least 2.
 offline --requests 2000000 | '2000000' is not an integer at least 1, at most 1,000,000.
 decode --beside 999 | which is 8 per processor.
 decode --isa avx1024 | --isa is 'avx1024'; it must be one of avx2, avx512, avx5
-offline --lengths long | --lengths is 'long'; it must be one of lognormal, uniform.
 decode tiny --context 2040 | --context is 2040; with 32 new tokens it exceeds
 decode preset:smollm3 | There is no preset 'smollm3'
 startup tinny | Did you mean 'tiny'?
 startup --beside 2 | there is no option --beside.
 prefill tiny --context 128,2048 | exceeds the 2048 positions of this model.
-scale tiny --context 64,4096 | --context is 4096; with 8 new tokens it must be from 12 to 2048
-scale tiny --plot /nowhere/a.png | --plot /nowhere/a.png: this is a folder
-scale tiny --plot a.bmp | --plot is 'a.bmp'; its name must end in .png
-scale preset:mixtral-8x7b | explains dense decoders of the families
+serve tiny --plot /nowhere/a.png | --plot /nowhere/a.png: this is a folder
+serve tiny --plot a.bmp | --plot is 'a.bmp'; its name must end in .png
 speculation preset:smollm2-135m | random weights
-speculation --acceptance 0.9,2 | is not a list of numbers at least 0, at most 1.
-speculation --vs vllm | compares with transformers only.
 decode --json /nowhere/at/all.json | or its folder does not exist.
 decode preset:deepseek-v3 --vs vllm | cannot be written as a checkpoint
 """
@@ -107,7 +102,7 @@ def test_help_shows_examples_and_needs_no_torch() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, encoding="utf-8"
     )
     assert (done.returncode, done.stderr) == (0, "False")
-    words = "decode prefill offline startup scale scheduler"
+    words = "decode prefill offline startup speculation scheduler"
     for name in (*words.split(), "make peers"):
         assert name in done.stdout
 
@@ -219,15 +214,6 @@ def test_startup_of_the_embedded_model(monkeypatch, tmp_path, capsys):
     assert "1.5 s" in out
 
 
-def test_the_scheduler_has_a_benchmark_of_its_own(monkeypatch, capsys):
-    from minillm.lab.benchmarks import scheduler
-
-    seen = []
-    monkeypatch.setattr(scheduler, "main", lambda told: seen.append(told) or 3)
-    assert bench("scheduler", "--quick", "--json", "there.json", capsys=capsys)[0] == 3
-    assert seen == [["--quick", "--json", "there.json"]]
-
-
 # ---- figures ----------------------------------------------------------------------------------
 
 
@@ -311,7 +297,7 @@ def test_disturbance_is_said_aloud(work: Work) -> None:
 def test_the_ceiling_is_the_best_of_both_readings() -> None:
     later = Ceiling({SUMS: 30e9, OWN: 25e9}, 5e11, 2e11)
     best = best_of(CEILING, later)
-    assert (best.bandwidth, best.way, best.packed_bandwidth) == (30e9, SUMS, 25e9)
+    assert (best.bandwidth, best.way) == (30e9, SUMS)
     assert (best.rate("bfloat16"), best.rate("float32")) == (1e12, 2e11)
     assert CEILING.way == ONEDNN
 

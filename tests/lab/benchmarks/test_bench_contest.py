@@ -18,11 +18,10 @@ from minillm.cli.terminal import Terminal
 from minillm.lab.benchmarks import beside, compare, contest, others
 from minillm.lab.benchmarks.beside import busy_processes, fair_share
 from minillm.lab.benchmarks.ceiling import SUMS, Ceiling
-from minillm.lab.benchmarks.compare import Work
+from minillm.lab.benchmarks.compare import Work, lognormal_lengths
 from minillm.lab.benchmarks.compare_table import show
 from minillm.lab.benchmarks.contest import Case, Contest, Run, decode_run, prompts_of
 from minillm.lab.benchmarks.engine_process import EngineFailedError
-from minillm.lab.benchmarks.lengths import LENGTHS
 from minillm.lab.benchmarks.others import Watch, busy_ticks, group_ticks
 from minillm.lab.benchmarks.peers.protocol import Timeline
 from minillm.models.presets import preset
@@ -84,12 +83,11 @@ def test_every_engine_gets_the_same_prompts_and_every_repeat_others() -> None:
     assert all(0 <= token < 49 for ids in prompts for token in ids)
 
 
-@pytest.mark.parametrize(("name", "least"), [("lognormal", 8), ("uniform", 100)])
-def test_lengths_are_seeded_and_within_their_limits(name: str, least: int) -> None:
-    prompts, lengths = made = LENGTHS[name](500, 3, 300, 120)
-    assert made == LENGTHS[name](500, 3, 300, 120) != LENGTHS[name](500, 4, 300, 120)
-    assert least <= min(prompts) < least + 20 < 280 < max(prompts) <= 300
-    assert least <= min(lengths) < least + 20 <= max(lengths) <= 120
+def test_lengths_are_seeded_and_within_their_limits() -> None:
+    prompts, lengths = made = lognormal_lengths(500, 3, 300, 120)
+    assert made == lognormal_lengths(500, 3, 300, 120) != lognormal_lengths(500, 4, 300, 120)
+    assert 8 <= min(prompts) < 28 < 280 < max(prompts) <= 300
+    assert 8 <= min(lengths) < 28 <= max(lengths) <= 120
 
 
 # ---- in turn ----------------------------------------------------------------------------------

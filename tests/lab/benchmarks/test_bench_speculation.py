@@ -15,6 +15,7 @@ from minillm.lab.benchmarks.speculation import (
     prompts_of,
     timed,
 )
+from minillm.lab.commands import bench_speculation
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
@@ -55,10 +56,13 @@ def test_a_run_counts_what_the_engine_did():
     assert not llm.engine.has_work
 
 
-def test_the_command_writes_json(tmp_path: Path, capsys):
+def test_the_command_writes_json(tmp_path: Path, capsys, monkeypatch):
     file = tmp_path / "found.json"
-    command = ["bench", "speculation", "tiny", "--quick", "--acceptance", "0.5,0.5"]
-    command += ["--threads", "1"]
+    variants = {PLAIN: None, "ngram 4": NGRAM}
+    monkeypatch.setattr(bench_speculation, "real_variants", lambda *_: variants)
+    monkeypatch.setattr(bench_speculation, "WORKLOADS", ("copy",))
+    command = ["bench", "speculation", "tiny", "--quick", "--threads", "1"]
     assert main([*command, "--json", str(file)]) == 0
-    assert "synthetic" in capsys.readouterr().out
-    assert json.loads(file.read_text())["synthetic_acceptance"] == [0.5, 0.5]
+    assert "over plain" in capsys.readouterr().out
+    found = json.loads(file.read_text())["results"]
+    assert [one["variant"] for one in found] == [PLAIN, "ngram 4"] * 2

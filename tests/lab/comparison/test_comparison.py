@@ -237,21 +237,21 @@ def test_speed_of_a_shape(capsys, tmp_path, monkeypatch) -> None:
     (["tiny", "int8", "--text", "nowhere.txt"], "The text nowhere.txt cannot be read"),
     (["tiny", "int8", "--windows", "9999"], "The text has .* but 9999 windows of 512 need"),
     (["tiny", "int8", "--length", "1"], "--length is 1; it must be from 2"),
-    (["tiny", "int8", "--windows", "0"], "--windows is 0; it must be at least 1"),
+    (["tiny", "int8", "--windows", "0"], "--windows: '0' is not an integer at least 1"),
     (["tiny", "int8", "int8"], "int8 is given twice"),
     (["tiny", "int8", "--plot", "x.txt"], "its name must end in"),
-    (["tiny", "int8", "--json", "nowhere/x.json"], "whose folder does not exist"),
-    (["tiny", "int8", "--dtype", "float64"], "--dtype is 'float64'"),
+    (["tiny", "int8", "--json", "nowhere/x.json"], "its folder does not exist"),
+    (["tiny", "int8", "--dtype", "float64"], "--dtype is 'float64'; it must be one of auto"),
     (["preset:smollm2-135m", "int8", "--no-speed"], "has random weights, so only speed"),
     (["tiny", "int4", "--kv-cache-dtype", "fp8"], "int8 takes the same memory"),
     (["preset:smollm2-135m", "gptq"], "gptq needs a calibration text"),
     (["tiny", "tiny-draft", "--windows", "2", "--no-speed"], "has another shape than tiny"),
 ])  # fmt: skip
-def test_a_mistake_is_one_sentence(arguments, message, capsys, monkeypatch) -> None:
+def test_a_mistake_is_one_sentence(arguments, message, cli, monkeypatch) -> None:
     monkeypatch.setattr(run, "Speed", lambda *_: None)
-    assert main(["compare", *arguments]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert re.search(message, error), error
+    shown = cli("compare", *arguments)
+    assert shown.code == 2
+    assert re.search(message, shown.err), shown.err
 
 
 def test_other_tokenizers_are_refused(text, tmp_path) -> None:

@@ -56,9 +56,7 @@ class Plan:
         if self.arrivals is None:
             return Load(None, int(load), polled)
         rng = np.random.default_rng([self.seed + repeat, 0])
-        arrivals = self.arrivals
-        if not arrivals.replayed and arrivals.ramp_to is None:
-            arrivals = replace(arrivals, rate=load)
+        arrivals = replace(self.arrivals, rate=load)
         return Load([float(at) for at in arrivals.times(count, rng)], self.concurrency, polled)
 
     def describe(self) -> str:
@@ -112,8 +110,7 @@ class Bench:
         progress = Progress(sum(len(each) for each in conversations))
         teller = asyncio.create_task(self.tell(progress, shown))
         try:
-            start, replies = await offer(conversations[: count_of(load_plan, count)], load_plan,
-                                         send, progress)  # fmt: skip
+            start, replies = await offer(conversations, load_plan, send, progress)
         finally:
             teller.cancel()
         found = {
@@ -137,11 +134,6 @@ class Bench:
                 f"{shown}: {progress.sent} of {progress.total} requests sent, "
                 f"{len(progress.done)} done{lost}"
             )
-
-
-def count_of(load: Load, count: int) -> int:
-    """Conversations of a run; a replayed trace may have fewer."""
-    return count if load.times is None else min(count, len(load.times))
 
 
 def sender(client: Client, writer: Writer, conversations: Sequence[Conversation]) -> Any:

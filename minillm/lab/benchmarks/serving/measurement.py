@@ -9,7 +9,7 @@ from minillm.lab.benchmarks.serving.bench import Bench, Plan
 from minillm.lab.benchmarks.serving.client import Client, Fields
 from minillm.lab.benchmarks.serving.prompts import Vocabulary, Writer
 from minillm.lab.benchmarks.serving.reply import COLUMNS
-from minillm.lab.benchmarks.serving.sweep import knee, price, search, sweep
+from minillm.lab.benchmarks.serving.sweep import knee, search, sweep
 from minillm.lab.benchmarks.serving.target import (
     check_request,
     find_target,
@@ -30,7 +30,6 @@ class Wanted:
     search: bool = False
     target: float = 0.9
     tolerance: float = 0.05
-    dollars_per_hour: float | None = None
     model: str | None = None
     api_key: str | None = None
     timeout: float = 600.0
@@ -84,7 +83,7 @@ def collected(
     wanted: Wanted, bench: Bench, points: list[dict[str, Any]], found: dict[str, Any] | None
 ) -> dict[str, Any]:
     """JSON data of the whole benchmark."""
-    plan, target, dollars = bench.plan, bench.target, wanted.dollars_per_hour
+    plan, target = bench.plan, bench.target
     closed = plan.arrivals is None
     return {
         "benchmark": "serve",
@@ -105,7 +104,6 @@ def collected(
         "points": points,
         "knee": knee(points, wanted.target),
         "search": found,
-        "cost": None if dollars is None else price(points, bench.runs, wanted.target, dollars),
         "columns": COLUMNS,
         "runs": bench.runs,
         "notes": notes(bench),

@@ -21,12 +21,10 @@ class Evaluation:
 
     Attributes:
         objectives: the SLO; empty for none.
-        steady_ratio: share of the peak concurrency that counts as steady.
         warmup: conversations at the start that are sent but not evaluated.
     """
 
     objectives: Objectives
-    steady_ratio: float = 0.8
     warmup: int = 0
 
 
@@ -47,7 +45,7 @@ def summarise(replies: Sequence[Reply], start: float, how: Evaluation) -> dict[s
         "wall": wall,
         **tokens([reply for reply in kept if measures.succeeded(reply)], wall),
         "offered": offered(kept),
-        "steady": steady(kept, wall, how.steady_ratio),
+        "peak_concurrency": peak_concurrency(kept),
         "lateness": statistics([reply.lateness for reply in kept]),
         "latencies": latencies(kept),
         "slo": evaluate(kept, how.objectives, wall) if how.objectives else None,
@@ -91,9 +89,6 @@ def latencies(replies: Sequence[Reply]) -> dict[str, Any]:
     return found | {"itl": statistics([gap for one in good for gap in measures.gaps(one.frames)])}
 
 
-# ---- windows ------------------------------------------------------------------------------------
-
-
 def offered(replies: Sequence[Reply]) -> dict[str, Any] | None:
     """Rates from the first to the last time at which a request was due; None if all were due at
     once."""
@@ -110,46 +105,13 @@ def offered(replies: Sequence[Reply]) -> dict[str, Any] | None:
     }
 
 
-def steady(replies: Sequence[Reply], wall: float, ratio: float) -> dict[str, Any]:
-    """Rates and latencies within the steady window."""
-    window, most = steady_window(replies, ratio)
-    length = window[1] - window[0]
-    inside = [reply for reply in replies if window[0] <= reply.intended < window[1]]
-    return {
-        "ratio": ratio,
-        "peak_concurrency": most,
-        "seconds": length,
-        "share": length / wall if wall > 0 else 0.0,
-        "output_throughput": tokens_within(replies, window) / length if length else 0.0,
-        "requests": len(inside),
-        **latencies(inside),
-    }
-
-
-def steady_window(replies: Sequence[Reply], ratio: float) -> tuple[Window, int]:
-    """The longest interval in which at least `ratio` of the peak concurrency is in flight, and the
-    peak. Without replies it is empty."""
-    steps = concurrency(replies)
-    peak = max((level for _, level in steps), default=0)
-    best, start = (0.0, 0.0), None
-    for at, level in steps:
-        enough = peak > 0 and level >= ratio * peak
-        if enough and start is None:
-            start = at
-        elif not enough and start is not None:
-            best = max(best, (start, at), key=lambda one: one[1] - one[0])
-            start = None
-    return best, peak
-
-
-def concurrency(replies: Sequence[Reply]) -> list[tuple[float, int]]:
-    """Requests in flight, as steps: from each time on, this many."""
+def peak_concurrency(replies: Sequence[Reply]) -> int:
+    """The most requests in flight at once."""
     changes: Counter[float] = Counter()
     for reply in replies:
         changes[reply.sent] += 1
         changes[reply.end] -= 1
-    times = sorted(changes)
-    return list(zip(times, accumulate(changes[at] for at in times), strict=True))
+    return max(accumulate(changes[at] for at in sorted(changes)), default=0)
 
 
 def tokens_within(replies: Sequence[Reply], window: Window) -> float:

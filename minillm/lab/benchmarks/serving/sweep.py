@@ -1,5 +1,5 @@
 """Runs at several loads: a sweep, or a search for the highest rate that keeps an attainment; and
-the figures of each load, the knee, and the price of tokens.
+the figures of each load, and the knee.
 
 The search doubles or halves the rate until it has a rate that keeps the target and one that does
 not, and then bisects. Attainment is assumed to fall with the rate; it is measured, so the result
@@ -16,8 +16,6 @@ import numpy as np
 from minillm.lab.benchmarks.serving.bench import Bench, name_of
 
 MOST_STEPS = 12  # doublings or halvings of a search
-LEAST_POINTS = 3  # of a curve with a knee
-CLEAR = 0.05  # of the range; a curve closer to its chord has no knee
 Point = Mapping[str, Any]
 
 
@@ -146,7 +144,7 @@ async def highest_rate(
     return found
 
 
-# ---- knee and price -----------------------------------------------------------------------------
+# ---- knee ---------------------------------------------------------------------------------------
 
 
 def by_load(points: Sequence[Point]) -> list[Point]:
@@ -166,37 +164,12 @@ def kept_load(points: Sequence[Point], target: float) -> float | None:
 
 
 def knee(points: Sequence[Point], target: float) -> dict[str, Any] | None:
-    """The load from which on a higher load costs more than it brings. With an SLO: the highest load
-    up to which every load keeps the target attainment. Without: the point of the output throughput
-    that is farthest above the chord from the first to the last point. None if there is none."""
+    """The highest load up to which every load keeps the target attainment; None without an SLO, or
+    if all loads or none of them keep it."""
     known = by_load(points)
-    if known and all(one["attainment"] is not None for one in known):
-        kept = kept_load(known, target)
-        if kept is None or min(one["attainment"]["median"] for one in known) >= target:
-            return None
-        return {"load": kept, "why": f"highest load with attainment of {target:.0%}"}
-    if len(known) < LEAST_POINTS:
+    if not known or any(one["attainment"] is None for one in known):
         return None
-    x, y = np.array([(one["load"], one["output_throughput"]["median"]) for one in known]).T
-    above = y - np.interp(x, x[[0, -1]], y[[0, -1]])
-    best, height = int(above.argmax()), float(np.ptp(y))
-    if x[0] == x[-1] or height <= 0 or above[best] < CLEAR * height:
+    kept = kept_load(known, target)
+    if kept is None or min(one["attainment"]["median"] for one in known) >= target:
         return None
-    return {"load": float(x[best]), "why": "bend of the output throughput"}
-
-
-def price(
-    points: Sequence[Point], runs: Sequence[Mapping[str, Any]], target: float, dollars: float
-) -> dict[str, Any]:
-    """Millions of tokens per dollar, input and output separately, at the highest load that meets
-    the SLO, up to which all loads do; at `dollars` per hour. Tokens are those of whole runs, with
-    the time after the last arrival."""
-    load = kept_load(points, target)
-    if load is None:
-        return {"missing": f"no load keeps an attainment of {target:.0%}"}
-    found: dict[str, Any] = {"load": load, "dollars_per_hour": dollars}
-    for name in ("input", "output"):
-        rates = [run["summary"][f"{name}_throughput"] for run in runs if run["load"] == load]
-        found[f"{name}_tokens_per_second"] = float(np.mean(rates))
-        found[f"{name}_mtok_per_dollar"] = float(np.mean(rates)) * 3600 / 1e6 / dollars
-    return found
+    return {"load": kept, "why": f"highest load with attainment of {target:.0%}"}

@@ -69,8 +69,8 @@ def show_latencies(summary: Mapping[str, Any], terminal: Terminal) -> None:
 
 
 def statement(found: Mapping[str, Any]) -> list[str]:
-    """Lines about the SLO, the search, cost, the steady window, errors and the client."""
-    lines = [*slo_lines(found), *search_lines(found), *cost_lines(found)]
+    """Lines about the SLO, the search, errors and the client."""
+    lines = [*slo_lines(found), *search_lines(found)]
     if found["knee"] is not None:
         load = name_of(found["knee"]["load"], found["plan"]["closed"])
         lines.append(f"Knee: {load} ({found['knee']['why']}).")
@@ -117,25 +117,8 @@ def search_lines(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def cost_lines(found: Mapping[str, Any]) -> list[str]:
-    """Tokens per dollar at the load that meets the SLO."""
-    cost = found["cost"]
-    if cost is None:
-        return []
-    if "output_mtok_per_dollar" not in cost:
-        return [f"Tokens per dollar are not given: {cost['missing']}."]
-    where = name_of(cost["load"], found["plan"]["closed"])
-    return [
-        f"At {where}, which meets the SLO, and {cost['dollars_per_hour']:g} dollars per hour: "
-        f"{digits(cost['output_mtok_per_dollar'])} million output tokens per dollar and "
-        f"{digits(cost['input_mtok_per_dollar'])} million input tokens per dollar, of the same "
-        "dollar."
-    ]
-
-
 def run_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Throughput, prefix cache and steady window of one run."""
-    steady = summary["steady"]
+    """Throughput, prefix cache and concurrency of one run."""
     lines = [
         f"{summary['ok']} of {plural(summary['sent'], 'request')} succeeded in "
         f"{seconds(summary['wall'])}: {digits(summary['request_throughput'])} requests/s, "
@@ -146,12 +129,7 @@ def run_lines(summary: Mapping[str, Any]) -> list[str]:
     if summary["prompt_tokens"] and summary["cached_tokens"]:
         share = summary["cached_tokens"] / summary["prompt_tokens"]
         lines.append(f"{share:.0%} of the prompt tokens came from the prefix cache.")
-    lines.append(
-        f"Steady window (at least {steady['ratio']:.0%} of {steady['peak_concurrency']} requests "
-        f"at once): {seconds(steady['seconds'])}, {steady['share']:.0%} of the run, "
-        f"{digits(steady['output_throughput'])} output tokens/s."
-    )
-    return lines
+    return [*lines, f"At most {plural(summary['peak_concurrency'], 'request')} at once."]
 
 
 def error_lines(found: Mapping[str, Any]) -> list[str]:

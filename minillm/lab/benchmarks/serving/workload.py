@@ -11,9 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from minillm.errors import ConfigError, did_you_mean
-from minillm.lab.benchmarks.serving.arrivals import Recorded
 
-HASH_TOKENS = 512  # tokens that one of Mooncake's hash ids stands for
 LEAST, MOST = 1, 1_000_000  # tokens of a drawn length
 
 
@@ -72,19 +70,6 @@ def draw_lognormal(count: int, rng: np.random.Generator, p: Parameters) -> list[
     ]
 
 
-def draw_sharegpt(count: int, rng: np.random.Generator, p: Parameters) -> list[Conversation]:
-    """Mixtures of two log-normal distributions: short questions and pasted texts, short answers and
-    long ones. The parameters resemble public statistics of chats; they are not fitted to data."""
-    found = []
-    for index in range(count):
-        pasted, wordy = rng.random() < p["pasted"], rng.random() < p["wordy"]
-        name, answer = ("long_" if pasted else ""), ("long_" if wordy else "")
-        length = lognormal(p[f"{name}input"], p[f"{name}input_sigma"], rng)
-        output = lognormal(p[f"{answer}output"], p[f"{answer}output_sigma"], rng)
-        found.append(single(index, min(length, int(p["most"])), min(output, int(p["most"]))))
-    return found
-
-
 def draw_shared_prefix(count: int, rng: np.random.Generator, p: Parameters) -> list[Conversation]:
     """A tree of prefixes: each request has one of the roots, one of its branches, and own
     tokens."""
@@ -131,10 +116,6 @@ DRAWS: Mapping[str, tuple[Draw, Parameters]] = MappingProxyType(
         "lognormal": (draw_lognormal, MappingProxyType(
             {"input": 160, "input_sigma": 0.8, "output": 96, "output_sigma": 0.7})),
         "fixed": (draw_fixed, MappingProxyType({"input": 128, "output": 64})),
-        "sharegpt": (draw_sharegpt, MappingProxyType(
-            {"input": 20, "input_sigma": 0.9, "long_input": 220, "long_input_sigma": 1.1,
-             "pasted": 0.4, "output": 60, "output_sigma": 1.1, "long_output": 300,
-             "long_output_sigma": 0.6, "wordy": 0.5, "most": 2048})),
         "shared-prefix": (draw_shared_prefix, MappingProxyType(
             {"roots": 2, "branches": 4, "prefix": 128, "input": 64, "output": 64})),
         "chat": (draw_chat, MappingProxyType(
@@ -144,26 +125,20 @@ DRAWS: Mapping[str, tuple[Draw, Parameters]] = MappingProxyType(
             {"short": 64, "long": 1024, "long_share": 0.05, "output": 64})),
     }
 )  # fmt: skip
-MAY_BE_ZERO = ("_sigma", "think", "pasted", "wordy", "long_share")
-SHARES = ("pasted", "wordy", "long_share")
+MAY_BE_ZERO = ("_sigma", "think", "long_share")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A named distribution of conversations, with all its parameters; or a replayed trace."""
+    """A named distribution of conversations, with all its parameters."""
 
     name: str
     parameters: Parameters
-    replayed: tuple[Recorded, ...] = ()
 
     def draw(self, count: int, seed: int) -> list[Conversation]:
         """The conversations of one run; the same seed draws the same ones."""
         rng = np.random.default_rng([seed, 1])
-        drawn = DRAWS[self.name][0](count, rng, self.parameters)
-        if not self.replayed:
-            return drawn
-        pairs = zip(self.replayed, drawn, strict=False)
-        return [as_recorded(one, other) for one, other in pairs]
+        return DRAWS[self.name][0](count, rng, self.parameters)
 
     def describe(self) -> str:
         """The name and all parameters, as --workload takes them."""
@@ -171,21 +146,7 @@ class Workload:
         return f"{self.name}:{given}"
 
 
-def as_recorded(one: Recorded, drawn: Conversation) -> Conversation:
-    """A request with the lengths and shared blocks of a trace; what the trace lacks is drawn."""
-    turn = drawn[0]
-    length = one.input_length or turn.length
-    segments: list[Segment] = []
-    for hash_id in one.hash_ids:
-        segments.append(Segment(f"hash {hash_id}", HASH_TOKENS))
-    segments = list(first_tokens(segments, length))
-    rest = length - sum(segment.length for segment in segments)
-    if rest:
-        segments.append(replace(turn.segments[-1], length=rest))
-    return (Turn(tuple(segments), one.output_length or turn.max_tokens),)
-
-
-def parse_workload(text: str, replayed: Sequence[Recorded] = ()) -> Workload:
+def parse_workload(text: str) -> Workload:
     """Parse ``NAME`` or ``NAME:key=value,...``.
 
     Raises:
@@ -206,7 +167,7 @@ def parse_workload(text: str, replayed: Sequence[Recorded] = ()) -> Workload:
                 f"{did_you_mean(key, parameters)}"
             )
         parameters[key] = parameter(name, key, value)
-    return Workload(name, MappingProxyType(parameters), tuple(replayed))
+    return Workload(name, MappingProxyType(parameters))
 
 
 def parameter(name: str, key: str, text: str) -> float:
@@ -216,7 +177,7 @@ def parameter(name: str, key: str, text: str) -> float:
     except ValueError:
         value = float("nan")
     least = 0.0 if key.endswith(MAY_BE_ZERO) else 1.0
-    most = 1.0 if key in SHARES else 3.0 if key.endswith("_sigma") else float(MOST)
+    most = 1.0 if key == "long_share" else 3.0 if key.endswith("_sigma") else float(MOST)
     if not least <= value <= most:
         raise ConfigError(
             f"--workload {name}: {key} is {text[:40]!r}; it must be a number from {least:g} to "
