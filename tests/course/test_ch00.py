@@ -30,14 +30,6 @@ def first_cell(chapter, *calls):
     return next(found)
 
 
-def test_a_verdict_names_what_is_impossible_and_grants_a_fifth():
-    assert ch00.verdict(1, LAPTOP.bandwidth * 1.1, 1, LAPTOP, "float32") == "possible"
-    assert ch00.verdict(1, LAPTOP.bandwidth * 1.3, 1, LAPTOP, "float32").startswith(
-        "impossible. The bytes of this measurement need"
-    )
-    assert "operations" in ch00.verdict(2e12, 1, 1, LAPTOP, "float32")
-
-
 @pytest.mark.parametrize("overhead", [1e-9, 1.0])
 def test_calls_are_no_part_of_a_bound(overhead):
     """A bound is a time that no program can beat, and a program can overlap or record its calls."""

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from minillm_exercises.chapters import ch01b, ch01b_forward
+from minillm_exercises.chapters import ch01b_forward
 
 EXERCISES = Path(__file__).resolve().parents[2] / "exercises"
 SHAPE = {
@@ -84,34 +84,3 @@ def test_what_checks_e01_3_agrees_with_transformers():
     weights, config, wanted = model_of("qwen3")
     checks = module_at(EXERCISES / "e01_forward_pass/test_e01_3.py")
     torch.testing.assert_close(checks.expected(weights, config, IDS), wanted)
-
-
-@pytest.mark.parametrize("line", ch01b.DELETED)
-def test_each_deleted_line_is_one_line_and_matters(line):
-    weights, config, wanted = model_of("qwen3")
-    assert sum(text.endswith(ch01b.MARK + line) for text in ch01b.LINES) == 1
-    found = ch01b.program(line)(weights, config, IDS)
-    assert found.shape == wanted.shape
-    assert not torch.allclose(found, wanted, atol=1e-2)
-
-
-def test_the_page_uses_what_is_written_and_right():
-    def norm(x, weight, eps):
-        return x / ((x * x).mean(-1, keepdim=True) + eps).sqrt() * weight
-
-    found = ch01b.parts({"norm": norm, "mlp": lambda *_: None, "rotate": lambda x, _: x + 1})
-    assert found.norm is norm
-    assert found.mlp is ch01b_forward.mlp
-    assert found.rotate is ch01b_forward.rotate
-
-
-def test_what_a_program_is_judged_by():
-    """The right one has no divergence; one that knows nothing has the loss of the uniform
-    distribution; NaN has no numbers."""
-    log_p = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).double().log()
-    same = ch01b.judge(lambda ids: log_p, (), [0, 1], log_p)
-    assert (same["kl"], same["same"]) == (0, 1)
-    uniform = ch01b.judge(lambda ids: torch.zeros(2, 3), (), [0, 1], log_p)
-    assert uniform["loss"] == pytest.approx(1.0986, abs=1e-4)
-    assert uniform["kl"] == pytest.approx(1.0986 - 1.0397, abs=1e-4)
-    assert ch01b.judge(lambda ids: torch.full((2, 3), torch.nan), (), [0, 1], log_p)["loss"] is None
