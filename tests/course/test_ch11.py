@@ -149,7 +149,7 @@ print(ch11_ladder.run(blank, 3, x, 10, shape=(10,), TILE=4))
 
 
 @pytest.mark.parametrize(("limit", "lines"), [
-    ("length", ["True", "None"]),
+    pytest.param("length", ["True", "None"], marks=pytest.mark.slow),
     ("99", ["2 accesses out of bounds. The first: unmasked at program (2, 0, 0) writes 0 bytes "
             "behind the end of out.", "True", "None"]),
 ])  # fmt: skip
