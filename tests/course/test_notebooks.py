@@ -379,13 +379,3 @@ def test_what_is_in_order_is_accepted():
     said = put(0, source="# A title\n\nThe engine's fast\npath is off.")
     eager = 'LLM("tiny", enforce_eager=True)\nceilings.measure(device=device)'
     assert report(chapter(said, put(1, source=eager)), rules.fair_clocks) == []
-
-
-def test_the_report_names_the_cell_and_shows_the_sentence():
-    said = (
-        'After the first. The cache of <span data-given="N">128</span> tokens saves 14.5 ms. End.'
-    )
-    (line,) = report(chapter(text(said)), rules.bound_numbers)
-    assert line.startswith("90_toy cell 22 (markdown, 'After the first.")
-    assert "14.5 is typed in the prose: 'The cache of 128 tokens saves 14.5 ms.'" in line
-    assert '<span data-fact="NAME">?</span>' in line

@@ -63,7 +63,9 @@ def test_tokens_are_those_that_a_request_gets_alone(cell: Cell) -> None:
     check(cell)
 
 
-@pytest.mark.parametrize("small", [True, False], ids=["small", "whole"])
+@pytest.mark.parametrize(
+    "small", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["small", "whole"]
+)
 def test_any_two_settings_meet(small: bool) -> None:
     cells, dice = table(0, small), Random(1)
     met = set().union(*map(pairs, cells))

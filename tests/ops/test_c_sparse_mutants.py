@@ -19,20 +19,15 @@ MUTANTS = {  # file, pattern, mistake, and the decoder that shows it
     "the expert before's gate": (
         "experts.c", r"w->gate_up, e \* 2", "w->gate_up, (e ? e - 1 : 0) * 2", QWEN
     ),
-    "the neighbour's down": (
-        "experts.c", r"w->down, e \* hidden", "w->down, (e ^ 1) * hidden", QWEN
-    ),
     "the weight of another choice": (
         "experts.c", r"b->weights\[i\];", "b->weights[token * chosen];", QWEN
     ),
     "the first token's rows": ("experts.c", r"i / chosen \* hidden", "0", QWEN),
     "shared experts are dropped": ("experts.c", r"    if \(j->shared\)", "    if (0)", V2),
-    "shared biases are dropped": ("experts.c", r"w->shared_gate_up_bias", "0", V2),
     "panels of a piece begin at 0": (
         "experts.c", r"begin - first, stop - first", "0, stop - begin", PIECES
     ),
     "weights are not normalised": ("routing.c", r"s->normalize \?", "0 ?", QWEN),
-    "weights are not scaled": ("routing.c", r" \* s->factor;", ";", V2),
     "the bias has weight": (
         "routing.c", r"weights\[i\] = scores\[ids\[i\]\]", "weights[i] = values[ids[i]]", V3
     ),
@@ -65,12 +60,10 @@ MUTANTS = {  # file, pattern, mistake, and the decoder that shows it
     "the first head's matrix": (
         "latent.c", r"p\.panels \+= h \* p\.out \* p\.in;", "", "latent"
     ),
-    "the first head's queries": ("latent.c", r"p\.x \+= h \* heads->x_step;", "", "latent"),
     "queries without their norm": (
         "latent.c", r"product_of\(normed, w->q,", "product_of(b->q_low, w->q,", ODD
     ),
     "the output's bias": ("latent.c", r"l->o_bias", "0", ODD),
-    "the bias of latents": ("latent.c", r"w->kv_a_bias", "0", ODD),
 }  # fmt: skip
 
 
