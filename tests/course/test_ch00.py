@@ -1,4 +1,4 @@
-"""The pieces of chapter 00: what they draw of the bound, what they refuse, and what is timed."""
+"""The pieces of chapter 00: bounds, and what is timed where."""
 
 import ast
 import time

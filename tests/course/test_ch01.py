@@ -1,4 +1,4 @@
-"""The pieces of chapter 01: what they run, what they count, where they find a knee."""
+"""The pieces of chapter 01: products, where they find a knee."""
 
 import math
 from dataclasses import replace

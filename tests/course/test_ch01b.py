@@ -1,5 +1,4 @@
-"""The program of chapter 01b, its deletions, and what e01.3 and e01.4 compare with, beside
-transformers."""
+"""The program of chapter 01b, and what e01.3 and e01.4 compare with, beside transformers."""
 
 import importlib.util
 from pathlib import Path

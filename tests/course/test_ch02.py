@@ -1,4 +1,4 @@
-"""The pieces of chapter 02: a test of counts against a distribution, repetition, and numbers."""
+"""The pieces of chapter 02: a test of counts against a distribution, and candidates."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Chapter 03's own functions: counted equals computed, and the drawings say what they show."""
+"""Chapter 03's own functions: middles of times."""
 
 from minillm_exercises.chapters import ch03
 

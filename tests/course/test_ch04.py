@@ -1,4 +1,4 @@
-"""Chapter 04: its own functions, what it says about seeds, the claims of category D recomputed."""
+"""Chapter 04: what it says about seeds, and the claims of category D recomputed."""
 
 from fractions import Fraction
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""Chapter 05: its functions by brute force, and the arithmetic of every claim on batching."""
+"""Chapter 05: its functions by brute force."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Chapter 06's own functions, and the claims about batching that can be computed again."""
+"""Chapter 06's arithmetic beside the engine, and the bound of what an order can gain."""
 
 from fractions import Fraction
 from itertools import product

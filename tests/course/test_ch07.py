@@ -1,5 +1,4 @@
-"""Chapter 07's own functions, the allocators that its reader sees, and the claims about paged KV
-memory that are arithmetic or simulation."""
+"""Chapter 07: the allocator that its reader sees beside the engine's, and who copies blocks."""
 
 import json
 import random

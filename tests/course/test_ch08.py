@@ -1,4 +1,4 @@
-"""Chapter 08's own functions, and the claims E18, F20, F22 and F27 recomputed."""
+"""Chapter 08's own functions, and when moving is cheaper."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Chapter 09's own functions, and the claims about prefix caching, recomputed."""
+"""Chapter 09's own functions: reasons, and both indices."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""Chapter 10's own functions, and the claims about FlashAttention that are arithmetic."""
+"""Chapter 10's own functions on devices that are not there, and transfers."""
 
 import math
 from types import SimpleNamespace

@@ -61,9 +61,6 @@ def test_rungs_are_measured_in_turn(tiny, monkeypatch):
     assert [(one.seconds, one.products) for one in found] == [(5.0, 2.0), (7.0, 1.0)]
 
 
-# ---- a simulated device ----------------------------------------------------------------------
-
-
 # ---- bounds ----------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Chapter 14's own functions: planted channels, rounded inputs, errors of outputs, pictures."""
+"""Chapter 14's own functions: planted channels, and ways to round inputs."""
 
 import pytest
 import torch

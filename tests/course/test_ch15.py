@@ -1,4 +1,4 @@
-"""Chapter 15's own functions: rounding, what a model says with a rounded cache, pools, pictures."""
+"""Chapter 15's own functions: rounding, bits, attention, readers."""
 
 import math
 
@@ -79,6 +79,3 @@ def test_readers_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     floors = ch15.bounds(readers, [128], 1e3, took)
     rate = readers["int8"].token_bytes * 128 / (4096 / 1e6)  # the highest that was seen
     assert floors["auto"] == [readers["auto"].token_bytes * 128 / rate]
-
-
-# Pictures --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Chapter 16's own functions: proposers, rounds, distributions, and claims G."""
+"""Chapter 16's distributions, beside numpy."""
 
 from fractions import Fraction
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Chapter 17's own functions: trees that are watched, passes over them, random growth."""
+"""Chapter 17's own functions: passes over trees, random growth."""
 
 import random
 

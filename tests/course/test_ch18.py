@@ -1,4 +1,4 @@
-"""Chapter 18's own functions: models, watched routers, simulated choices, copies, placements."""
+"""Chapter 18's own functions: capacities, choices, placements."""
 
 from collections import Counter
 
@@ -8,8 +8,6 @@ import torch
 
 from minillm import ops
 from minillm_exercises.chapters import ch18
-
-# The engine's experts ------------------------------------------------------------------------
 
 
 def test_a_capacity_keeps_the_first_rows():

@@ -1,4 +1,4 @@
-"""Chapter 19's own functions: ranks, who holds what, distributions, orders of sums, and prices."""
+"""Chapter 19's noise and distributions, beside the engine's sampler and by drawing."""
 
 from fractions import Fraction
 

@@ -1,12 +1,10 @@
-"""Chapter 20's own functions: timetables, plans in flight, boundaries, cuts, prices, experts."""
+"""Chapter 20's timetables, by hand and by the formulas."""
 
 from fractions import Fraction
 
 import pytest
 
 from minillm_exercises.chapters import ch20
-
-# Timetables ------------------------------------------------------------------------------------
 
 
 def test_a_timetable_by_hand():

@@ -1,5 +1,4 @@
-"""Chapter 22's own functions: the server process, step times, the search; claims L and M
-recomputed."""
+"""Chapter 22's own functions: the server process, step times, the search."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Chapter 23's own functions: distributions, faults of records, what a mask costs, pictures."""
+"""Chapter 23's own functions: distributions, the record, what a mask costs."""
 
 import json
 from fractions import Fraction
