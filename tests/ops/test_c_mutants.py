@@ -305,7 +305,7 @@ def build_with(
         count += changes
     assert count == 1, f"{pattern} is there {count} times"
     command = [str(c_library.find_compiler()), *c_library.FLAGS, *c_library.for_this_cpu(), QUICKLY]
-    called = ("int8_cache.c",) if names[0] == "rows.c" else called
+    called = (*called, "int8_cache.c") if names[0] == "rows.c" else called
     sources = [folder / "c" / name for name in (names[0], "threads.c", *called)]
     c_library.build([*command, *options, *DIVIDED], sources, folder / "mutant.so")
     return folder / "mutant.so"

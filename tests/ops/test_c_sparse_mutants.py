@@ -1,8 +1,6 @@
 """Deliberate mistakes in the C sources of experts and latent attention, each of which
 `test_c_experts.py` must find."""
 
-import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from minillm.ops import c_library, cpu
 from tests.ops import test_c_experts as tests
 from tests.ops.c_variants import use
-from tests.ops.test_c_mutants import QUICKLY
+from tests.ops.test_c_mutants import build_with
 
 V2, V3, QWEN = "deepseek v2", "deepseek v3", "experts in some layers"
 ODD, PIECES = "latent, low-rank queries, biases", "pieces"
@@ -69,21 +67,10 @@ MUTANTS = {  # file, pattern, mistake, and the decoder that shows it
 
 def mutated(file: str, pattern: str, mistake: str, folder: Path) -> Path:
     """A library of the layers and the mistaken file; the other functions are the right ones."""
-    shutil.copytree(c_library.SOURCES, folder / "c")
-    source = folder / "c" / file
-    text, changes = re.subn(pattern, mistake, source.read_text())
-    assert changes == 1, f"{pattern} is there {changes} times"
-    source.write_text(text)
-    others = "-Wl,--no-as-needed", str(c_library.find_or_build("F32"))
-    command = [str(c_library.find_compiler()), *c_library.FLAGS, *c_library.for_this_cpu()]
+    options = ["-DELEMENT_F32", "-Wl,--no-as-needed", str(c_library.find_or_build("F32"))]
     # Those between the mistake and `run_layers`, so that it is not the right library's they call.
-    files = {file, "layers.c", "latent.c", "experts.c"}
-    c_library.build(
-        [*command, QUICKLY, "-DELEMENT_F32", *others],
-        [folder / "c" / each for each in sorted(files)],
-        folder / "mutant.so",
-    )
-    return folder / "mutant.so"
+    between = {"layers.c", "latent.c", "experts.c"} - {file}
+    return build_with((file,), pattern, mistake, options, folder, tuple(sorted(between)))
 
 
 def check(name: str) -> None:
