@@ -94,3 +94,10 @@ def test_holders_are_those_of_the_tables():
     steps = ch07.holders(simulation)
     assert steps[0] == {0: [1, 2, 3], 1: [1, 2, 3]}
     assert steps[1] == {0: [1, 2, 3], 1: [3], 2: [1], 3: [2]}
+
+
+def test_completions_are_confirmed_and_a_wrong_one_is_not(tiny):
+    output = generate(tiny, 20, 6, n=3, temperature=1, seed=3, logprobs=0)
+    assert ch07.confirmed(tiny, output) == [True] * 3
+    output.outputs[1].token_ids[2] ^= 1
+    assert ch07.confirmed(tiny, output) == [True, False, True]

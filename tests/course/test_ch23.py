@@ -94,3 +94,13 @@ def test_masks_are_timed_and_the_matcher_comes_back(monkeypatch):
     assert min(found.values()) > 0
     assert {kept for _, kept in filled[:3]} == {0}
     assert [state for state, _ in filled[:3]] == [state for state, _ in filled[3:]]
+
+
+@pytest.mark.parametrize(("text", "fault"), [
+    ('{"name": "a", "age": 3}', ""), ('{"name": "a", "age": 3', "no JSON"),
+    ('{"name": "a", "age": 3} yes', "no JSON"), ('["name", "age"]', "other fields"),
+    ('{"age": 3, "name": "a"}', "other fields"), ('{"name": "a"}', "other fields"),
+    ('{"name": "a", "age": "3"}', "other types"), ('{"name": "a", "age": true}', "other types"),
+])  # fmt: skip
+def test_faults_of_records(text, fault):
+    assert ch23.fault(text, {"name": str, "age": int}) == fault
