@@ -4,7 +4,7 @@ import pytest
 
 from minillm import LLM
 from minillm.lab.hardware import DATASHEET
-from minillm.lab.simulation import Simulation
+from minillm.lab.simulation import Simulation, linear
 from minillm.models.presets import preset
 from minillm_exercises.chapters import ch08, ch08_pictures
 from minillm_exercises.errors import ExerciseError
@@ -46,3 +46,16 @@ def test_a_budget_divides_a_prompt_like_the_engine():
     assert ch08_pictures.shares(200, 3, 64) == [row[-1] for row in rows[2:] if max(row) > 1]
     with pytest.raises(ExerciseError, match="leaves no token"):
         ch08_pictures.shares(12, 8, 8)
+
+
+def test_gaps_and_outcome_by_hand():
+    sim = Simulation(100, seconds=linear(0, 0.001), max_num_seqs=4)
+    sim.add(10, 4, name="chat")  # its tokens come at 10, 11, then with the long prompt, then both
+    sim.step()
+    sim.step()
+    sim.add(100, 2, name="long")
+    trace = sim.run()
+    assert ch08.gaps(trace, "long") == pytest.approx([0.001, 0.101, 0.002])
+    assert ch08.gaps(trace, "chat") == pytest.approx([0.002])
+    found = ch08.outcome(trace)
+    assert (found.ttft, found.gap, found.done) == pytest.approx((101, 101, 103))
