@@ -14,7 +14,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from minillm_exercises.chapters import ch01b_forward
+from minillm_exercises.chapters import ch01b, ch01b_forward
 
 EXERCISES = Path(__file__).resolve().parents[2] / "exercises"
 SHAPE = {
@@ -83,3 +83,13 @@ def test_what_checks_e01_3_agrees_with_transformers():
     weights, config, wanted = model_of("qwen3")
     checks = module_at(EXERCISES / "e01_forward_pass/test_e01_3.py")
     torch.testing.assert_close(checks.expected(weights, config, IDS), wanted)
+
+
+def test_the_page_uses_what_is_written_and_right():
+    def norm(x, weight, eps):
+        return x / ((x * x).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+    found = ch01b.parts({"norm": norm, "mlp": lambda *_: None, "rotate": lambda x, _: x + 1})
+    assert found.norm is norm
+    assert found.mlp is ch01b_forward.mlp
+    assert found.rotate is ch01b_forward.rotate

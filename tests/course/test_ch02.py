@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from minillm_exercises.chapters.ch02 import candidates, chi_square
+from minillm_exercises.chapters.ch02 import candidates, chi_square, repeated_share
 from minillm_exercises.errors import ExerciseError
 
 LOGITS = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
@@ -49,3 +49,13 @@ def test_candidates_are_the_engines():
     assert candidates(many, 2.0, 0.8).num_kept == wanted
     with pytest.raises(ExerciseError, match="temperature=0"):
         candidates(LOGITS, 0, 0.9)
+
+
+def test_repeated_share():
+    """Five pairs, (1, 2) twice and (2, 1) twice: two of five occurred before."""
+    assert repeated_share([1, 2, 1, 2, 1, 3], 2) == pytest.approx(0.4)
+    assert repeated_share([1, 2, 3, 4]) == 0
+    with pytest.raises(ExerciseError, match="3 tokens and runs of 4"):
+        repeated_share([1, 2, 3])
+    with pytest.raises(ExerciseError):
+        repeated_share([1, 2, 3], 0)

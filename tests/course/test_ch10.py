@@ -96,3 +96,7 @@ def test_the_chapter_s_attention_works_on_another_device():
     for name in ("plain", "tiled", "causal"):
         found = space[name](*tensors)
         assert (found.device.type, tuple(found.shape)) == ("meta", (70, 8))
+
+
+def test_worst_keeps_what_is_not_a_number():
+    assert math.isnan(ch10.worst(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0])))

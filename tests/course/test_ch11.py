@@ -5,6 +5,7 @@ goes there. That an interpreted process counts the same, a test asks one.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from minillm.lab.hardware import DATASHEET
-from minillm_exercises.chapters import ch11_compiled, ch11_gpu, ch11_ladder
+from minillm_exercises.chapters import ch11, ch11_compiled, ch11_gpu, ch11_ladder
 from minillm_exercises.chapters.ch11_elsewhere import changed, compiled, count, source_of
 from minillm_exercises.chapters.ch11_traffic import Traffic
 from minillm_exercises.errors import ExerciseError
@@ -337,3 +338,20 @@ def test_the_chapter_s_kernels_are_timed_beside_the_engine_s(monkeypatch):
     assert [row["error"] for row in rows[1:]] == ["RuntimeError: no memory"] * 4
     assert [given.lengths.tolist() for given in seen] == [[32]]
     assert {(row["family"], row["name"]) for row in rows[1:]} == set(ch11_gpu.CASES)
+
+
+def test_what_belongs_to_nobody_is_poison():
+    b = ch11.batch((20, 32), heads=4, kv_heads=2, dim=16, page=16)
+    assert (b.texts, b.heads, b.kv_heads, b.dim, b.group) == (2, 4, 2, 16, 2)
+    last = b.k[b.tables[0, 1]]
+    assert last[:, :4].isfinite().all()
+    assert last[:, 4:].isnan().all()
+    assert b.tables[0, 2] >= len(b.k)
+    assert torch.equal(ch11.batch((20,)).q, ch11.batch((20,)).q)
+
+
+def test_nan_and_other_numbers_are_not_close():
+    one = torch.ones(3)
+    assert ch11.close(one, one.double())
+    assert not ch11.close(one * 1.001, one.double())
+    assert not ch11.close(one * math.nan, one.double())

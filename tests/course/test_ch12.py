@@ -1,5 +1,6 @@
 """Chapter 12's own functions, and the claims about overhead, recomputed."""
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from notebook_chapter import chapters
 from minillm import LLM
 from minillm.lab.hardware import DATASHEET, Hardware
 from minillm.lab.roofline import step_cost
-from minillm.ops import cpu
+from minillm.ops import c_library, cpu
 from minillm_exercises.chapters import ch12
 from minillm_exercises.chapters.ch12 import DecodeStep, Rung, calls_of
 from minillm_exercises.chapters.ch12_recordings import Again
@@ -142,3 +143,23 @@ def test_a_replay_of_old_inputs_is_reported_as_wrong(monkeypatch, tiny):
     names = {"DecodeStep": DecodeStep, "measure": measure, "torch": torch, "ch12": ch12}
     exec(source_of("def captured"), names)
     assert names["captured"](tiny, FrozenLength())[2] is False
+
+
+@pytest.fixture
+def forgetting(monkeypatch):
+    """Which libraries there are is asked anew afterwards, in the environment of that time."""
+    yield monkeypatch
+    c_library.library.cache_clear()
+    cpu.functions.cache_clear()
+
+
+@pytest.mark.skipif(NO_C, reason="no C functions here")
+@pytest.mark.parametrize("before", [None, "0", "1"])
+def test_without_c_there_is_none_and_then_it_is_as_before(forgetting, monkeypatch, before):
+    monkeypatch.delenv(c_library.SWITCH, raising=False)
+    if before is not None:
+        monkeypatch.setenv(c_library.SWITCH, before)
+    with ch12.without_c():
+        assert cpu.functions(torch.float32) is None
+    assert os.environ.get(c_library.SWITCH) == before
+    assert (cpu.functions(torch.float32) is None) == (before == "0")

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from minillm import SamplingParams
+from minillm import LLM, SamplingParams
 from minillm.sampling.sampler import SamplingRow, sample
 from minillm_exercises.chapters import ch19
 
@@ -33,3 +33,16 @@ def test_the_dist_of_local_noise(size):
     assert found.tolist() == pytest.approx([float(p) for p in dist], abs=0.006)
     assert (dist == P) == (size == 1)
     assert ch19.distance(dist, P) == sum(max(a - b, 0) for a, b in zip(dist, P, strict=True))
+
+
+@pytest.fixture(scope="module")
+def two() -> LLM:
+    return ch19.open_ranks("tiny", 2)
+
+
+def test_the_table_of_what_a_rank_holds(two):
+    rows = {name.strip("`"): rest for name, *rest in ch19.held(two, 1)}
+    assert rows["gate_proj"] == ["768 × 256", "384 to 767", "all"]
+    assert rows["down_proj"] == ["256 × 768", "all", "384 to 767"]
+    assert rows["embed_tokens"][1] == "2048 to 4095"
+    assert len(rows) == 8

@@ -104,3 +104,8 @@ def test_masks_are_timed_and_the_matcher_comes_back(monkeypatch):
 ])  # fmt: skip
 def test_faults_of_records(text, fault):
     assert ch23.fault(text, {"name": str, "age": int}) == fault
+
+
+def test_choices_are_counted_before_each_token():
+    """Behind "a" come a, b, ab, ba: two first bytes; at the end only c."""
+    assert ch23.choices(Dfa(PATTERN), WORDS, [0, 4, 5]) == [(2, 1), (4, 2), (1, 1)]
