@@ -4,8 +4,10 @@ import pytest
 
 from minillm import LLM
 from minillm.lab.hardware import DATASHEET
+from minillm.lab.roofline import step_cost
 from minillm.lab.simulation import Simulation, linear
 from minillm.models.presets import preset
+from minillm.plan.cost import kv_bytes_per_token
 from minillm_exercises.chapters import ch08, ch08_pictures
 from minillm_exercises.errors import ExerciseError
 
@@ -59,3 +61,11 @@ def test_gaps_and_outcome_by_hand():
     assert ch08.gaps(trace, "chat") == pytest.approx([0.002])
     found = ch08.outcome(trace)
     assert (found.ttft, found.gap, found.done) == pytest.approx((101, 101, 103))
+
+
+def test_a_full_pool_by_hand():
+    # One request, 500 steps of one row: the weights each time, and 100 + 99 + ... slots in all.
+    read = 500 * step_cost(LLAMA, [1], [1]).weight_bytes
+    kept = (500 * 100 + 499 * 500 // 2) * kv_bytes_per_token(LLAMA)
+    most = ch08.full_pool("all", LLAMA, H100, requests=1)
+    assert most == pytest.approx(500 * H100.bandwidth / (read + kept))

@@ -6,6 +6,7 @@ import pytest
 
 from minillm.cache.hash_chain import HashChain
 from minillm.cache.radix import RadixTree
+from minillm.lab.simulation import Simulation, linear
 from minillm_exercises.chapters import ch09, ch09_pictures
 from minillm_exercises.chapters.ch09 import serve
 
@@ -41,3 +42,11 @@ def test_known_tokens_are_those_of_texts_before():
     assert ch09_pictures.known_tokens(chat[:6]) == [
         0, *(len(job.prompt + job.answer) for job in chat[:4]), 0,
     ]  # fmt: skip
+
+
+def test_wait_is_the_time_of_what_was_not_found():
+    sim = Simulation(20, 4, prefix_cache="radix", seconds=linear(0, 1))
+    text = tuple(range(1, 13))
+    assert ch09.wait(sim, text) == 12
+    assert ch09.wait(sim, (*text[:6], 50)) == 1
+    assert ch09.wait(sim, (*text[:6], 51), "salt") == 7

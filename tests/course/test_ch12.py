@@ -14,7 +14,7 @@ from minillm.lab.roofline import step_cost
 from minillm.ops import c_library, cpu
 from minillm_exercises.chapters import ch12
 from minillm_exercises.chapters.ch12 import DecodeStep, Rung, calls_of
-from minillm_exercises.chapters.ch12_recordings import Again
+from minillm_exercises.chapters.ch12_recordings import Again, padding
 from minillm_exercises.timing import measure
 
 NO_C = cpu.functions(torch.float32) is None  # on this machine
@@ -163,3 +163,10 @@ def test_without_c_there_is_none_and_then_it_is_as_before(forgetting, monkeypatc
         assert cpu.functions(torch.float32) is None
     assert os.environ.get(c_library.SWITCH) == before
     assert (cpu.functions(torch.float32) is None) == (before == "0")
+
+
+def test_padding_is_the_distance_to_the_next_size():
+    seen = {1: 5, 3: 2, 8: 1}
+    assert padding(seen, [8]) == 5 * 7 + 2 * 5
+    assert padding(seen, [1, 4, 8]) == 2
+    assert padding(seen, range(1, 9)) == 0

@@ -64,3 +64,8 @@ def test_a_layer_computes_with_the_rounded_weight(how):
     assert error < {"bf16": 0.01, "int8": 0.02, "int4": 0.15}[how]
     bits = 8 * made.num_bytes / WEIGHT.numel()
     assert bits == pytest.approx({"bf16": 16, "int8": 8.06, "int4": 4.19}[how], abs=0.02)
+
+
+def test_fp8_is_exact_at_powers_of_two_and_at_the_largest():
+    row = torch.tensor([[448.0, 2.0, -0.25, 17.0]])
+    assert ch13.fp8(row).tolist() == [[448.0, 2.0, -0.25, 16.0]]  # 17 is between 16 and 18

@@ -79,3 +79,17 @@ def test_readers_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     floors = ch15.bounds(readers, [128], 1e3, took)
     rate = readers["int8"].token_bytes * 128 / (4096 / 1e6)  # the highest that was seen
     assert floors["auto"] == [readers["auto"].token_bytes * 128 / rate]
+
+
+def test_requests_run_while_their_blocks_last() -> None:
+    """8 blocks hold two requests of 48 + 16 tokens; each step but the first writes a token."""
+    counts = ch15.running(8, 4, 48, 16)
+    assert max(counts) == 2
+    assert sum(counts) == 4 * 16
+    assert len(counts) == 2 * 16
+
+
+def test_a_pool_of_codes_has_more_blocks() -> None:
+    plain, eight = (ch15.pool(kind, 2**22) for kind in ("auto", "int8"))
+    assert eight[0] / plain[0] == pytest.approx(128 / 66, rel=0.02)
+    assert (plain[1], eight[1]) == (7 * 2 * 2 * 128, 7 * 2 * 2 * 66)

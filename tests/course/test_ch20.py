@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 
+from minillm.models.presets import preset
 from minillm_exercises.chapters import ch20
 
 
@@ -27,3 +28,16 @@ def test_the_two_formulas(stages):
         assert ch20.steady([1] * plans, stages) == min(Fraction(1), Fraction(plans, stages))
         chunks = ch20.busy(ch20.rounds_of([1] * plans, stages, 1), stages)
         assert chunks == Fraction(plans, plans + stages - 1)
+
+
+def test_cuts():
+    qwen = preset("qwen3-0.6b")
+    head = ch20.head_in_layers(qwen)
+    d = qwen.hidden_size
+    layer = d * 128 * (16 + 8 + 8 + 16) + 3 * d * qwen.intermediate_size
+    assert head == Fraction(qwen.vocab_size * d, layer)
+    assert ch20.by_cost(qwen, 2) == [19, 9]
+    assert ch20.equal_counts(28, 3) == [10, 9, 9]
+    assert ch20.stage_costs([14, 14], head) == [14, 14 + head]
+    best = max(ch20.stage_costs(ch20.by_cost(qwen, 2), head))
+    assert all(best <= max(ch20.stage_costs([n, 28 - n], head)) for n in range(1, 28))

@@ -117,3 +117,10 @@ def test_the_server_ends_when_its_parent_is_killed():
             return
         time.sleep(0.1)
     pytest.fail("the server outlived the process that started it")
+
+
+def test_requests_at_once_and_rates_by_hand():
+    replies = [Reply(n, 0, n, n, n + 2.5) for n in range(4)]  # each second one, each takes 2.5
+    assert ch22.most_at_once(replies) == 3
+    assert ch22.rate_of(replies) == pytest.approx(4 / 5.5)
+    assert ch22.refused(0, 1.0).outcome == "rejected"
