@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from minillm_exercises import disturbance
+from minillm_exercises import disturbance, doctor
 from minillm_exercises.manifest import Exercise, load_manifest
+from tests.course.small import Terminal, terminal
 
 TOY = Path(__file__).parent / "toy"
 collect_ignore = ["toy"]  # its test_*.py are the toys' checks
@@ -57,6 +58,13 @@ def toys() -> dict[str, Exercise]:
 def toy_root(tmp_path: Path) -> ToyRoot:
     """A copy of the toy exercises."""
     return ToyRoot(tmp_path / "toy")
+
+
+@pytest.fixture
+def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A learner with the small course. Asking torch for its device would take seconds."""
+    monkeypatch.setattr(doctor, "torch_facts", lambda: {"device": "cpu"})
+    return terminal(tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -69,10 +69,11 @@ def test_the_readme_installs_what_is_in_the_zip(wheels):
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory) -> zipfile.ZipFile:
-    """The real bundle, without dependencies and with one small chapter for all the pages."""
+    """The real bundle, with one line for each page and an empty file for the wheel."""
     out = tmp_path_factory.mktemp("dist")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bundle, "printable", lambda path, notebook: path.stem)
+        patch.setattr(bundle, "build_wheel", lambda to: (to / "minillm_course-1.whl").touch())
         assert bundle.main(["--out", str(out)]) == 0
     (made,) = out.iterdir()
     assert made.name == f"minillm-course-{bundle.project()['version']}.zip"
@@ -95,3 +96,10 @@ def test_the_zip_holds_the_course(archive):
     assert sum(name.startswith("wheels/minillm_course-") for name in names) == 1
     assert not [name for name in names if "__pycache__" in name or ".egg-info" in name]
     assert not [name for name in names if name.startswith(("work/", "tests/", ".git"))]
+
+
+@pytest.mark.slow
+def test_our_wheel_is_built(tmp_path):
+    bundle.build_wheel(tmp_path)
+    (made,) = tmp_path.iterdir()
+    assert zipfile.is_zipfile(made)

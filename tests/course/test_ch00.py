@@ -1,4 +1,4 @@
-"""The pieces of chapter 00: what they draw of the bound, what they refuse, and what is timed."""
+"""The pieces of chapter 00: bounds, and what is timed where."""
 
 import ast
 import time
@@ -28,14 +28,6 @@ def first_cell(chapter, *calls):
     """The first code cell that calls one of these functions."""
     found = (i for i, cell in chapter.code() if list(called(chapters.parsed(cell), *calls)))
     return next(found)
-
-
-def test_a_verdict_names_what_is_impossible_and_grants_a_fifth():
-    assert ch00.verdict(1, LAPTOP.bandwidth * 1.1, 1, LAPTOP, "float32") == "possible"
-    assert ch00.verdict(1, LAPTOP.bandwidth * 1.3, 1, LAPTOP, "float32").startswith(
-        "impossible. The bytes of this measurement need"
-    )
-    assert "operations" in ch00.verdict(2e12, 1, 1, LAPTOP, "float32")
 
 
 @pytest.mark.parametrize("overhead", [1e-9, 1.0])
@@ -90,3 +82,11 @@ def test_the_cache_of_a_processor_and_of_a_gpu(monkeypatch):
     gpu = type("Properties", (), {"L2_cache_size": 50 * 2**20})
     monkeypatch.setattr("torch.cuda.get_device_properties", {"cuda:1": gpu}.__getitem__)
     assert ch00.cache_bytes("cuda:1") == 50 * 2**20
+
+
+def test_a_verdict_names_what_is_impossible_and_grants_a_fifth():
+    assert ch00.verdict(1, LAPTOP.bandwidth * 1.1, 1, LAPTOP, "float32") == "possible"
+    assert ch00.verdict(1, LAPTOP.bandwidth * 1.3, 1, LAPTOP, "float32").startswith(
+        "impossible. The bytes of this measurement need"
+    )
+    assert "operations" in ch00.verdict(2e12, 1, 1, LAPTOP, "float32")

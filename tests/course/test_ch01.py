@@ -1,20 +1,17 @@
-"""The pieces of chapter 01: what they run, what they count, where they find a knee."""
+"""The pieces of chapter 01: products, where they find a knee."""
 
 import math
 from dataclasses import replace
 
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from minillm.config import ModelConfig
 from minillm.lab.roofline import step_cost
 from minillm.models.decoder import Decoder
-from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm_exercises import record
 from minillm_exercises.chapters.ch01 import (
     attention_pass,
-    count_operations,
     doubling_length,
     product_pass,
 )
@@ -38,30 +35,6 @@ def test_the_product_pass_does_every_product_once(tied, tokens):
     assert logits.shape == (1, SMALL.vocab_size)
 
 
-def test_the_attention_pass_attends_in_every_layer(monkeypatch):
-    seen = []
-
-    def attend(query, key, value, scale):
-        seen.append((query.shape, key.shape, scale))
-        return query
-
-    monkeypatch.setattr("minillm.ops.causal_attention", attend)
-    attention_pass(Decoder(SMALL), 5)()
-    assert seen == [((5, 8, 4), (2, 5, 4), 0.5)] * SMALL.num_layers
-
-
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_operations_of_a_prompt_are_counted_while_it_runs(tokens):
-    model = Decoder(SMALL)
-    model.initialize()
-    by_hand = ForwardPass(model)
-    counted, logits = count_operations(by_hand, tokens)
-    assert counted == step_cost(SMALL, [tokens], [tokens]).flops
-    prompt = [Chunk(0, 0, range(tokens))]
-    _, expected = by_hand.run(prompt, by_hand.allocate(1, tokens))
-    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
-
-
 def test_the_doubling_length_lies_between_measured_ones(capsys):
     assert doubling_length([1, 8, 128], [3.0, 3.0, 12.0]) == pytest.approx(32)
     assert doubling_length([1, 2, 4], [1.0, 2.0, 4.0]) == pytest.approx(2)
@@ -77,3 +50,15 @@ def test_the_doubling_length_lies_between_measured_ones(capsys):
 )
 def test_the_nearest_option_is_nearest_in_ratio(value, letter):
     assert nearest(value, {"a": 2, "b": 20, "c": 70}) == letter
+
+
+def test_the_attention_pass_attends_in_every_layer(monkeypatch):
+    seen = []
+
+    def attend(query, key, value, scale):
+        seen.append((query.shape, key.shape, scale))
+        return query
+
+    monkeypatch.setattr("minillm.ops.causal_attention", attend)
+    attention_pass(Decoder(SMALL), 5)()
+    assert seen == [((5, 8, 4), (2, 5, 4), 0.5)] * SMALL.num_layers

@@ -1,5 +1,4 @@
-"""The program of chapter 01b, its deletions, and what e01.3 and e01.4 compare with, beside
-transformers."""
+"""The program of chapter 01b, and what e01.3 and e01.4 compare with, beside transformers."""
 
 import importlib.util
 from pathlib import Path
@@ -86,15 +85,6 @@ def test_what_checks_e01_3_agrees_with_transformers():
     torch.testing.assert_close(checks.expected(weights, config, IDS), wanted)
 
 
-@pytest.mark.parametrize("line", ch01b.DELETED)
-def test_each_deleted_line_is_one_line_and_matters(line):
-    weights, config, wanted = model_of("qwen3")
-    assert sum(text.endswith(ch01b.MARK + line) for text in ch01b.LINES) == 1
-    found = ch01b.program(line)(weights, config, IDS)
-    assert found.shape == wanted.shape
-    assert not torch.allclose(found, wanted, atol=1e-2)
-
-
 def test_the_page_uses_what_is_written_and_right():
     def norm(x, weight, eps):
         return x / ((x * x).mean(-1, keepdim=True) + eps).sqrt() * weight
@@ -103,15 +93,3 @@ def test_the_page_uses_what_is_written_and_right():
     assert found.norm is norm
     assert found.mlp is ch01b_forward.mlp
     assert found.rotate is ch01b_forward.rotate
-
-
-def test_what_a_program_is_judged_by():
-    """The right one has no divergence; one that knows nothing has the loss of the uniform
-    distribution; NaN has no numbers."""
-    log_p = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).double().log()
-    same = ch01b.judge(lambda ids: log_p, (), [0, 1], log_p)
-    assert (same["kl"], same["same"]) == (0, 1)
-    uniform = ch01b.judge(lambda ids: torch.zeros(2, 3), (), [0, 1], log_p)
-    assert uniform["loss"] == pytest.approx(1.0986, abs=1e-4)
-    assert uniform["kl"] == pytest.approx(1.0986 - 1.0397, abs=1e-4)
-    assert ch01b.judge(lambda ids: torch.full((2, 3), torch.nan), (), [0, 1], log_p)["loss"] is None

@@ -1,4 +1,4 @@
-"""Chapter 05: its functions by brute force, and the arithmetic of every claim on batching."""
+"""Chapter 05: its functions by brute force."""
 
 from dataclasses import replace
 
@@ -32,16 +32,6 @@ def test_a_hollow_model_makes_the_same_calls_with_hardly_any_weights(tiny):
     assert caches[0] == caches[1]
 
 
-def test_the_products_of_a_batch_are_those_that_are_counted(tiny):
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model = tiny.engine.forward_pass.model
-    with FlopCounterMode(display=False) as counter:
-        logits = ch05.product_pass(model, 5, 5)()
-    assert logits.shape == (5, model.config.vocab_size)
-    assert counter.get_total_flops() == ch05.decode_cost(model.config, 5, 1).linear_flops
-
-
 @pytest.mark.parametrize("context", [1, 200, 1024, 1500])
 @pytest.mark.parametrize("machine", [CARD, TWICE, DATASHEET["laptop-ddr5"]])
 def test_turn_is_the_first_batch_whose_operations_take_as_long(machine, context):
@@ -55,13 +45,3 @@ def test_turn_is_the_first_batch_whose_operations_take_as_long(machine, context)
     else:
         assert computes(at)
         assert at == 1 or not computes(at - 1)
-
-
-def test_no_batch_turns_beyond_the_longest_context():
-    longest = ch05.longest_turning(QWEN, CARD)
-    assert longest == 1856
-    assert ch05.turn(QWEN, CARD, longest) is not None
-    assert ch05.turn(QWEN, CARD, longest + 1) is None
-    time = step_time(ch05.decode_cost(QWEN, 2**14, 4096), CARD)
-    assert time.memory_seconds > 2 * time.compute_seconds
-    assert ch05.longest_turning(preset("llama-3.1-8b"), H100) == 392

@@ -1,6 +1,5 @@
 """Chapter 12's own functions, and the claims about overhead, recomputed."""
 
-import math
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,17 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from notebook_chapter import chapters
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import LLM
-from minillm.execution.graphs import has_graphs
 from minillm.lab.hardware import DATASHEET, Hardware
 from minillm.lab.roofline import step_cost
 from minillm.ops import c_library, cpu
 from minillm_exercises.chapters import ch12
 from minillm_exercises.chapters.ch12 import DecodeStep, Rung, calls_of
-from minillm_exercises.chapters.ch12_device import Job, bubbles, drive
-from minillm_exercises.chapters.ch12_recordings import Again, give_graphs, into, padding
+from minillm_exercises.chapters.ch12_recordings import Again, padding
 from minillm_exercises.timing import measure
 
 NO_C = cpu.functions(torch.float32) is None  # on this machine
@@ -37,16 +33,6 @@ def test_a_step_computes_what_the_engine_does(tiny):
     assert int(DecodeStep.of(tiny)().argmax()) == ch12.written(tiny, prompt, 1)[0]
 
 
-def test_another_token_and_position_are_those_of_another_step(tiny):
-    step = DecodeStep.of(tiny, token=5)
-    step()
-    step.use(77)
-    assert torch.equal(step(), DecodeStep.of(tiny, token=77)())
-    step.use(9, ch12.CONTEXT + 1)
-    longer = [*range(ch12.CONTEXT), 77, 9]
-    assert int(step().argmax()) == ch12.written(tiny, longer, 1)[0]
-
-
 def test_counting_leaves_the_engine_on_its_path(tiny):
     """Whoever watches torch otherwise sees plain torch, and would count calls that nobody makes."""
     assert not any(name.startswith("C ") for name in calls_of(DecodeStep.of(tiny)))
@@ -63,62 +49,7 @@ def test_counting_leaves_the_engine_on_its_path(tiny):
     assert counts["C add_rms_norm"] + counts["C rms_norm"] == 2 * layers + 1
 
 
-def test_called_alone_each_operation_has_its_seconds_and_changes_nothing(tiny):
-    step = DecodeStep.of(tiny)
-    wanted = step().clone()
-    seconds, counts = ch12.alone(step), calls_of(step)
-    assert seconds.keys() == counts.keys()
-    assert min(seconds.values()) > 0
-    assert torch.equal(step(), wanted)
-
-
 # ---- rungs -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def forgetting(monkeypatch):
-    """Which libraries there are is asked anew afterwards, in the environment of that time."""
-    yield monkeypatch
-    c_library.library.cache_clear()
-    cpu.functions.cache_clear()
-
-
-@pytest.mark.skipif(NO_C, reason="no C functions here")
-@pytest.mark.parametrize("before", [None, "0", "1"])
-def test_without_c_there_is_none_and_then_it_is_as_before(forgetting, monkeypatch, before):
-    monkeypatch.delenv(c_library.SWITCH, raising=False)
-    if before is not None:
-        monkeypatch.setenv(c_library.SWITCH, before)
-    with ch12.without_c():
-        assert cpu.functions(torch.float32) is None
-    assert os.environ.get(c_library.SWITCH) == before
-    assert (cpu.functions(torch.float32) is None) == (before == "0")
-
-
-def test_rungs_make_fewer_calls_and_write_the_same():
-    names, totals, texts = [], [], []
-    for way in ch12.rungs("tiny", dtype="float32"):
-        llm = way.chosen()
-        names.append(way.name)
-        totals.append(calls_of(DecodeStep.of(llm)).total())
-        texts.append(ch12.written(llm, [3, 4, 5], 6))
-    assert names[:2] == [ch12.PLAIN, ch12.PACKED]
-    assert totals == sorted(totals, reverse=True)
-    assert all(text == texts[0] for text in texts)
-    if not NO_C:
-        assert names[2] == ch12.FUSED
-        assert totals[2] < totals[1] / 2
-
-
-@pytest.mark.skipif(NO_C, reason="no C functions here")
-def test_the_last_rung_is_one_call(monkeypatch):
-    monkeypatch.setenv(cpu.PANELS, "1")
-    *_, fused, whole = ch12.rungs("tiny")
-    assert (fused.name, whole.name) == (ch12.FUSED, ch12.WHOLE)
-    counts = calls_of(DecodeStep.of(whole.chosen()))
-    assert counts["C run_layers"] == 1
-    assert counts["C decode_attention"] == 0
-    assert calls_of(DecodeStep.of(fused.chosen()))["C run_layers"] == 0
 
 
 def test_rungs_are_measured_in_turn(tiny, monkeypatch):
@@ -129,115 +60,6 @@ def test_rungs_are_measured_in_turn(tiny, monkeypatch):
     found = ch12.climb(ways, rounds=2)
     assert "".join(order) == "ab" + "abab" + "ab"
     assert [(one.seconds, one.products) for one in found] == [(5.0, 2.0), (7.0, 1.0)]
-
-
-# ---- recordings ------------------------------------------------------------------------------
-
-
-class Recording(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if (again := into(func, args, out)) is not None:
-            self.calls.append((again, args, kwargs or {}))
-        return out
-
-    def replay(self):
-        for func, args, kwargs in self.calls:
-            func(*args, **kwargs)
-
-
-OPERATIONS = {
-    "with a place for the result": lambda x: x * 2 + 1,
-    "views": lambda x: x.view(2, 6).t()[1:].unsqueeze(0) * 3,
-    "in place": lambda x: (x + 0).view(12).add_(1.0).mul_(2.0),
-    "several results": lambda x: torch.cat([x.max(dim=1).values, x.std(dim=0)]),
-    "no place for the result": lambda x: x.new_zeros(3, 4) + torch.nn.functional.rms_norm(x, (4,)),
-    "a slice is written": lambda x: torch.zeros(5, 4).index_put_((torch.tensor([2]),), x[:1]),
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_what_was_recorded_is_done_again_in_the_same_memory(name):
-    step, x = OPERATIONS[name], torch.arange(12.0).reshape(3, 4)
-    with Recording() as recording:
-        out = step(x)
-    where = out.data_ptr()
-    x.copy_(torch.tensor([3.0, -1.0, 0.5]).repeat(4).reshape(3, 4))
-    assert not torch.equal(out, step(x))
-    recording.replay()
-    assert torch.equal(out, step(x))
-    assert out.data_ptr() == where
-
-
-def test_a_whole_step_is_replayed_and_knows_only_what_was_copied_in(tiny):
-    step = DecodeStep.of(tiny, token=5)
-    step()
-    with torch.inference_mode(), Recording() as recording:
-        out = step.model.logits(step.model(step.batch, step.kv))
-    step.use(77)
-    with torch.inference_mode():
-        recording.replay()
-    assert torch.equal(out, step())
-    other = replace(step, batch=replace(step.batch, input_ids=torch.tensor([9])))
-    with torch.inference_mode():
-        recording.replay()
-    assert not torch.equal(out, other())
-
-
-def test_graphs_on_a_cpu_are_the_engines_own(tiny):
-    def engine() -> LLM:
-        return LLM("tiny", dtype="float32", device="cpu", enforce_eager=True, max_model_len=512)
-
-    assert not has_graphs(torch.device("cpu"))
-    llm = give_graphs(engine())
-    llm.engine.runner.kv.key.fill_(math.nan)
-    llm.engine.runner.kv.value.fill_(math.nan)
-    assert ch12.answers(llm) == ch12.answers(tiny)
-    sizes = {record.graph_rows for record in llm.trace if record.graph_rows}
-    assert sizes == {1, 2, 4, 8}
-
-
-def test_padding_is_the_distance_to_the_next_size():
-    seen = {1: 5, 3: 2, 8: 1}
-    assert padding(seen, [8]) == 5 * 7 + 2 * 5
-    assert padding(seen, [1, 4, 8]) == 2
-    assert padding(seen, range(1, 9)) == 0
-
-
-# ---- a simulated device ----------------------------------------------------------------------
-
-
-JOBS = [Job(writes, 16) for writes in (6, 16, 9, 16, 4, 16)]
-
-
-def test_waiting_costs_a_plan_in_every_step():
-    turns = drive(JOBS, 5, 20, ahead=False)
-    assert len(turns) == 16
-    assert bubbles(turns) == 15
-    assert turns[-1].computed == (16 * 25 - 20, 16 * 25)
-    assert sum(turn.rows for turn in turns) == sum(job.writes for job in JOBS)
-    assert not any(turn.discarded for turn in turns)
-
-
-def test_planning_ahead_costs_a_row_for_each_end_and_nothing_for_a_length():
-    turns = drive(JOBS, 5, 20, ahead=True)
-    assert bubbles(turns) == 0
-    assert turns[-1].computed[1] == 5 + 16 * 20
-    assert sum(turn.discarded for turn in turns) == 3
-    assert sum(turn.rows for turn in turns) == sum(job.writes for job in JOBS) + 3
-    assert not any(turn.discarded for turn in drive([Job(7, 7), Job(3, 3)], 5, 20, ahead=True))
-
-
-def test_whoever_waits_for_a_seat_comes_a_step_later_when_planned_ahead():
-    jobs = [Job(3, 9), Job(4, 4), Job(2, 2)]
-    waiting, ahead = (drive(jobs, 5, 20, ahead=each, seats=2) for each in (False, True))
-    assert [turn.rows for turn in waiting] == [2, 2, 2, 2, 1]
-    assert [turn.rows for turn in ahead] == [2, 2, 2, 2, 1, 1]
-    assert sum(turn.discarded for turn in ahead) == 1
 
 
 # ---- bounds ----------------------------------------------------------------------------------
@@ -321,3 +143,30 @@ def test_a_replay_of_old_inputs_is_reported_as_wrong(monkeypatch, tiny):
     names = {"DecodeStep": DecodeStep, "measure": measure, "torch": torch, "ch12": ch12}
     exec(source_of("def captured"), names)
     assert names["captured"](tiny, FrozenLength())[2] is False
+
+
+@pytest.fixture
+def forgetting(monkeypatch):
+    """Which libraries there are is asked anew afterwards, in the environment of that time."""
+    yield monkeypatch
+    c_library.library.cache_clear()
+    cpu.functions.cache_clear()
+
+
+@pytest.mark.skipif(NO_C, reason="no C functions here")
+@pytest.mark.parametrize("before", [None, "0", "1"])
+def test_without_c_there_is_none_and_then_it_is_as_before(forgetting, monkeypatch, before):
+    monkeypatch.delenv(c_library.SWITCH, raising=False)
+    if before is not None:
+        monkeypatch.setenv(c_library.SWITCH, before)
+    with ch12.without_c():
+        assert cpu.functions(torch.float32) is None
+    assert os.environ.get(c_library.SWITCH) == before
+    assert (cpu.functions(torch.float32) is None) == (before == "0")
+
+
+def test_padding_is_the_distance_to_the_next_size():
+    seen = {1: 5, 3: 2, 8: 1}
+    assert padding(seen, [8]) == 5 * 7 + 2 * 5
+    assert padding(seen, [1, 4, 8]) == 2
+    assert padding(seen, range(1, 9)) == 0

@@ -33,18 +33,6 @@ def test_q4_k_has_the_error_that_is_known_for_normal_weights():
     assert not ch13.q4_k(torch.zeros(2, 256)).any()
 
 
-def test_fp8_is_exact_at_powers_of_two_and_at_the_largest():
-    row = torch.tensor([[448.0, 2.0, -0.25, 17.0]])
-    assert ch13.fp8(row).tolist() == [[448.0, 2.0, -0.25, 16.0]]  # 17 is between 16 and 18
-
-
-def test_an_unchanged_model_is_no_distance_away(tiny):
-    found = tiny.judge(lambda name, weight: weight)
-    assert found.kl == 0
-    assert found.same == 1
-    assert 1.0 < found.bits < 1.5
-
-
 def test_kl_is_the_mean_over_positions(tiny):
     """Against torch's own, with other weights in one matrix."""
     name = "6.down_proj"
@@ -55,19 +43,6 @@ def test_kl_is_the_mean_over_positions(tiny):
     want = torch.nn.functional.kl_div(dists, own, log_target=True, reduction="batchmean")
     found = tiny.judge(lambda at, weight: other[at])
     assert found.kl == pytest.approx(float(want), rel=1e-4)
-
-
-def test_inputs_multiply_to_what_the_model_computes(tiny):
-    inputs = tiny.inputs(600)
-    assert {name: tuple(x.shape) for name, x in inputs.items() if name[0] == "0"} == {
-        "0.qkv_proj": (600, 256),
-        "0.o_proj": (600, 256),
-        "0.gate_up_proj": (600, 256),
-        "0.down_proj": (600, 768),
-    }
-    gate, up = (inputs["3.gate_up_proj"] @ tiny.weights["3.gate_up_proj"].T).chunk(2, -1)
-    want = torch.nn.functional.silu(gate) * up
-    assert torch.allclose(inputs["3.down_proj"], want, rtol=1e-4, atol=1e-5)
 
 
 def test_bytes_in_16_bits_are_those_of_the_cost_model():
@@ -89,3 +64,8 @@ def test_a_layer_computes_with_the_rounded_weight(how):
     assert error < {"bf16": 0.01, "int8": 0.02, "int4": 0.15}[how]
     bits = 8 * made.num_bytes / WEIGHT.numel()
     assert bits == pytest.approx({"bf16": 16, "int8": 8.06, "int4": 4.19}[how], abs=0.02)
+
+
+def test_fp8_is_exact_at_powers_of_two_and_at_the_largest():
+    row = torch.tensor([[448.0, 2.0, -0.25, 17.0]])
+    assert ch13.fp8(row).tolist() == [[448.0, 2.0, -0.25, 16.0]]  # 17 is between 16 and 18

@@ -1,4 +1,4 @@
-"""Chapter 14's own functions: planted channels, rounded inputs, errors of outputs, pictures."""
+"""Chapter 14's own functions: planted channels, and ways to round inputs."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from minillm_exercises.chapters.quality import Subject
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(40, 16, generator=GENERATOR)
-WEIGHT = torch.randn(8, 16, generator=GENERATOR)
 
 
 @pytest.mark.slow
@@ -29,38 +28,14 @@ def test_a_planted_model_computes_what_it_did():
 
 def test_inputs_are_changed_while_judging_only():
     tiny = Subject()
+    tiny.windows = [ids[:96] for ids in tiny.windows[:1]]
+    tiny._own = tiny._dists()
     exact = tiny.judge(lambda name, weight: weight)
     halved = tiny.judge(lambda name, weight: weight, lambda name, x: 0.5 * x)
     assert halved.kl > 0.01
     doubled = tiny.judge(lambda name, weight: 2 * weight, lambda name, x: 0.5 * x)
     assert doubled.kl < 1e-8  # powers of two change nothing
     assert tiny.judge(lambda name, weight: weight) == exact
-
-
-def test_statistics_are_those_of_the_first_tokens():
-    found = ch14.statistics({"a": X}, 10)["a"]
-    assert found.count == 10
-    assert torch.allclose(found.mean, X[:10].abs().mean(0))
-    assert torch.allclose(found.hessian, 2 / 10 * X[:10].T @ X[:10], rtol=1e-5)
-
-
-def test_the_relative_error_is_that_of_the_outputs():
-    other = WEIGHT + 0.1
-    seen = ch14.statistics({"a": X})
-    want = ((other - WEIGHT) @ X.T).square().sum() / (WEIGHT @ X.T).square().sum()
-    assert ch14.relative_error({"a": WEIGHT}, {"a": other}, seen) == pytest.approx(
-        float(want), rel=1e-4
-    )
-
-
-def test_int8_inputs_have_a_step_for_a_tensor_or_a_token():
-    x = torch.tensor([[127.0, 0.4], [1.27, 0.004]])
-    ones = torch.ones(2)
-    assert ch14.int8_inputs(x, ones, None).tolist() == [[127.0, 0.0], [1.0, 0.0]]
-    by_token = ch14.int8_inputs(x, ones, -1)
-    assert by_token[1].tolist() == pytest.approx([1.27, 0.0])
-    scaled = ch14.int8_inputs(x, torch.tensor([127.0, 0.4]), None)
-    assert scaled[0].tolist() == pytest.approx([127.0, 0.4])
 
 
 def test_ways_to_round_inputs():

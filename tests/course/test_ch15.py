@@ -1,4 +1,4 @@
-"""Chapter 15's own functions: rounding, what a model says with a rounded cache, pools, pictures."""
+"""Chapter 15's own functions: rounding, bits, attention, readers."""
 
 import math
 
@@ -9,19 +9,9 @@ from minillm.cache.spec import cache_spec
 from minillm.models.presets import preset
 from minillm.plan.cost import kv_bytes_per_token
 from minillm_exercises.chapters import ch15
-from minillm_exercises.chapters.quality import Subject
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(20, 2, 8, generator=GENERATOR)
-KINDS = {kind.name: kind for kind in ch15.kinds(64, 2)}
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Subject:
-    subject = Subject()
-    subject.windows = [ids[:96] for ids in subject.windows[:1]]
-    subject._own = subject._dists()
-    return subject
 
 
 @pytest.mark.parametrize("shared", [ch15.ALL, ch15.TOKEN, ch15.HEAD, ch15.CHANNEL], ids=str)
@@ -35,19 +25,6 @@ def test_what_shares_a_scale_errs_by_half_a_step(shared) -> None:
     assert torch.equal(ch15.uniform(X * 0, shared), X * 0)
 
 
-def test_fp8_has_three_bits_of_fraction() -> None:
-    row = torch.tensor([448.0, 17.0, 0.25, -1.0]).view(1, 1, 4)
-    assert ch15.fp8(row, 2).flatten().tolist() == [448.0, 16.0, 0.25, -1.0]
-
-
-def test_blocks_are_rounded_by_themselves() -> None:
-    def half(block):
-        return block / len(block)
-
-    found = ch15.in_blocks(X, half, 16)
-    assert torch.equal(found, torch.cat((X[:16] / 16, X[16:] / 4)))
-
-
 def test_bits_are_those_of_codes_and_scales() -> None:
     """The engine's own format takes the engine's bytes; a number with 4 bits takes half a byte."""
     config = preset("smollm2-135m")
@@ -58,30 +35,6 @@ def test_bits_are_those_of_codes_and_scales() -> None:
     assert bits["int4 keys by channel"] == (4 + 32 / 16 + 4 + 32 / 64) / 2
     assert bits["int8 keys, int4 values"] == (8 + 16 / 64 + 4 + 32 / 64) / 2
     assert bits["int4 keys alone"] == bits["int4 values alone"] == (16 + 4 + 32 / 64) / 2
-
-
-def test_an_exact_cache_changes_nothing(tiny: Subject) -> None:
-    found = ch15.judge(tiny, ch15.EXACT)
-    assert abs(found.kl) < 1e-6
-    assert found.same == 1
-
-
-def test_keys_and_values_are_rounded_each_by_its_own(tiny: Subject) -> None:
-    def twice(x):
-        return 2 * x
-
-    dist, rows = ch15.run(tiny, tiny.windows[0], ch15.Kind("", 0, twice, ch15.EXACT.value))
-    assert torch.equal(rows.key, 2 * rows.seen[-1][0])
-    assert torch.equal(rows.value, rows.seen[-1][1])
-    assert len(rows.seen) == tiny.model.config.num_layers
-    assert not torch.equal(dist, tiny._own[0])
-
-
-def test_the_engines_own_cache_is_as_good_as_its_format(tiny: Subject) -> None:
-    """It rounds queries and weights, too."""
-    own, format_ = ch15.judge_engine(tiny), ch15.judge(tiny, KINDS["int8, token and head"])
-    assert format_.kl / 3 < own.kl < 10 * format_.kl
-    assert own.kl < ch15.judge(tiny, KINDS["int4, token and head"]).kl
 
 
 def test_channels() -> None:
@@ -113,20 +66,6 @@ def test_claim_c15() -> None:
     assert kl["int4, token and head"] > 20 * kl["int8, token and head"]
 
 
-def test_a_pool_of_codes_has_more_blocks() -> None:
-    plain, eight = (ch15.pool(kind, 2**22) for kind in ("auto", "int8"))
-    assert eight[0] / plain[0] == pytest.approx(128 / 66, rel=0.02)
-    assert (plain[1], eight[1]) == (7 * 2 * 2 * 128, 7 * 2 * 2 * 66)
-
-
-def test_requests_run_while_their_blocks_last() -> None:
-    """8 blocks hold two requests of 48 + 16 tokens; each step but the first writes a token."""
-    counts = ch15.running(8, 4, 48, 16)
-    assert max(counts) == 2
-    assert sum(counts) == 4 * 16
-    assert len(counts) == 2 * 16
-
-
 def test_readers_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINILLM_QUICK", "1")
     monkeypatch.setattr(ch15, "ROTATED", 2**22)
@@ -142,4 +81,15 @@ def test_readers_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert floors["auto"] == [readers["auto"].token_bytes * 128 / rate]
 
 
-# Pictures --------------------------------------------------------------------------------------
+def test_requests_run_while_their_blocks_last() -> None:
+    """8 blocks hold two requests of 48 + 16 tokens; each step but the first writes a token."""
+    counts = ch15.running(8, 4, 48, 16)
+    assert max(counts) == 2
+    assert sum(counts) == 4 * 16
+    assert len(counts) == 2 * 16
+
+
+def test_a_pool_of_codes_has_more_blocks() -> None:
+    plain, eight = (ch15.pool(kind, 2**22) for kind in ("auto", "int8"))
+    assert eight[0] / plain[0] == pytest.approx(128 / 66, rel=0.02)
+    assert (plain[1], eight[1]) == (7 * 2 * 2 * 128, 7 * 2 * 2 * 66)

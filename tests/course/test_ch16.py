@@ -1,4 +1,4 @@
-"""Chapter 16's own functions: proposers, rounds, distributions, and claims G."""
+"""Chapter 16's distributions, beside numpy."""
 
 from fractions import Fraction
 from types import SimpleNamespace
@@ -7,66 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams
-from minillm.lab.hardware import DATASHEET
-from minillm.models.presets import preset
+from minillm import SamplingParams
 from minillm.speculative.proposer import DraftRow
 from minillm_exercises.chapters import ch16
-from minillm_exercises.chapters.ch16 import Round, Verified
 
 TENTH = Fraction(1, 10)
 P, Q = [1 * TENTH, 6 * TENTH, 3 * TENTH], [5 * TENTH, 3 * TENTH, 2 * TENTH]
 LEFT = [Fraction(0), Fraction(3, 4), Fraction(1, 4)]
-H100, LLAMA = DATASHEET["h100-sxm"], preset("llama-3.1-8b")
 
 
 def row(*tokens: int, num_drafts: int = 3) -> DraftRow:
     new = SimpleNamespace(params=SamplingParams(temperature=1.0), seed=5, sample_index=0)
     return DraftRow(new, tokens, num_drafts, 0)
-
-
-def test_what_is_watched_is_what_was_proposed():
-    watched = ch16.Watched()
-    assert watched.propose([row(1, 2)]) == [[]]
-    watched.asked = ch16.Oracle([1, 2, 3, 4, 5, 6])
-    assert watched.propose([row(1, 2), row(1, 2, 3, 4)]) == [[3, 4, 5], [5, 6]]
-    assert watched.rounds == [Round(2, []), Round(2, [3, 4, 5]), Round(4, [5, 6])]
-    watched.forget(3)  # the one it asks has nothing to forget
-
-
-def test_dice_roll_any_token():
-    dice = ch16.Dice(4)
-    rolled = [token for _ in range(50) for token in dice.propose([row(1)])[0]]
-    assert len(rolled) == 150
-    assert set(rolled) == {0, 1, 2, 3}
-
-
-def test_rounds_are_judged_by_the_text():
-    text = [7, 1, 2, 3, 4, 5, 6]
-    rounds = [Round(2, [2, 3, 9]), Round(5, [8])]
-    want = [Verified((2, 3, 9), 2, 4), Verified((8,), 0, 5), Verified((), 0, 6)]
-    assert ch16.verified(rounds, text) == want
-    assert ch16.per_step(want) == Fraction(5, 3)
-    assert ch16.survival(want, 3) == [Fraction(1, 3), Fraction(1, 3), 0]
-
-
-def test_a_small_model_drafts_what_it_would_write_itself():
-    llm = LLM("tiny-draft", dtype="float32")
-    prompt = llm.tokenizer.encode("def f(x):\n")
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
-    out = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0]
-    for same in (True, False):
-        (drafts,) = ch16.SmallModel(llm, same).propose([row(*prompt, num_drafts=6)])
-        assert (drafts == list(out.token_ids)) == same
-
-
-def test_write_has_a_step_for_each_token_that_was_not_drafted():
-    watched = ch16.Watched(ch16.Dice(2))
-    config = {"method": watched, "num_speculative_tokens": 3}
-    llm = LLM("tiny", dtype="float32", speculative_config=config)
-    tokens, rounds = ch16.write(llm, [5, 6, 7], watched, max_tokens=9)
-    assert 1 + sum(each.accepted + 1 for each in rounds) == len(tokens) == 9
-    assert ch16.write(llm, [5, 6, 7], max_tokens=9) == (tokens, [])
 
 
 def by_hand(p, q):
@@ -110,23 +62,3 @@ def test_the_draft_noise_in_the_residual_is_wrong_by_what_an_integral_says():
     c = np.trapezoid(1 / (1 + ratios + others) ** 2, ratios) * (1 - p[0] / q[0])
     assert found[0] == pytest.approx(0.1, abs=0.003)
     assert found[2] == pytest.approx(q[2] + c, abs=0.003)
-
-
-def test_the_largest_batch_that_gains():
-    survived = [0.8, 0.6]
-    last = ch16.break_even(survived, LLAMA, H100)
-    assert ch16.gain(survived, LLAMA, H100, last) > 1 >= ch16.gain(survived, LLAMA, H100, last + 1)
-    assert ch16.gain(survived, LLAMA, H100, 1) == pytest.approx(2.4, rel=0.01)
-    assert ch16.gain(survived, LLAMA, H100, 1, draft=0.2) == pytest.approx(2.0, rel=0.01)
-
-
-def test_the_mean_length_counts_all_rounds():
-    """Of an oracle every draft is right; of dice next to none."""
-    llm = LLM("tiny", dtype="float32")
-    text, _ = ch16.write(llm, [5, 6, 7], temperature=1.0, seed=0, max_tokens=10)
-    watched = ch16.Watched(ch16.Oracle([5, 6, 7, *text]))
-    config = {"method": watched, "num_speculative_tokens": 2}
-    llm = LLM("tiny", dtype="float32", speculative_config=config)
-    assert ch16.mean_length(llm, [[5, 6, 7]], 1, 10) == 3
-    watched.asked = ch16.Dice(4096)
-    assert ch16.mean_length(llm, [[5, 6, 7]], 2, 10) < Fraction(11, 10)

@@ -1,4 +1,4 @@
-"""Chapter 18's own functions: models, watched routers, simulated choices, copies, placements."""
+"""Chapter 18's own functions: capacities, choices, placements."""
 
 from collections import Counter
 
@@ -7,21 +7,7 @@ import pytest
 import torch
 
 from minillm import ops
-from minillm.plan.parameters import expected_distinct
 from minillm_exercises.chapters import ch18
-
-# The engine's experts ------------------------------------------------------------------------
-
-
-def test_routers_are_watched_and_then_not():
-    small = ch18.open_small()
-    with ch18.watched(small) as seen:
-        assert ch18.experts_read(small, [5]) == [8, 8, 8, 8]
-    assert [tuple(each.shape) for each in seen] == [(1, 8)] * 4
-    assert ch18.experts_read(small, [5] * 3) == [8] * 4
-    assert len(seen) == 4
-    counts = ch18.experts_read(small, ch18.random_tokens(16))
-    assert sum(counts) / 4 == pytest.approx(expected_distinct(128, 8, 16), rel=0.06)
 
 
 def test_a_capacity_keeps_the_first_rows():
@@ -48,20 +34,6 @@ def test_the_first_choice_has_the_dist(exponent):
     assert np.bincount(one, minlength=16) / 50_000 == pytest.approx(dist, abs=0.01)
     many = ch18.choices(dist, 4, 200)
     assert all(len(set(row)) == 4 for row in many.tolist())
-
-
-def test_rows_of_an_expert_take_its_copies_in_turn():
-    ids = np.array([[0, 1], [0, 2], [0, 1]])
-    assert ch18.rows_per_gpu(ids, [[0, 1], [2, 3]]).tolist() == [5, 1]
-    assert ch18.rows_per_gpu(ids, [[0, 1], [0, 2]]).tolist() == [4, 2]
-    assert ch18.rows_per_gpu(ids, [[0, 0], [1, 2]]).tolist() == [3, 3]
-    assert ch18.in_order(4, 2) == [[0, 1], [2, 3]]
-
-
-def test_spares_go_to_the_largest_load_per_copy():
-    assert ch18.copies([8, 2, 1, 1], 2) == [3, 1, 1, 1]
-    assert ch18.copies([6, 5, 1], 2) == [2, 2, 1]
-    assert ch18.copies([4, 4], 1) == [2, 1]
 
 
 def test_copies_are_packed_largest_first_into_equal_slots():

@@ -1,5 +1,4 @@
-"""Chapter 22's own functions: the server process, step times, the search; claims L and M
-recomputed."""
+"""Chapter 22's own functions: the server process, step times, the search."""
 
 import os
 import signal
@@ -56,25 +55,6 @@ def shipped(**limits):
     return ch22_ship.Configuration(H100, 3.0, ranks=4, link=LINKS["nvlink"], **limits)
 
 
-def test_a_run_answers_every_request_with_its_tokens():
-    found = ch22_ship.run(LLAMA, shipped(seats=64, prefix_cache=True), 10, requests=12, seed=3)
-    wanted = [new for _, _, new in ch22_ship.demand(12, 3)]
-    assert [reply.tokens for reply in found] == wanted
-    assert all(reply.intended <= reply.frames[0] for reply in found)
-
-
-def test_the_prefix_cache_saves_the_system_prompt():
-    alone = {"requests": 1, "seed": 0}
-    without, with_cache = (
-        ch22_ship.run(LLAMA, shipped(prefix_cache=cache), 1, **alone)[0] for cache in (False, True)
-    )
-    seconds = ch22_ship.StepSeconds(LLAMA, H100, 4, LINKS["nvlink"])
-    ((_, own, _),) = ch22_ship.demand(1, 0)
-    for reply, cached in ((without, 0), (with_cache, 496)):  # whole blocks of 16
-        wanted = seconds.of([500 + own - cached], [500 + own], 1)
-        assert reply.frames[0] - reply.intended == pytest.approx(wanted)
-
-
 def test_the_search_finds_the_last_rate_that_holds(monkeypatch):
     asked = {}
 
@@ -93,13 +73,6 @@ def test_the_search_finds_the_last_rate_that_holds(monkeypatch):
             [200] if rate > 34 else sorted({200, max(200, ch22_ship.ARRIVALS * rate)})
         )
     assert ch22_ship.highest_rate(LLAMA, shipped(), {"ttft": 0.05}).rate == 0
-
-
-def test_requests_at_once_and_rates_by_hand():
-    replies = [Reply(n, 0, n, n, n + 2.5) for n in range(4)]  # each second one, each takes 2.5
-    assert ch22.most_at_once(replies) == 3
-    assert ch22.rate_of(replies) == pytest.approx(4 / 5.5)
-    assert ch22.refused(0, 1.0).outcome == "rejected"
 
 
 def test_an_error_in_the_thread_is_raised_here():
@@ -144,3 +117,10 @@ def test_the_server_ends_when_its_parent_is_killed():
             return
         time.sleep(0.1)
     pytest.fail("the server outlived the process that started it")
+
+
+def test_requests_at_once_and_rates_by_hand():
+    replies = [Reply(n, 0, n, n, n + 2.5) for n in range(4)]  # each second one, each takes 2.5
+    assert ch22.most_at_once(replies) == 3
+    assert ch22.rate_of(replies) == pytest.approx(4 / 5.5)
+    assert ch22.refused(0, 1.0).outcome == "rejected"

@@ -1,4 +1,4 @@
-"""Chapter 23's own functions: distributions, faults of records, what a mask costs, pictures."""
+"""Chapter 23's own functions: distributions, the record, what a mask costs."""
 
 import json
 from fractions import Fraction
@@ -61,16 +61,6 @@ def test_no_share_differs_more_than_the_formula(root):
     assert most - max(differences) < Fraction(1, 1000)
 
 
-@pytest.mark.parametrize(("text", "fault"), [
-    ('{"name": "a", "age": 3}', ""), ('{"name": "a", "age": 3', "no JSON"),
-    ('{"name": "a", "age": 3} yes', "no JSON"), ('["name", "age"]', "other fields"),
-    ('{"age": 3, "name": "a"}', "other fields"), ('{"name": "a"}', "other fields"),
-    ('{"name": "a", "age": "3"}', "other types"), ('{"name": "a", "age": true}', "other types"),
-])  # fmt: skip
-def test_faults_of_records(text, fault):
-    assert ch23.fault(text, {"name": str, "age": int}) == fault
-
-
 def test_the_recorded_answers_are_complete_and_the_masked_ones_valid():
     record = ch23.real()
     people, answers = record["people"], record["answers"]
@@ -86,11 +76,6 @@ def test_the_recorded_answers_are_complete_and_the_masked_ones_valid():
     assert ch23.judged(right, people) == {"valid": 20, "right": 20}
     assert ch23.judged([f"Sure: {each}" for each in right], people) == {"valid": 0, "right": 0}
     assert ch23.judged(right[1:] + right[:1], people) == {"valid": 20, "right": 0}
-
-
-def test_choices_are_counted_before_each_token():
-    """Behind "a" come a, b, ab, ba: two first bytes; at the end only c."""
-    assert ch23.choices(Dfa(PATTERN), WORDS, [0, 4, 5]) == [(2, 1), (4, 2), (1, 1)]
 
 
 def test_masks_are_timed_and_the_matcher_comes_back(monkeypatch):
@@ -109,3 +94,18 @@ def test_masks_are_timed_and_the_matcher_comes_back(monkeypatch):
     assert min(found.values()) > 0
     assert {kept for _, kept in filled[:3]} == {0}
     assert [state for state, _ in filled[:3]] == [state for state, _ in filled[3:]]
+
+
+@pytest.mark.parametrize(("text", "fault"), [
+    ('{"name": "a", "age": 3}', ""), ('{"name": "a", "age": 3', "no JSON"),
+    ('{"name": "a", "age": 3} yes', "no JSON"), ('["name", "age"]', "other fields"),
+    ('{"age": 3, "name": "a"}', "other fields"), ('{"name": "a"}', "other fields"),
+    ('{"name": "a", "age": "3"}', "other types"), ('{"name": "a", "age": true}', "other types"),
+])  # fmt: skip
+def test_faults_of_records(text, fault):
+    assert ch23.fault(text, {"name": str, "age": int}) == fault
+
+
+def test_choices_are_counted_before_each_token():
+    """Behind "a" come a, b, ab, ba: two first bytes; at the end only c."""
+    assert ch23.choices(Dfa(PATTERN), WORDS, [0, 4, 5]) == [(2, 1), (4, 2), (1, 1)]

@@ -20,8 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "INSTRUCTOR.md"
 GLOSSARY = ROOT / "notebooks" / "GLOSSARY.md"
 SELFTEST = ROOT / "notebooks" / "SELFTEST.md"
-TEACHING = sorted((ROOT / "notebooks" / "teaching").glob("*.md"))
-MINUTES = re.compile(r"\*\*Minutes\.?\*\*(.*?)\n\n", re.DOTALL)
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "minillm").glob("*.md")), ROOT / "notebooks" / "results" / "README.md", GUIDE,
@@ -59,12 +57,6 @@ def broken_links(page: Path) -> Iterator[str]:
 @pages
 def test_links_lead_somewhere(page):
     assert not list(broken_links(page))
-
-
-def test_a_broken_link_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# One\n[a](#one) [b](#two) [c](gone.md) [d](https://example.org/x)\n")
-    assert list(broken_links(page)) == ["#two is no heading", "gone.md is not there"]
 
 
 CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
@@ -119,34 +111,6 @@ def test_the_guide_has_every_plan_and_the_errors_are_complete(capsys):
     assert all(messages)
     assert not [message for message in messages if message not in page]
     assert made.filled(text_of(GUIDE)) == text_of(GUIDE), remedy
-
-
-@pytest.mark.parametrize("page", TEACHING, ids=lambda page: page.stem)
-def test_the_minutes_of_a_teaching_page_add_up(page):
-    """Its parts are the room's minutes, and it knows the chapter's own."""
-    chapter, (about,) = tables().load_chapters()[page.stem], MINUTES.findall(text_of(page))
-    plain = re.sub(r"\([^)]*\)", "", " ".join(about.split()))
-    before, after = re.split(rf"{chapter.room} in a room", plain, maxsplit=1)
-    alone, parts = re.findall(r"(\d+) alone", before), before
-    if alone:
-        assert int(alone[0]) == chapter.minutes
-        parts = after.partition(":")[2].partition(".")[0]
-    minutes = re.findall(r"(?<!in )\b\d+\b", re.sub(r'"[^"]*"|temperature 0', "", parts))
-    assert sum(map(int, minutes)) == chapter.room
-
-
-def test_a_plan_has_a_break_or_a_sentence_wherever_a_chapter_needs_one():
-    made = tables()
-    chapters, plans = made.load_chapters(), {name: list(days) for name, days in made.PLANS.items()}
-    for name, parts in plans.items():
-        page, seen = list(made.plan(name, chapters, MANIFEST)), [*made.days_before(name)]
-        known = {part for day in seen for part in plans[day]}
-        for at, part in enumerate(parts):
-            needs = chapters[part].needs if part in chapters else ()
-            for need in set(needs) - known - set(parts[:at]):
-                assert any(f"from [{need}]" in row for row in page), (name, part, need)
-        inner = sum("for a break in it" in row for row in page)
-        assert inner == sum(chapters[part].pause > 0 for part in parts if part in chapters)
 
 
 def test_the_hidden_check_of_the_guide_works(tmp_path):

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from notebook_chapter import NOTEBOOKS, chapters, execute, index, prose
+from notebook_chapter import NOTEBOOKS, chapters, execute, index
 from toy_notebooks import FACT_TAGS, code, markdown, notebook, write
 
 RECORD = """\
@@ -122,27 +122,6 @@ def test_normalising_drops_what_is_chance_and_reports_warnings():
     assert made["metadata"]["language_info"] == {"name": "python"}
 
 
-@pytest.mark.parametrize(("source", "known"), [
-    ("N = 2**10 - 1", {"N": "1,023"}), ("A, B = 3, 0.5", {"A": "3", "B": "0.5"}),
-    ("R = 1e9\nS = -4", {"R": "1,000,000,000", "S": "-4"}),
-    ("L = (16, 32)", {"L[0]": "16", "L[1]": "32", "L[-1]": "32"}), ("N = 3\nN = 4", {}),
-    ("N = len('ab')\nM = N * 2\nT = True\nU = 'x'", {}), ("N = 1 / 0\nM = 9**9**9", {}),
-])  # fmt: skip
-def test_constants_are_read_from_code(source, known):
-    assert prose.given(notebook(code(source))) == known
-
-
-@pytest.mark.parametrize(("line", "value"), [
-    ("saved: 8,256 positions", "8,256"), ("ratio: 129/2", "129/2"), ("share: 64.5", "64.5"),
-    ("equal: True", "True"), ("word: two words", "two words"), ("at 3: 4: 17 x", "4: 17 x"),
-    ("caught: 2 of 2 bugs", "2"), ("both: 118 and 69", "118 and 69"),
-    ("read: 130, 133 GB/s", "130, 133 GB/s"), ("gain: 1.00 2.09", "1.00 2.09"),
-])  # fmt: skip
-def test_a_fact_without_its_unit(line, value):
-    cell = code("", *FACT_TAGS, says=f"{line}\n")
-    assert list(chapters.facts(notebook(cell)).values()) == [value]
-
-
 def test_a_kernel_runs_apart_from_the_person_who_starts_it(tmp_path, monkeypatch):
     for name in ("PYTHONSTARTUP", "MINILLM_RESULTS", "MINILLM_WORK"):
         monkeypatch.setenv(name, "mine")
@@ -171,45 +150,6 @@ def test_a_kernel_has_copies_of_the_libraries_that_were_built(tmp_path, monkeypa
         assert {file.name for file in own.iterdir()} == {"bf16-1.so", *lent}
     (own / "bf16-1.so").write_text("the kernel's", encoding="utf-8")
     assert (usual / "bf16-1.so").read_text(encoding="utf-8") == "mine"
-
-
-def picture(data, alt, *tags):
-    """A cell that shows a picture."""
-    output = {
-        "output_type": "display_data",
-        "data": {"image/png": data},
-        "metadata": {"image/png": {"alt": alt}},
-    }
-    return code("show()", *tags, outputs=(output,))
-
-
-def test_the_index_says_what_a_chapter_is(tmp_path):
-    cells = [
-        markdown("# Why <b>it</b> slows"),
-        picture("Zmlyc3Q=", "The first."),
-        picture("Y292ZXI=", 'Time "grows".', "plot", "cover"),
-        code('check("e03.1")\ncheck("e03.2", mine)'),
-    ]
-    write(tmp_path, "03_cache", *cells, question="Which work is repeated?", needs=["01"])
-    write(tmp_path, "06_batch", markdown("# Many: why?"))  # its question is its title
-    (tmp_path / "figures").mkdir()
-    (tmp_path / "figures" / "99.png").write_bytes(b"old")
-    index.write(tmp_path)
-    page = (tmp_path / "README.md").read_text()
-    assert "### [03 · Why it slows](03_cache.ipynb)\n\n**Which work is repeated?**" in page
-    assert "**Why?**" not in page
-    assert "30 minutes · needs 01 · exercises e03.1, e03.2" in page
-    assert 'src="figures/03.png" alt="Time &quot;grows&quot;."' in page
-    assert (
-        page.index("## I. What")
-        < page.index("03 ·")
-        < page.index("## II. Many")
-        < page.index("06 ·")
-    )
-    assert "III. Kernels" not in page
-    assert "[03](03_cache.ipynb) → [06](06_batch.ipynb) (then 00, 01" in page
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"03.png"}
-    assert (tmp_path / "figures" / "03.png").read_bytes() == b"cover"
 
 
 def test_the_committed_index_is_the_generated_one():

@@ -19,7 +19,7 @@ from tests.course.submissions import Graded, statuses, with_first
 Toys = dict[str, Exercise]
 IMPATIENT = Limits(cpu=600.0, wall=1.0)  # for what waits without computing
 COMPUTE = (
-    "import time; t = time.thread_time()\n    while size == 3 and time.thread_time() < t + 1.5: 1"
+    "import time; t = time.thread_time()\n    while size == 3 and time.thread_time() < t + 0.8: 1"
 )
 
 
@@ -57,13 +57,12 @@ def test_a_repr_that_never_ends_does_not_hold_the_verdict_up(toys: Toys, graded:
     assert "(line 12: while True: pass). Does the loop end? The checks" in verdict.message
 
 
-@pytest.mark.parametrize("operation", ["any(iter(int, 1))", "sum(range(10**12))"])
-def test_one_operation_without_end_is_ended_and_named(toys, graded, operation):
+def test_one_operation_without_end_is_ended_and_named(toys, graded):
     """It never comes back from C, so no signal handler of Python's can run."""
-    verdict = graded(with_first(toys["e90.1"], operation))
+    verdict = graded(with_first(toys["e90.1"], "sum(range(10**12))"))
     assert verdict.status == "timeout"
     assert verdict.message.startswith("Used 1 s of processor time in the check ")
-    assert f"(line 6: {operation}). Is this one operation very large" in verdict.message
+    assert "(line 6: sum(range(10**12))). Is this one operation very large" in verdict.message
     assert statuses(verdict) == ["error", "not run", "not run"]
 
 

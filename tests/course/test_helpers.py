@@ -419,23 +419,6 @@ def test_a_trace_is_a_viewer_in_jupyterlab_and_a_line_on_a_page(monkeypatch, cap
     assert capsys.readouterr().out == ""
 
 
-def test_every_check_of_a_cell_is_shown(monkeypatch) -> None:
-    import IPython.display
-
-    from minillm_exercises import check, hint
-
-    shown = []
-    monkeypatch.setattr(IPython.display, "display", lambda thing: shown.append(str(thing)))
-    check("e00.1")
-    check("e99.9")
-    hint("e00.1")
-    assert "is not begun" in shown[0]
-    assert 'task("e00.1") shows the task' in shown[0]
-    assert 'check("e00.1", bench)' in shown[0]
-    assert "no exercise 'e99.9'" in shown[1]
-    assert "1 of 3" in shown[2]
-
-
 def test_a_task_is_shown_with_its_starter(monkeypatch) -> None:
     import IPython.display
 

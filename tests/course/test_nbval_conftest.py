@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from notebook_chapter import NOTEBOOKS, forked
+from notebook_chapter import forked
 from toy_notebooks import FACT_TAGS, code, copy_machinery, fact, write
 
 ALONE = """\
@@ -148,23 +148,6 @@ def test_an_endless_cell_ends_without_workers_too(tmp_path):
     _, outcomes = run_pytest(tmp_path, "--nbval-cell-timeout", "1")
     assert (outcomes["20_endless"].passed, outcomes["20_endless"].skipped) == (0, 1)
     assert "Timeout of 1 seconds exceeded" in outcomes["20_endless"].failures[0]
-
-
-def test_an_untried_nbval_is_refused(tmp_path):
-    """The version guard, with the installed version made up."""
-    write(tmp_path, "20_any", fact("x", 1))
-    copy_machinery(tmp_path)
-    (tmp_path / "conftest.py").write_text(
-        (NOTEBOOKS / "conftest.py").read_text("utf-8").replace('TESTED = "0.11."', 'TESTED = "9."')
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--nbval-lax", f"--rootdir={tmp_path}", tmp_path],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 4
-    assert re.search(r"nbval 9\.\*, and nbval 0\.11\S* is\s+installed", done.stdout + done.stderr)
 
 
 STARTS_A_KERNEL = """\

@@ -230,21 +230,15 @@ WIDGET = {"application__vnd.jupyter.widget-view+json": {}}
 PLANTED = {
     rules.clean_run: [
         (put(5, id=""), "no notebook of format 4.5"),
-        (lambda made: made[6].update(id="same") or made[5].update(id="same"), "not as a clean run"),
         (put(4, execution_count=9), "ran as number 9, not 3"),
-        (put(4, execution_count=None), "ran as number None"),
-        (put(4, metadata={"execution": {}}), "not as a clean run"),
         (add(code("x", outputs=(stream("stderr", "old"),))), "wrote to stderr"),
         (output(**WIDGET), "not as a clean run"),
         (dict(size=401 * 1024), "401 KiB; at most 400"),
     ],
     rules.python_only: [
         (run("%matplotlib inline"), "no plain Python"),
-        (run("x = !ls"), "no plain Python"),
-        (run("def f(:"), "no plain Python"),
         (run(" "), "is empty"),
         (run("os.system('ls')"), "leaves no trace"),
-        (run("get_ipython().run_line_magic('time', '')"), "leaves no trace"),
     ],
     rules.metadata: [
         (edit(0, "# Every", "Every"), "begins with the title"),
@@ -282,8 +276,6 @@ PLANTED = {
     ],
     rules.no_clock_in_facts: [
         (edit(FACT, "8256", "measure(step).count"), "measure was measured"),
-        (edit(FACT, "8256", "time.perf_counter()"), "perf_counter was"),
-        (edit(FACT, "True", "slow.median < 2"), "slow was measured"),
         (
             lambda made: (
                 edit(6, "count = N * 2", "gain = 1 / slow.median")(made),
@@ -295,7 +287,6 @@ PLANTED = {
     rules.bound_numbers: [
         (edit(3, "8,256", "8,128"), "is 8,256, and the prose says '8,128'"),
         (edit(3, "4.21", "4.2"), "is 4.21, and the prose says '4.2'"),
-        (edit(3, ">128<", ">?<"), "is 128, and the prose says '?'"),
         (edit(3, "49,109", "49,110"), "quotes 49,109, 2,461, and the prose"),
         (edit(3, '"saved"', '"save"'), "Known: equal, ratio, saved"),
         (edit(3, '"A24"', '"A25"'), "claims.toml has no such entry"),
@@ -303,11 +294,6 @@ PLANTED = {
         (text("<span class='x'>3</span>"), "is no binding"),
         (edit(1, "N = 128", "N = 128; N = 256"), "one constant"),
         (text("First. It saves 14 ms per token. Then."), "14 is typed"),
-        (text("It is 1.5 times faster."), "1.5 is typed"),
-        (text("It reads 2,048 slots."), "2,048 is typed"),
-        (text("A batch of top-50 rows."), "50 is typed"),
-        (text("At T=256 it bends."), "256 is typed"),
-        (text("In 60 minutes."), "60 is typed"),
         (text("| a | b |\n|---|---|\n| 17 | 3 |"), "17 is typed"),
         (text("Call `step(999)` again."), "999 is typed"),
         (edit(10, "{N}:", "128:"), "build it into an f-string"),
@@ -317,8 +303,6 @@ PLANTED = {
         (run("open('/home/anna/x')"), "source names this machine"),
         (run("x", f"in {PLACES['tmp']}\n"), "output names"),
         (text(f"Look in {PLACES['work']}."), PLACES["work"]),
-        (run("p = 'C:\\\\Users'"), "names this machine"),
-        (run("x", "lib/site-packages/torch\n"), "site-packages"),
         (run("x", "<f at 0x7f12ab34cd56>\n"), "0x7f12ab34cd56"),
         (text("Ask 192.168.1.17 for it."), "192.168.1.17"),
         (output(text__html=f"<i>{PLACES['root']}</i>"), PLACES["root"]),
@@ -334,7 +318,6 @@ PLANTED = {
     rules.predictions: [
         (put(9, metadata={"tags": ["again"]}), 'tagged "result"'),
         (edit(9, "90.clock", "90.other"), "'90.clock' needs a predict(), and after it"),
-        (edit(9, "90.clock", "90.other"), "'90.other' needs a predict()"),
         (edit(2, '"4"]', '"4"], choice="b"'), "chooses for the reader"),
         (edit(2, '"90.clock"', "KEY"), "literal string"),
         (edit(9, "best=BEST", 'best="b"'), "has its letter as a literal"),
@@ -345,15 +328,11 @@ PLANTED = {
         (drop(14), '3 cells are tagged "turn"'),
         (put(14, source='turn("90.product", 1)'), "0 lines end in"),
         (put(14, source="answer = 1  # answer"), "calls turn(name, answer) once"),
-        (put(14, source="answer = 1  # answer\nturn(answer, 1)"), "has no 'None'"),
         (edit(14, "90.product", "90.sum"), "turns.json has no '90.sum'"),
-        (put(14, source="answer = 1  # answer\nturn('03.passes', answer)"), "no '03.passes'"),
         (edit(14, "answer = 6", "# It is 42.\nanswer = 6"), "is on the page: 42"),
-        (edit(14, "answer = 6", "other = 40 + 2.0, 42\nanswer = 6"), "is on the page: 42"),
         (lambda made: made[13].update(markdown("6 times 7 is 42.")), "is on the page: 42"),
         (edit(14, "answer)", "answer + 1)"), "answer + 1 raises as long as"),
         (edit(14, "answer = 6", "count = 6  # answer\nanswer = 6"), "overwrites ['count']"),
-        (edit(14, "answer)", "round(answer))"), "round(answer) raises as long as"),
         (put(14, outputs=[]), "the published answer is not right"),
         (run("print(answer)"), "uses ['answer'], which a learner may leave open"),
     ],
@@ -382,18 +361,13 @@ def test_planted_violations_are_found(rule):
 ACCEPTED = [
     (rules.bound_numbers, text("Up to 12 of them, 0 to 3, in 2 steps.")),
     (rules.bound_numbers, text("Llama-2-7B and smollm2-135m on an H100 in bf16 and float32.")),
-    (rules.bound_numbers, text("An RTX 5070 Ti with PyTorch 2.13, in 16-bit numbers.")),
     (rules.bound_numbers, text("See chapter 03, chapters 05, 06 and 17, exercise e13.1.")),
-    (rules.bound_numbers, text("Shown before (Dao et al., 2022) and by Kwon et al., 2023.")),
-    (rules.bound_numbers, text("A gibibyte is 2^30 bytes, a gigabyte 10^9.")),
     (rules.bound_numbers, text("It runs `N = 128` first, [here](https://x.org/2309.06180).")),
     (rules.bound_numbers, text('N is <span data-given="LENGTHS[1]">32</span>.')),
-    (rules.bound_numbers, text('It is <span data-given="N">128</span>th.')),
     (rules.bound_numbers, edit(3, "8,256", "8256")),  # commas are the writer's choice
     (rules.python_only, run("x = 7 % 4\nif x != 3 or not x:\n    pass\ny = a @ b")),
     (rules.private_things, text("Your copy is work/e03_kv_cache/e03_1.py, as `a/work` is.")),
     (rules.private_things, text("Open http://127.0.0.1:8888 or https://x.org/home/page.")),
-    (rules.private_things, run("KEY = 0xD2511F53CD9E8D57")),
 ]
 
 
@@ -405,13 +379,3 @@ def test_what_is_in_order_is_accepted():
     said = put(0, source="# A title\n\nThe engine's fast\npath is off.")
     eager = 'LLM("tiny", enforce_eager=True)\nceilings.measure(device=device)'
     assert report(chapter(said, put(1, source=eager)), rules.fair_clocks) == []
-
-
-def test_the_report_names_the_cell_and_shows_the_sentence():
-    said = (
-        'After the first. The cache of <span data-given="N">128</span> tokens saves 14.5 ms. End.'
-    )
-    (line,) = report(chapter(text(said)), rules.bound_numbers)
-    assert line.startswith("90_toy cell 22 (markdown, 'After the first.")
-    assert "14.5 is typed in the prose: 'The cache of 128 tokens saves 14.5 ms.'" in line
-    assert '<span data-fact="NAME">?</span>' in line

@@ -69,18 +69,14 @@ SUM = code(
 )
 
 
-def test_a_bug_that_matters_is_seen(tmp_path):
-    bug = "import math\nroot = math.isqrt\n"
-    bug += "math.isqrt = lambda n: root(n) - 1"
-    assert facts_that_change(notebook(SUM), bug, tmp_path) == {"root": ("7", "6")}
-
-
+@pytest.mark.mutation
 def test_a_bug_that_only_makes_cells_raise_is_not(tmp_path):
     """Otherwise a bug that breaks the imports would pass for one that the facts catch."""
     bug = "import math\ndel math.isqrt"
     assert facts_that_change(notebook(SUM), bug, tmp_path) == {}
 
 
+@pytest.mark.mutation
 def test_planted_code_that_fails_is_reported_as_such(tmp_path):
     with pytest.raises(AssertionError, match=r"planted code itself fails: .*sqr'"):
         facts_that_change(notebook(SUM), "import math\nmath.sqr += 1", tmp_path)

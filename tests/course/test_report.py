@@ -8,18 +8,11 @@ from typing import Any
 
 import pytest
 
-from minillm_exercises import doctor, gradebook
+from minillm_exercises import gradebook
 from minillm_exercises.scores import junit
-from tests.course.small import CHECKS, MUTANT, SOLUTION, Terminal, terminal
+from tests.course.small import CHECKS, MUTANT, SOLUTION, Terminal
 
 EXERCISM_STATUS = {"pass", "fail", "error"}
-
-
-@pytest.fixture
-def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Without the seconds that asking torch for its device takes: tests/course/test_doctor.py."""
-    monkeypatch.setattr(doctor, "torch_facts", lambda: {"device": "cpu"})
-    return terminal(tmp_path)
 
 
 def report(at: Terminal, *words: str) -> tuple[int, dict[str, Any]]:

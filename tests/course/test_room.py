@@ -5,12 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.course.small import MUTANT, SOLUTION, Terminal, terminal
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> Terminal:
-    return terminal(tmp_path)
+from tests.course.small import MUTANT, SOLUTION, Terminal
 
 
 @pytest.fixture

@@ -14,12 +14,7 @@ from minillm_exercises.cli.app import App
 from minillm_exercises.cli.learn import command_watch
 from minillm_exercises.cli.parser import build_parser
 from minillm_exercises.watch import signature
-from tests.course.small import MUTANT, SOLUTION, Terminal, terminal
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> Terminal:
-    return terminal(tmp_path)
+from tests.course.small import MUTANT, SOLUTION, Terminal
 
 
 def nothing() -> None:

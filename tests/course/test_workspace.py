@@ -14,12 +14,7 @@ from minillm_exercises.errors import ExerciseError
 from minillm_exercises.progress import Entry, ProgressFile
 from minillm_exercises.session import suggestion
 from minillm_exercises.workspace import work_root
-from tests.course.small import SOLUTION, Terminal, terminal
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> Terminal:
-    return terminal(tmp_path)
+from tests.course.small import SOLUTION, Terminal
 
 
 def test_where_the_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

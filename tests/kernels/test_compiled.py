@@ -178,36 +178,6 @@ def compiled(**figures) -> Compiled:
     return Compiled(**figures | {"opcodes": Counter(figures["opcodes"])})
 
 
-GOOD = Launch("good", lambda: None, tensor_cores=(90,), bulk_copies=(90,))
-
-
-@pytest.mark.parametrize(
-    ("figures", "message"),
-    [
-        ({"stack": 8}, "spills: k on sm_90: 8 regs, 4 warps, **spills 8 B**, HMMA 8, UTMALDG 1"),
-        ({"opcodes": {"HMMA": 1, "UTMALDG": 1, "LDL": 1}}, "spills: k on sm_90: "),
-        (
-            {"shared": 232_449},
-            "needs more than 232448 B shared: k on sm_90: 8 regs, 4 warps, 227.0",
-        ),
-        ({"opcodes": {"FFMA": 8, "UTMALDG": 1}}, "no tensor cores: k on sm_90: "),
-        ({"opcodes": {"HGMMA": 8, "LDGSTS": 1}}, "no bulk copies: k on sm_90: "),
-    ],
-)
-def test_a_broken_claim_names_the_kernel_and_its_figures(figures, message):
-    (found,) = broken_claims(GOOD, [compiled(**figures)], 90)
-    assert found.startswith(message)
-
-
-def test_claims_hold_where_they_are_made_and_for_one_of_several_kernels():
-    assert broken_claims(GOOD, [compiled(opcodes={}), compiled()], 90) == []
-    assert broken_claims(GOOD, [compiled(arch=80, opcodes={})], 80) == []
-    assert broken_claims(GOOD, [], 90) == ["good launches no kernel"]
-    spiller = Launch("spiller", lambda: None, may_spill=(80,))
-    assert broken_claims(spiller, [compiled(arch=80, stack=8)], 80) == []
-    assert len(broken_claims(spiller, [compiled(stack=8)], 90)) == 1
-
-
 # ---- the reader of machine code ---------------------------------------------------------------
 
 

@@ -25,13 +25,15 @@ EXACT, FAST = "exact float32", "exact bfloat16"
 INT8 = {  # keys and values in 8 bits, in both kinds of pages and of arithmetic
     Cell("llama", EXACT, chunk=7, cache="hash", pool="swap", kv="int8"),
     Cell("mistral", FAST, chunk=32, cache="radix", pool="recompute", overlaps=True, kv="int8"),
-    Cell("qwen2", EXACT, drafts="right", cache="radix", kv="int8"),
     Cell("llama", FAST, drafts="draft model", pool="swap", kv="int8"),
+    Cell("eight heads", FAST, chunk=7, ranks="tp 2", kv="int8"),
+    Cell("llama", EXACT, path="operations", chunk=7, cache="hash", kv="int8"),
+}
+INT8_SLOW = {
+    Cell("qwen2", EXACT, drafts="right", cache="radix", kv="int8"),
     Cell("mistral", FAST, drafts="medusa", cache="hash", pool="swap", kv="int8"),
     Cell("eight heads", FAST, drafts="eagle", chunk=7, cache="radix", pool="recompute", kv="int8"),
-    Cell("eight heads", FAST, chunk=7, ranks="tp 2", kv="int8"),
     Cell("qwen3_moe", FAST, chunk=7, cache="hash", pool="recompute", kv="int8"),
-    Cell("llama", EXACT, path="operations", chunk=7, cache="hash", kv="int8"),
     Cell("mistral", EXACT, path="torch", chunk=7, cache="radix", pool="swap", kv="int8"),
 }
 
@@ -41,12 +43,11 @@ def parameters() -> list:
     usual = {
         *table(0, True),
         *INT8,
-        Cell("llama", chunk=1, cache="hash", pool="swap", overlaps=True),
     }
-    rest = {cell for seed in range(TABLES) for cell in table(seed)} - usual
-    slow = rest | {
-        cell for cell in usual if cell.ranks in MANY or (cell in INT8 and cell.path == "torch")
-    }
+    tables = {cell for seed in range(TABLES) for cell in table(seed)}
+    token_by_token = Cell("llama", chunk=1, cache="hash", pool="swap", overlaps=True)
+    rest = (tables | INT8_SLOW | {token_by_token}) - usual
+    slow = rest | {cell for cell in usual if cell.ranks in MANY}
     return [
         pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] * (cell in slow))
         for cell in sorted(usual | rest, key=lambda cell: (str(cell.alone()), str(cell)))
@@ -63,7 +64,9 @@ def test_tokens_are_those_that_a_request_gets_alone(cell: Cell) -> None:
     check(cell)
 
 
-@pytest.mark.parametrize("small", [True, False], ids=["small", "whole"])
+@pytest.mark.parametrize(
+    "small", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["small", "whole"]
+)
 def test_any_two_settings_meet(small: bool) -> None:
     cells, dice = table(0, small), Random(1)
     met = set().union(*map(pairs, cells))

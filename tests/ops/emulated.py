@@ -7,9 +7,11 @@ float64.
 """
 
 import ctypes
+import hashlib
 import shutil
 import struct
 import subprocess
+import tempfile
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -23,7 +25,7 @@ import pytest
 import torch
 
 from minillm.ops import c_library, cpu_structures
-from tests.ops.c_variants import DIVIDED, patiently
+from tests.ops.c_variants import DIVIDED, folder, patiently
 
 COMPILER, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 OWN_SOURCES = [Path(__file__).with_name(name) for name in ("emulator.c", "jobs.c")]
@@ -74,6 +76,19 @@ def build(
     with patiently():
         c_library.finish(compiling)
         c_library.finish([c_library.start([*command, "-static", *objects, "-o", str(made), "-lm"])])
+    return made
+
+
+def kept(machine: Machine, element: c_library.Element, options: Sequence[str]) -> Path:
+    """The same from run to run, in the user's cache, by what it is compiled of and how."""
+    digest = hashlib.sha256(repr((machine, element, options, c_library.FLAGS, DIVIDED)).encode())
+    for file in sorted([*c_library.SOURCES.glob("*.[ch]"), *OWN_SOURCES]):
+        digest.update(file.read_bytes())
+    made = folder() / f"emulator-{digest.hexdigest()[:16]}"
+    if not made.exists():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=made.parent) as place:
+            build(machine, element, Path(place), options=options).replace(made)
     return made
 
 

@@ -88,22 +88,3 @@ def test_there_is_no_warning_of_syntax(name, instructions, tmp_path):
         compiler.command, compiler.options, compiler.sets, compiler.headers, only_syntax=True
     )
     compile_all(quick, quick.sets[instructions], c_library.SOURCES, tmp_path)
-
-
-MISTAKES = {
-    "an unused variable": "static int f(void) { int x; return 0; }\nint g(void) { return f(); }",
-    "an unknown pragma": "#pragma unheard of\nint f(void) { return 0; }",
-    "a missing prototype of its arguments": "int f() { return 0; }",
-    "a name that hides another": "int f(int x) { { int x = 1; (void)x; } return x; }",
-}
-
-
-@pytest.mark.parametrize("what", MISTAKES)
-@pytest.mark.parametrize("name", ["GCC", "Clang"])
-def test_a_warning_is_an_error(name, what, tmp_path):
-    (tmp_path / "wrong.c").write_text(MISTAKES[what] + "\n")
-    compiler = COMPILERS[name]
-    if shutil.which(compiler.command) is None:
-        pytest.skip(f"{compiler.command} is not installed")
-    with pytest.raises(AssertionError, match="error"):
-        compile_all(compiler, SETS["avx2"], tmp_path, tmp_path)

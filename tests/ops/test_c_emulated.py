@@ -42,12 +42,12 @@ class Library:
     params=[pytest.param(cell, marks=() if cell == FAST else pytest.mark.slow) for cell in CELLS],
     ids=" ".join,
 )
-def library(request, tmp_path_factory) -> Iterator[Library]:
+def library(request) -> Iterator[Library]:
     """The library of one machine; the fast one is compiled without much optimisation."""
     name, element = request.param
     machine = emulated.MACHINES[name]
-    options = ("-O1",) if request.param == FAST else ()
-    program = emulated.build(machine, element, tmp_path_factory.mktemp("emulated"), options=options)
+    emulated.skip_without_tools()
+    program = emulated.kept(machine, element, ("-O1",) if request.param == FAST else ())
     built = emulated.Emulated(program, machine)
     yield Library(built, element)
     built.close()

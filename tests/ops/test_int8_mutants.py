@@ -164,9 +164,6 @@ def threads() -> None:
 IN_C: dict[str, tuple[str, str, Callable, str]] = {  # pattern, mistake, who notices, path
     "the 128 in keys stays": (r"128 \* sum", "0", random_cases, "no tiles"),
     "parts are not weighted": (r"\(vec\)\{0\} \+ new", "(vec){0} + 1.f", threads, "native"),
-    "the sum of parts before does not shrink": (
-        r"states\[d \+ 1\] \* old", "states[d + 1]", threads, "native"
-    ),
     "what is hidden is seen": (
         r"if \(!is_whole\) hide\(x, seen, -INFINITY\);", "", random_cases, "native"
     ),
@@ -192,9 +189,6 @@ IN_C: dict[str, tuple[str, str, Callable, str]] = {  # pattern, mistake, who not
     "lanes see what is hidden": (
         r"if \(!is_whole\) x\[i\] = where", "if (0) x[i] = where", random_cases, "tiles in C"
     ),
-    "lanes have scales of unused slots": (
-        r", v\[i\] = \(vec\)\(\(ints\)v\[i\] & shown\)", "", random_cases, "tiles in C"
-    ),
     "lanes of the next query": (r"left = p->group;", "left = p->group + 1;", random_cases,
                                 "tiles in C"),
     "four weights in falling order": (
@@ -209,9 +203,6 @@ IN_C: dict[str, tuple[str, str, Callable, str]] = {  # pattern, mistake, who not
     ),
     "the second tile is the first": (
         r"4 \* j \+ 64, 4 \* n", "4 * j, 4 * n", random_cases, "tiles in C"
-    ),
-    "the second rows are the first": (
-        r"a \+ i \+ 16 \* k", "a + i", random_cases, "tiles in C"
     ),
 }  # fmt: skip
 

@@ -93,11 +93,15 @@ class Served:
         """The address without a path."""
         return f"http://127.0.0.1:{self.port}"
 
-    def stop(self) -> None:
-        """End the server, then the engine."""
+    def end(self) -> None:
+        """End the server."""
         self.http.should_exit = True
         self.thread.join(LIMIT)
         assert not self.thread.is_alive(), "the server does not end"
+
+    def stop(self) -> None:
+        """End the server, then the engine."""
+        self.end()
         self.engine.shutdown()
 
     # ---- the client ----------------------------------------------------------------------

@@ -235,8 +235,8 @@ def test_a_kill_at_any_moment_leaves_nobody_waiting(folder):
         while await asyncio.gather(engine.drain(), return_exceptions=True) == [True]:
             inject(engine)  # the first one struck in a finaliser, and Python swallowed it
 
-    for step in range(25):
-        run(one(step * 0.001))
+    for milliseconds in range(0, 25, 2):
+        run(one(milliseconds / 1000))
 
 
 FORK = """

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -304,10 +304,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def lasting(folder: Path) -> Iterator[AsyncLLMEngine]:
+    """One engine for all bad requests."""
+    engine = make_async(folder)
+    yield engine
+    engine.shutdown()
+
+
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("bad", BAD)
-def test_a_bad_request_fails_alone(engine, expected, monkeypatch, bad, long):
-    arguments, message = BAD[bad]
+def test_a_bad_request_fails_alone(lasting, expected, monkeypatch, bad, long):
+    engine, (arguments, message) = lasting, BAD[bad]
     monkeypatch.setattr(async_engine, "is_long", lambda text, ids: long)
 
     async def main() -> None:

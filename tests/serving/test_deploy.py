@@ -92,23 +92,6 @@ def test_queries_name_metrics_and_labels_that_exist(query, legend, series):
     assert shown <= labels | {"instance"}  # which Prometheus adds
 
 
-def test_the_dashboard_fits_its_grid_and_its_data_source():
-    made, source = dashboard(), read_yaml("grafana/provisioning/datasources/prometheus.yaml")
-    assert len({panel["id"] for panel in made["panels"]}) == len(made["panels"])
-    taken = set()
-    for panel in made["panels"]:
-        place = panel["gridPos"]
-        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"])
-                 for y in range(place["y"], place["y"] + place["h"])}  # fmt: skip
-        assert not cells & taken
-        assert max(x for x, _ in cells) < 24
-        taken |= cells
-        assert panel["datasource"]["uid"] == source["datasources"][0]["uid"]
-    providers = read_yaml("grafana/provisioning/dashboards/minillm.yaml")["providers"]
-    mounts = read_yaml("compose.yaml")["services"]["grafana"]["volumes"]
-    assert f"./grafana/dashboards:{providers[0]['options']['path']}:ro" in mounts
-
-
 def test_compose_starts_what_prometheus_and_grafana_address():
     compose, scrape = read_yaml("compose.yaml"), read_yaml("prometheus.yml")["scrape_configs"][0]
     services = compose["services"]

@@ -14,7 +14,7 @@ from minillm.serving.guard import MAX_BODY
 from tests.serving.http_small import Reply, Served, served
 
 C, CHAT = "/v1/completions", "/v1/chat/completions"
-HEALTHY = {"prompt": "def fib(n):", "max_tokens": 40, "ignore_eos": True, "temperature": 0,
+HEALTHY = {"prompt": "def fib(n):", "max_tokens": 12, "ignore_eos": True, "temperature": 0,
            "logprobs": 2}  # fmt: skip
 MESSAGES = [{"role": "user", "content": "x"}]
 BIG = 2**63

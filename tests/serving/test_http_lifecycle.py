@@ -11,6 +11,7 @@ import pytest
 
 from minillm.serving import launch as server_module
 from minillm.serving.guard import MAX_BODY
+from tests.pairs import pairwise
 from tests.serving.http_small import Served, served
 
 LONG = {"max_tokens": 50, "ignore_eos": True, "temperature": 0}
@@ -51,10 +52,15 @@ def steps(server: Served) -> int:
     return server.engine.state().counters.num_steps
 
 
-@pytest.mark.parametrize("leave", [socket.socket.close, reset], ids=["close", "reset"])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("phase", ["queue", "prefill", "decode"])
+@pytest.mark.parametrize(
+    ("phase", "path", "stream", "leave"),
+    pairwise(
+        ["queue", "prefill", "decode"],
+        ["/v1/completions", "/v1/chat/completions"],
+        [False, True],
+        [socket.socket.close, reset],
+    ),
+)
 def test_a_client_that_leaves_frees_its_blocks(paced, phase, path, stream, leave):
     server, text = paced, "abcdefgh" * 7  # 56 tokens: four steps of prefill
     content = {"prompt": text} if path == "/v1/completions" else {

@@ -144,6 +144,7 @@ def test_many_streams_leave_nothing_behind() -> None:
     assert soak.rss[-1] - soak.rss[0] <= MOST_GROWTH, soak.rss
 
 
+@pytest.mark.mutation
 def test_the_soak_finds_another_text() -> None:
     soak = Soak(streams=1)
     soak.right = dict.fromkeys(soak.right, "something else")

@@ -111,7 +111,7 @@ def test_calls(server: Served, template: str, name: str) -> None:
     given: dict[str, Any] = {
         "required": {"tool_choice": "required", "n": 2},
         "named": {"tool_choice": NAMED},
-        "one": {"tool_choice": "required", "parallel_tool_calls": False, "n": 3},
+        "one": {"tool_choice": "required", "parallel_tool_calls": False, "n": 2},
         "auto": {"tool_choice": "auto", "parallel_tool_calls": False},
     }[name]
     bias = {THINK_END: 12, 256: 12}

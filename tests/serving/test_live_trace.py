@@ -4,10 +4,10 @@ import errno
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import uvicorn
 
 from minillm import AsyncLLMEngine
 from minillm.cli import main
@@ -21,6 +21,7 @@ from minillm.serving.settings import Settings
 from tests.engine.small import write_model
 from tests.serving.asgi_calls import call
 from tests.serving.async_small import make_async, run
+from tests.serving.http_small import Served
 
 REFRESH = '<meta http-equiv="refresh" content="0.2">'
 
@@ -35,29 +36,16 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLMEngine]
     engine.shutdown()
 
 
-class Served:
-    """A server in a thread."""
-
-    def __init__(self, engine: AsyncLLMEngine, settings: Settings):
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        app = build_app(engine, settings)
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        self.thread = threading.Thread(
-            target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True
-        )
-
-    def __enter__(self) -> str:
-        self.thread.start()
-        return f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-
-    def __exit__(self, *_: object) -> None:
-        self.server.should_exit = True
-        self.thread.join(30)
-        assert not self.thread.is_alive()
+@contextmanager
+def serving(engine: AsyncLLMEngine, settings: Settings) -> Iterator[str]:
+    """The address of a server, which ends without its engine."""
+    made = Served(engine, settings)
+    yield made.url
+    made.end()
 
 
 def test_the_trace_of_a_server_is_fetched_with_its_key(engine):
-    with Served(engine, Settings(("m",), request_trace=True, api_keys=("key",))) as url:
+    with serving(engine, Settings(("m",), request_trace=True, api_keys=("key",))) as url:
         trace = live.fetch(url + "/", "key", last=5)
         assert [one.step for one in trace] == [8, 9, 10, 11, 12]
         with pytest.raises(TraceFileError, match="needs a key; add --api-key"):
@@ -67,14 +55,14 @@ def test_the_trace_of_a_server_is_fetched_with_its_key(engine):
 
 
 def test_a_server_without_request_trace_says_how_to_start_it(engine, capsys):
-    with Served(engine, Settings(("m",))) as url:
+    with serving(engine, Settings(("m",))) as url:
         assert main(["trace", "table", url]) == 2
     assert "start it with --enable-request-trace" in capsys.readouterr().err
 
 
 def test_table_and_view_take_a_server(engine, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with Served(engine, Settings(("m",), request_trace=True)) as url:
+    with serving(engine, Settings(("m",), request_trace=True)) as url:
         assert main(["trace", "table", url, "--last", "3"]) == 0
         table = capsys.readouterr().out
         assert main(["trace", "view", url]) == 0
@@ -88,7 +76,7 @@ def test_table_and_view_take_a_server(engine, tmp_path, capsys, monkeypatch):
 def test_the_page_follows_the_server_and_keeps_its_last_state(engine, tmp_path, monkeypatch):
     path, seen = tmp_path / "page.html", []
     monkeypatch.chdir(tmp_path)
-    with Served(engine, Settings(("m",), request_trace=True)) as url:
+    with serving(engine, Settings(("m",), request_trace=True)) as url:
 
         def stop(_: float) -> None:
             seen.append(path.read_text())
@@ -109,7 +97,7 @@ def test_the_page_follows_the_server_and_keeps_its_last_state(engine, tmp_path, 
 def test_a_page_is_not_written_over_another_file(engine, tmp_path):
     path = tmp_path / "notes.html"
     path.write_text("my notes")
-    with Served(engine, Settings(("m",), request_trace=True)) as url:
+    with serving(engine, Settings(("m",), request_trace=True)) as url:
         assert main(["trace", url, "-o", str(path)]) == 2
     assert path.read_text() == "my notes"
 
