@@ -156,20 +156,3 @@ def test_what_norms_are_worth_is_measured_from_the_same_seeds():
     record = replace(record, controls=controls[:1])
     assert record.below_plain("mla", "stdlib") == 1.5 - 2.0
     assert record.widest("stdlib") == 0.25  # of the means 1.25, 1.5 and 1.5
-
-
-def test_a_pool_sees_key_and_value_heads_and_nothing_else():
-    model, seen = random_model("mha"), []
-
-    def first_heads(weight, kv_heads):
-        seen.append(tuple(weight.shape))
-        return weight[: kv_heads * model.config.head_dim]
-
-    smaller = ch04_variants.with_kv_heads(model, 2, first_heads)
-    assert smaller.config == replace(model.config, num_kv_heads=2)
-    assert seen == [(256, 256)] * 2
-    old, new = model.checkpoint_tensors(), smaller.checkpoint_tensors()
-    assert old.keys() == new.keys()
-    for name in old:
-        held = new[name].target
-        assert torch.equal(held, old[name].target[: len(held)])
