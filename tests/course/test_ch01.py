@@ -13,7 +13,6 @@ from minillm.models.decoder import Decoder
 from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm_exercises import record
 from minillm_exercises.chapters.ch01 import (
-    attention_pass,
     count_operations,
     doubling_length,
     product_pass,
@@ -36,18 +35,6 @@ def test_the_product_pass_does_every_product_once(tied, tokens):
         logits = product_pass(model, tokens)()
     assert counter.get_total_flops() == step_cost(SMALL, [tokens], [tokens]).linear_flops
     assert logits.shape == (1, SMALL.vocab_size)
-
-
-def test_the_attention_pass_attends_in_every_layer(monkeypatch):
-    seen = []
-
-    def attend(query, key, value, scale):
-        seen.append((query.shape, key.shape, scale))
-        return query
-
-    monkeypatch.setattr("minillm.ops.causal_attention", attend)
-    attention_pass(Decoder(SMALL), 5)()
-    assert seen == [((5, 8, 4), (2, 5, 4), 0.5)] * SMALL.num_layers
 
 
 @pytest.mark.parametrize("tokens", [1, 7])
