@@ -358,10 +358,6 @@ bug("11", "minillm_kernels.paged_config:count_splits")(
 )
 # The interpreter looks at no bounds: a kernel that reads behind a tensor is not reported.
 bug("11_bounds", "minillm_kernels.interpreter:_check_bounds")(lambda right, module: None)
-# The prefill kernel walks over all keys, and not only over those up to its diagonal.
-bug("11_diagonal", f"{FLASH}:flash_attention")(
-    lambda right, *arguments: right(*arguments, causal=False)
-)
 
 
 @bug("11_group", "minillm_kernels.paged_attention:paged_attention")
@@ -370,13 +366,6 @@ def _(right, q, k_cache, v_cache, *rest, **options):
     group = q.shape[1] // k_cache.shape[1]
     caches = [cache.repeat_interleave(group, 1) for cache in (k_cache, v_cache)]
     return right(q, *caches, *rest, **options)
-
-
-@bug("11_latent", "minillm_kernels.mla:choose")
-def _(right, *arguments):
-    """A program of the MLA kernel serves sixteen heads: with 128, a latent is read eight times."""
-    config = right(*arguments)
-    return replace(config, decode=replace(config.decode, block_h=16))
 
 
 # Packed weights are a little too large: faster rungs write other tokens.

@@ -11,7 +11,6 @@ from minillm.lab.roofline import step_cost
 from minillm.models.decoder import Decoder
 from minillm_exercises import record
 from minillm_exercises.chapters.ch01 import (
-    attention_pass,
     doubling_length,
     product_pass,
 )
@@ -50,15 +49,3 @@ def test_the_doubling_length_lies_between_measured_ones(capsys):
 )
 def test_the_nearest_option_is_nearest_in_ratio(value, letter):
     assert nearest(value, {"a": 2, "b": 20, "c": 70}) == letter
-
-
-def test_the_attention_pass_attends_in_every_layer(monkeypatch):
-    seen = []
-
-    def attend(query, key, value, scale):
-        seen.append((query.shape, key.shape, scale))
-        return query
-
-    monkeypatch.setattr("minillm.ops.causal_attention", attend)
-    attention_pass(Decoder(SMALL), 5)()
-    assert seen == [((5, 8, 4), (2, 5, 4), 0.5)] * SMALL.num_layers

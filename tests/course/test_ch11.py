@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from minillm.lab.hardware import DATASHEET
-from minillm_exercises.chapters import ch11, ch11_compiled, ch11_gpu, ch11_ladder
-from minillm_exercises.chapters.ch11_elsewhere import changed, compiled, count, source_of
+from minillm_exercises.chapters import ch11, ch11_gpu, ch11_ladder
+from minillm_exercises.chapters.ch11_elsewhere import changed, count, source_of
 from minillm_exercises.chapters.ch11_traffic import Traffic
 from minillm_exercises.errors import ExerciseError
 from minillm_kernels import offline
@@ -55,9 +55,8 @@ def x():
 def said(monkeypatch):
     """Lines and tables that would be displayed."""
     seen = []
-    for module in (ch11_gpu, ch11_compiled):
-        monkeypatch.setattr(module, "say", seen.append)
-        monkeypatch.setattr(module, "show_table", lambda head, rows: seen.append((head, rows)))
+    monkeypatch.setattr(ch11_gpu, "say", seen.append)
+    monkeypatch.setattr(ch11_gpu, "show_table", lambda head, rows: seen.append((head, rows)))
     return seen
 
 
@@ -208,55 +207,12 @@ needs_tools = pytest.mark.skipif(
 )
 
 
-@needs_tools
-@pytest.mark.slow
-def test_a_kernel_compiles_for_a_gpu_that_is_not_there(x):
-    (found,) = compiled(shifted, x, capabilities=(90,))
-    assert (found["kernel"], found["arch"], found["num_warps"]) == ("_shifted", 90, 4)
-    assert 0 < found["registers"] < 64
-    assert found["stack"] == 0
-
-
 @pytest.mark.slow
 @needs_tools
 def test_a_rung_that_is_still_open_compiles():
     """A learner's copy has dots for a body; on a GPU they must not stop the chapter."""
-    (found,) = compiled(blank, torch.ones(4), capabilities=(90,))
-    assert found["kernel"] == "_blank"
-
-
-# ---- compiled kernels as a table -------------------------------------------------------------
-
-SMALL = {"num_warps": 4, "registers": 72, "shared": 12_808, "arch": 90, "stack": 0, "kernel": "k"}
-
-
-@pytest.mark.parametrize(
-    ("change", "programs"),
-    [
-        ({}, 7),  # 65,536 / (4 warps x 32 x 72)
-        ({"registers": 16}, 16),  # 64 warps
-        ({"registers": 73}, 6),  # registers are given to a warp in pieces of 256
-        ({"shared": 71_720}, 3),  # 228 KiB / 71
-        ({"registers": 16, "shared": 29_184}, 7),  # a program takes a KiB more than it asks for
-        ({"shared": 71_720, "arch": 80}, 2),
-    ],
-)
-def test_programs_of_a_processor(change, programs):
-    assert ch11_compiled.resident(SMALL | change) == programs
-
-
-def test_without_a_compiler_the_chapter_says_so_and_shows_the_readme(monkeypatch, said):
-    def none(function, *arguments):
-        raise ExerciseError("no cuobjdump")
-
-    monkeypatch.delenv("MINILLM_QUICK", raising=False)
-    monkeypatch.setattr(ch11_compiled, "compiled", none)
-    assert ch11_compiled.show_compiled(print, (), ["one"]) == {}
-    assert said[0] == "Kernels cannot be compiled for a GPU here: no cuobjdump"
-    (_, rows) = said[-1]
-    assert {row[1] for row in rows} == {"sm_80", "sm_90"}
-    assert all("regs" in row[2] for row in rows)
-    assert "HGMMA" in rows[-1][2]
+    (found,) = offline.compile_for(90, lambda: blank(torch.ones(4)))
+    assert found.kernel == "_blank"
 
 
 # ---- what a GPU did --------------------------------------------------------------------------

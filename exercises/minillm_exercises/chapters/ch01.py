@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from minillm import ops
 from minillm.cache.spec import cache_spec
 from minillm.config import ModelConfig
 from minillm.lab.hardware import DATASHEET, Hardware
@@ -53,22 +52,6 @@ def product_pass(model: Decoder, num_tokens: int, num_logits: int = 1) -> Callab
         for layer in layers:
             layer(rows[layer.in_features])
         return model.logits(rows[model.embedding.in_features][-num_logits:])
-
-    return step
-
-
-def attention_pass(model: Decoder, num_tokens: int) -> Callable[[], Tensor]:
-    """A step that does the attention of a prompt of `num_tokens` in every layer, nothing else."""
-    config = model.config
-    query = ones(model, num_tokens, config.num_heads, config.head_dim)  # [T, H, D]
-    key = ones(model, config.num_kv_heads, num_tokens, config.head_dim)  # [Hkv, T, D]
-
-    @torch.inference_mode()
-    def step() -> Tensor:
-        out = query
-        for _ in range(config.num_layers):
-            out = ops.causal_attention(query, key, key, config.head_dim**-0.5)
-        return out
 
     return step
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from minillm_exercises.chapters.ch04_variants import Record
-from minillm_exercises.plots import bars, figure, series, show
+from minillm_exercises.plots import figure, series, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,27 +89,6 @@ def _draw_text(ax: "Axes", record: Record, text: str) -> dict[str, float]:
     ax.set_yticks(range(len(labels)), labels)
     ax.set_ylim(len(labels) - 0.5, -0.5)
     return means
-
-
-def draw_live(found: Mapping[str, tuple[int, float]], base: str) -> None:
-    """Draw bits per byte against the cache as computed here: by name, bytes and bits per byte."""
-    fig, ax = figure("bits per byte", "model", size=(8, 3.6))
-    names = [f"{name}, {size:,} bytes a token" for name, (size, _) in found.items()]
-    looks = [bars(int("averaged" in name)) for name in found]
-    for row, (label, (_, bits)) in enumerate(zip(names, found.values(), strict=True)):
-        drawn = ax.barh(label, bits, **looks[row])
-        ax.bar_label(drawn, [f"{bits:.3f}"], padding=3)
-    ax.axvline(found[base][1], color="black", linestyle="--", linewidth=1.2)
-    ax.set_xlim(0, 1.15 * max(bits for _, bits in found.values()))
-    ax.invert_yaxis()
-    kinds = {kind: [bits for name, (_, bits) in found.items() if ("averaged" in name) == kind]
-             for kind in (False, True)}  # fmt: skip
-    trained, averaged = (f"{min(kinds[k]):.2f} to {max(kinds[k]):.2f}" for k in (False, True))
-    show(
-        fig,
-        f"On a text that no model has read, the trained models need {trained} bits per byte "
-        f"(dashed: {base}), and averaged heads {averaged}.",
-    )
 
 
 def draw_sharing(query_heads: int, kv_heads: Sequence[int]) -> None:

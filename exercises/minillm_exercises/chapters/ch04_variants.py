@@ -1,25 +1,21 @@
 """Chapter 04: the trained variants, and what their seeds can tell.
 
 `load_record` reads what `minillm.lab.training.variants` measured, `judge` says in words which
-differences are larger than those between seeds, `load`, `score` and `with_kv_heads` try the
-committed weights.
+differences are larger than those between seeds, and `load` reads the committed weights.
 """
 
 import json
 import math
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from minillm.lab.training.evaluate import bits_per_byte
-from minillm.lab.training.variants import WINDOW
 from minillm.models.checkpoint import open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
@@ -41,23 +37,6 @@ def tokenizer() -> Tokenizer:
 def load(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
     """The weights of a variant's first seed, on the CPU."""
     return load_model(open_model(folder(name)), dtype)
-
-
-def score(model: Decoder, text: str) -> float:
-    """Bits per byte of a text, in the context in which the variants were trained."""
-    return bits_per_byte(model, tokenizer(), [text], WINDOW).bits_per_byte
-
-
-@torch.no_grad()
-def with_kv_heads(model: Decoder, kv_heads: int, pool: Callable[[Tensor, int], Tensor]) -> Decoder:
-    """A copy of `model` whose key and value projections are pool(weight [H D, d], kv_heads)."""
-    smaller = Decoder(replace(model.config, num_kv_heads=kv_heads))
-    tensors = model.checkpoint_tensors()
-    for name, tensor in smaller.checkpoint_tensors().items():
-        pooled = name.endswith(("k_proj.weight", "v_proj.weight"))
-        weight = tensors[name].target
-        tensor.target.copy_(pool(weight, kv_heads) if pooled else weight)
-    return smaller.eval()
 
 
 @dataclass(frozen=True)

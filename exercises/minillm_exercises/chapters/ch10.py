@@ -6,7 +6,7 @@ faster attention can buy. Tables are in `ch10_tables`, pictures in `ch10_picture
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
@@ -148,27 +148,6 @@ def shuffled(length: int, rows: int) -> list[list[int]]:
 def worst(found: Tensor, exact: Tensor) -> float:
     """The largest absolute difference, computed in float64; NaN where either has one."""
     return float((found.double() - exact.double()).abs().max())
-
-
-def widened(attend: Attention) -> Attention:
-    """`attend` with inputs and result in half precision and sums in float32, as in matrix units."""
-    return lambda q, k, v: attend(q.float(), k.float(), v.float()).to(q.dtype)
-
-
-def errors(
-    ways: Mapping[str, Attention], tokens: int, width: int
-) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """The largest error of each way in each dtype against float64, and the error that rounding the
-    exact result to that dtype makes."""
-    found, least = {}, {}
-    for name in ("float32", "float16", "bfloat16"):
-        dtype = getattr(torch, name)
-        tensors = inputs(tokens, width, dtype=dtype)
-        q, k, v = (each.double() for each in tensors)
-        right = sdpa(q, k, v)
-        found[name] = {way: worst(attend(*tensors), right) for way, attend in ways.items()}
-        least[name] = worst(right.to(dtype), right)
-    return found, least
 
 
 def outcome(attempt: Callable[[], object]) -> str:

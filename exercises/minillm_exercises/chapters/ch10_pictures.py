@@ -1,4 +1,4 @@
-"""The pictures of chapter 10: a rescale, errors, elements moved, the walk, growth."""
+"""The pictures of chapter 10: a rescale, elements moved, the walk, growth."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -50,35 +50,6 @@ def draw_rescale(scores: Sequence[float], values: Sequence[float]) -> None:
         f"is a new maximum, so the weights before it, with their sums z and o, shrink to "
         f"{factor:.2f} of the dashed heights. The result is {summed:.1f} / {total:.2f} = "
         f"{summed / total:.1f}.",
-    )
-
-
-def draw_errors(errors: Mapping[str, Mapping[str, float]], least: Mapping[str, float]) -> None:
-    """Draw the largest error of each way (inner) in each dtype (outer), and of rounding alone."""
-    fig, ax = figure(
-        "inputs and result", "largest error of an element\n(logarithmic, no unit)", size=(5.8, 2.8)
-    )
-    ways = list(next(iter(errors.values())))
-    width = 0.8 / len(ways)
-    for number, way in enumerate(ways):
-        places = [at + (number - (len(ways) - 1) / 2) * width for at in range(len(errors))]
-        look = {**series(number), "linestyle": "", "markersize": 8}
-        ax.plot(places, [errors[dtype][way] for dtype in errors], label=way, **look)
-    for at, dtype in enumerate(errors):
-        ax.plot([at - 0.45, at + 0.45], [least[dtype]] * 2, "k--", linewidth=1.2,
-                label="" if at else "rounding the exact result")  # fmt: skip
-    ax.set_yscale("log")
-    ax.minorticks_off()
-    ax.set_xticks(range(len(errors)), list(errors))
-    ax.legend(loc="upper left", ncols=2, frameon=True, framealpha=1, edgecolor="black")
-    ax.set_ylim(min(least.values()) / 4, 60 * max(max(each.values()) for each in errors.values()))
-    dtype = list(errors)[-1]
-    told = " and ".join(f"{errors[dtype][way] / least[dtype]:.1f} ({way})" for way in ways[:2])
-    show(
-        fig,
-        f"The largest difference from float64 in any element of the result. In {dtype} it is "
-        f"{told} times the error of rounding the exact result once (dashed). In float32 the "
-        "rounding of the sums is added, so all ways lie far above the dashed line.",
     )
 
 

@@ -1,18 +1,16 @@
 """Chapter 11: a paged cache, what reading it has to cost, and the programs that a GPU holds.
 
-`batch` makes a decode step whose unused memory is poison, `torch_bytes` counts what torch moves,
-and `pages_in_a_row` is how one judges a grid of programs.
+`batch` makes a decode step whose unused memory is poison, and `pages_in_a_row` is how one judges a
+grid of programs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from minillm_kernels import reference
 from minillm_kernels.check.pages import paged
@@ -117,28 +115,6 @@ def batch(
 def close(result: Tensor, oracle: Tensor) -> bool:
     """Equal but for the rounding of float32. NaN is equal to nothing."""
     return bool(((result.double() - oracle).abs() <= 1e-4).all())
-
-
-class _Bytes(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.moved, self.calls = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.calls += 1
-        for tensor in tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, Tensor):
-                self.moved += tensor.numel() * tensor.element_size()
-        return result
-
-
-def torch_bytes(function: Callable[[Tensor], object], x: Tensor) -> tuple[int, int]:
-    """Operations that `function` makes torch do, and bytes of what they read and write, each whole
-    tensor once per operation."""
-    with _Bytes() as seen:
-        function(x)
-    return seen.calls, seen.moved
 
 
 # ---- programs and processors -----------------------------------------------------------------

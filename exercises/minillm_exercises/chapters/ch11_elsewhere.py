@@ -1,8 +1,7 @@
-"""Chapter 11: the notebook's own kernels, run in a process of the other kind.
+"""Chapter 11: the notebook's own kernels, counted in an interpreted process.
 
-Counting accesses needs an interpreted process, and compiling one that is not. A notebook is
-either, so what it cannot do itself is done by another Python process, which gets the source of the
-notebook's functions.
+Counting accesses needs an interpreted process. A notebook on a GPU is none, so another Python
+process does it there, which gets the source of the notebook's functions.
 """
 
 import ast
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -43,24 +42,11 @@ def count(function: Callable[..., object], *arguments: Any) -> Traffic:
             result = function(*_on_cpu(arguments))
         found.result = result if isinstance(result, torch.Tensor) else None
         return found
-    return Traffic.from_json(elsewhere("count", function, arguments, interpreted=True))
+    return Traffic.from_json(elsewhere(function, arguments))
 
 
-def compiled(
-    function: Callable[..., object], *arguments: Any, capabilities: Sequence[int] = (80, 90)
-) -> list[dict[str, Any]]:
-    """What the compiler makes of every launch of ``function(*arguments)``, by architecture; no GPU
-    is needed. Each has the fields of `minillm_kernels.offline.Compiled`.
-
-    Raises:
-        ExerciseError: there is no compiler here, or it failed; the message says what it said.
-    """
-    given = (tuple(capabilities), arguments)
-    return elsewhere("compile", function, given, interpreted=False)
-
-
-def elsewhere(task: str, function: Callable[..., object], given: Any, *, interpreted: bool) -> Any:
-    """The JSON with which another process answers.
+def elsewhere(function: Callable[..., object], given: Any) -> Any:
+    """The JSON with which an interpreted process answers.
 
     Raises:
         ExerciseError: it failed or took too long.
@@ -71,39 +57,28 @@ def elsewhere(task: str, function: Callable[..., object], given: Any, *, interpr
         script.write_text(
             f"{source_of(function)}\n\nif __name__ == '__main__':\n"
             f"    from minillm_exercises.chapters import ch11_elsewhere\n"
-            f"    ch11_elsewhere.answer({task!r}, {function.__name__}, {str(pickled)!r})\n",
+            f"    ch11_elsewhere.answer({function.__name__}, {str(pickled)!r})\n",
             encoding="utf-8",
         )
-        env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-        env |= {"TRITON_INTERPRET": "1"} if interpreted else {"TRITON_CACHE_DIR": name}
+        env = os.environ | {"TRITON_INTERPRET": "1"}
         command = [sys.executable, str(script)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=SECONDS, check=False, env=env
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise ExerciseError(f"The process that should {task} failed: {error}") from None
+            raise ExerciseError(f"The process that should count failed: {error}") from None
     for line in reversed(done.stdout.splitlines()):
         if line.startswith(MARK):
             return json.loads(line.removeprefix(MARK))
     last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    raise ExerciseError(f"The process that should {task} failed: {last[:300]}")
+    raise ExerciseError(f"The process that should count failed: {last[:300]}")
 
 
-def answer(task: str, function: Callable[..., object], pickled: str) -> None:
-    """In the other process: do the task and write its result as a line of JSON."""
+def answer(function: Callable[..., object], pickled: str) -> None:
+    """In the other process: count, and write the result as a line of JSON."""
     given = pickle.loads(Path(pickled).read_bytes())
-    if task == "count":
-        result: Any = count(function, *given).to_json()
-    else:
-        from minillm_kernels.offline import compile_for
-
-        capabilities, arguments = given
-        result = [
-            vars(found) | {"opcodes": dict(found.opcodes)}
-            for capability in capabilities
-            for found in compile_for(capability, lambda: function(*arguments))
-        ]
+    result = count(function, *given).to_json()
     sys.stdout.write(f"\n{MARK}{json.dumps(result)}\n")
 
 

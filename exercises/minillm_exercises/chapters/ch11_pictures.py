@@ -155,31 +155,3 @@ def draw_splits(pages: int, rows: int, most: int, marked: Sequence[int]) -> None
         f"Simulated: pages that one processor of {PROCESSORS} reads one after the other, {pages} "
         f"pages for each of {rows} KV heads: {found}. The bound is {limit:.1f}.",
     )
-
-
-def draw_walk(traffic: Traffic, tokens: int, heads: int, kv_heads: int) -> None:
-    """The tiles of a causal prefill: queries of each program of head 0 against keys it read."""
-    fig, ax = figure("position of the key", "position of the query", size=(5.6, 3.6))
-    seen = 0
-    for who in sorted({who for name, who in traffic.places if name == "q"}):
-        rows = [place // heads for place in traffic.places["q", who] if place % heads == 0]
-        keys = [place // kv_heads for place in traffic.places["k", who] if place % kv_heads == 0]
-        if not rows or not keys:
-            continue
-        size = len(rows)
-        for first in range(0, len(keys), size):
-            on_edge = first + size > min(rows)
-            style = bars(1 if on_edge else 0)
-            ax.bar(first + size / 2, size * 0.96, width=size * 0.96,
-                   bottom=min(rows) + size * 0.02, alpha=0.75, **style)  # fmt: skip
-            seen += 1
-    ax.set_xlim(0, tokens)
-    ax.set_ylim(tokens, 0)
-    ax.set_title("tiles of one head; white: never loaded", fontsize=10, loc="left")
-    ax.grid(visible=False)
-    square = (tokens // size) ** 2
-    show(
-        fig,
-        f"The tiles that the kernel visits for one head of {tokens} tokens: "
-        f"{seen} of {square}. Only the hatched ones, on the diagonal, need a mask.",
-    )
