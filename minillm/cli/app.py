@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "compare": "compare quantised versions of a model: quality, bytes, speed",
         "quantize": "quantise the weights of a model into a new folder",
         "train": "train draft heads for a model",
-        "trace": "show a recorded trace as a web page or a table",
+        "trace": "show a recorded trace as a web page, table or Perfetto file",
     }
 )
 IN_LAB = frozenset(

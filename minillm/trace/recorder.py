@@ -167,6 +167,14 @@ class Trace(Sequence[StepRecord]):
         """The last steps as text, one line each; None: all steps."""
         return drawing("table").step_table(self, last)
 
+    def chrome_events(self) -> list[dict[str, Any]]:
+        """Events for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+        return drawing("chrome").chrome_events(self)
+
+    def save_chrome(self, path: str | Path) -> None:
+        """Write a JSON file for Perfetto."""
+        drawing("chrome").save_chrome(self, Path(path))
+
     def html(self) -> str:
         """A self-contained HTML page: requests and blocks over the steps, with every record."""
         return drawing("page").page(self._timeline(), self.settings.model or "trace")

@@ -298,7 +298,7 @@ def test_reports_say_where_each_prompt_came_from():
 def test_simulations_and_drawings_need_no_torch():
     code = (
         "import sys, minillm.lab.simulation, minillm.trace.recorder, minillm.trace.file, "
-        "minillm.lab.drawings.timeline, minillm.lab.drawings.table; "
+        "minillm.lab.drawings.timeline, minillm.lab.drawings.chrome, minillm.lab.drawings.table; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -66,11 +66,13 @@ def test_table_and_view_take_a_server(engine, tmp_path, capsys, monkeypatch):
         assert main(["trace", "table", url, "--last", "3"]) == 0
         table = capsys.readouterr().out
         assert main(["trace", "view", url]) == 0
+        assert main(["trace", "chrome", url]) == 0
     steps = [line.split()[0] for line in table.splitlines() if line.split()[0].isdigit()]
     assert steps == ["10", "11", "12"]
     page = Path("server.html").read_text()
     assert MARKER in page
     assert 'http-equiv="refresh"' not in page
+    assert Path("server.chrome.json").exists()
 
 
 def test_the_page_follows_the_server_and_keeps_its_last_state(engine, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 from minillm import LLM
 from minillm.cli import generate
 from minillm.cli.replaceable import TRACE_START
+from minillm.lab.commands.trace import CHROME_START
 from minillm.lab.drawings.timeline import timeline
 from minillm.trace.recorder import Trace
 from tests.trace.simulation import simulate
@@ -68,20 +69,34 @@ def test_table_prints_the_last_steps(saved: Path, cli: Any) -> None:
     assert cli("trace", "table", saved, "--last", 3).out.count("\n") == 4
 
 
+def test_chrome_writes_events(saved: Path, cli: Any, tmp_path: Path) -> None:
+    shown = cli("trace", "chrome", saved)
+    events = saved.with_suffix(".chrome.json")
+    assert (shown.code, shown.out) == (0, f"{events}\n")
+    assert events.read_bytes().startswith(CHROME_START)
+    assert json.loads(events.read_text())["traceEvents"]
+    assert cli("trace", "chrome", saved).code == 0  # its own file may be replaced
+    assert cli("trace", "chrome", saved, "-o", tmp_path / "e.json").out == f"{tmp_path}/e.json\n"
+
+
 @pytest.mark.parametrize(("argv", "message"), [
-    (["show", "{saved}"], "There is no action 'show'; choose view or table."),
+    (["show", "{saved}"], "There is no action 'show'; choose view, table or chrome."),
     (["tabel", "{saved}"], "Did you mean 'table'?"),
     (["view", "{tmp}/nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file"),
     (["table", "{tmp}"], "cannot be read: Is a directory"),
-    (["view", "{tmp}/notes.txt"], "is not a trace of minillm"),
+    (["chrome", "{tmp}/notes.txt"], "is not a trace of minillm"),
     (["view", "{tmp}/cut.jsonl"], "is not a step of a trace"),
     (["view", "{tmp}/empty.jsonl"], "is empty"),
     (["view", "{saved}", "-o", "{tmp}/notes.txt"], "exists and is not a trace page"),
     (["view", "{saved}", "-o", "{saved}"], "exists and is not a trace page"),
     (["view", "{saved}", "-o", "{tmp}/no/x.html"], "cannot be written: No such file"),
+    (["chrome", "{saved}", "-o", "{tmp}/notes.txt"], "exists and is no file that 'minillm"),
+    (["chrome", "{saved}", "-o", "{saved}"], "exists and is no file that 'minillm trace"),
+    (["chrome", "{saved}", "-o", "{tmp}/no/x"], "cannot be written: there is no such folder"),
+    (["chrome", "{saved}", "-o", "{tmp}"], "is a folder; give the name of a file"),
     (["table", "{saved}", "--last", "0"], "--last: '0' is not an integer at least 1"),
     (["table", "{saved}", "--open"], "--open is for 'minillm trace view'"),
-    (["table", "{saved}", "-o", "x"], "--output is for 'minillm trace view'"),
+    (["table", "{saved}", "-o", "x"], "--output is for 'minillm trace view or chrome'"),
     (["view", "{saved}", "--last", "3"], "--last is for 'minillm trace table'"),
     (["{saved}"], "The file comes after the action: 'minillm trace view"),
     (["table"], "There is no FILE; add one: 'minillm trace table FILE'."),

@@ -12,7 +12,6 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "20 measure them",
         "minillm bench scale": "'minillm bench decode --batch 1,16,64 --context 128,8192' measures "
         "the same steps",
-        "minillm trace chrome": "'minillm trace view' writes the page of the same steps",
         "minillm bench speculation --vs": "'minillm bench decode --vs transformers' compares plain "
         "decoding",
         "minillm bench speculation --acceptance": "speculative_config takes "

@@ -1,19 +1,19 @@
-"""Show a recorded trace of an engine as a web page or a text table."""
+"""Show a recorded trace of an engine as a web page, a text table, or in Perfetto."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minillm.cli.replaceable import check_replaceable
 from minillm.cli.terminal import Terminal, plural, size
-from minillm.errors import ConfigError, did_you_mean
+from minillm.errors import ConfigError, TraceFileError, did_you_mean
 from minillm.lab.commands.bench_options import within
-from minillm.lab.commands.removed import message
 
 if TYPE_CHECKING:
     from minillm.trace.recorder import Trace
 
-USAGE = "[{view,table}] FILE_OR_URL [options]"
+USAGE = "[{view,table,chrome}] FILE_OR_URL [options]"
 EXAMPLES = """\
 examples:
   minillm generate "def fib(n):" --trace run.jsonl   record a trace
@@ -23,12 +23,15 @@ examples:
 """
 LAST = 40  # steps of the table
 INTERVAL = 2.0  # seconds between two pages of a server
+# First bytes of the files that may be overwritten.
+CHROME_START = b'{"traceEvents":['
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     add = parser.add_argument
-    add("action", metavar="ACTION", help="view (HTML page) or table (text)")
+    add("action", metavar="ACTION",
+        help="view (HTML page), table (text) or chrome (for ui.perfetto.dev)")  # fmt: skip
     add("file", metavar="FILE", nargs="?",
         help="the trace, from --trace or llm.trace.save(), or the address of a "
              "server")  # fmt: skip
@@ -47,12 +50,12 @@ def run(args: Namespace, terminal: Terminal) -> int:
     if is_url(args.action) and args.file is None:
         args.action, args.file = "follow", args.action
     if args.action not in ACTIONS:
-        if removed := message(f"minillm trace {args.action}"):
-            raise ConfigError(removed)
         hint = did_you_mean(args.action, ACTIONS)
         if args.file is None and not hint:
             hint = f" The file comes after the action: 'minillm trace view {args.action}'."
-        raise ConfigError(f"There is no action {args.action!r}; choose view or table.{hint}")
+        raise ConfigError(
+            f"There is no action {args.action!r}; choose view, table or chrome.{hint}"
+        )
     if args.file is None:
         raise ConfigError(f"There is no FILE; add one: 'minillm trace {args.action} FILE'.")
     check_options(args)
@@ -68,7 +71,7 @@ def check_options(args: Namespace) -> None:
     if args.api_key is not None and not server:
         raise ConfigError("--api-key is for the trace of a server; leave it out.")
     for option, given, owners in (
-        ("--output", args.output is not None, ("view", "follow")),
+        ("--output", args.output is not None, ("view", "chrome", "follow")),
         ("--open", args.open, ("view", "follow")),
         ("--last", args.last is not None and not server, ("table",)),
         ("--interval", args.interval is not None, ("follow",)),
@@ -87,7 +90,7 @@ def view(args: Namespace, terminal: Terminal) -> None:
 
     with terminal.progress("Drawing"):
         trace = load(args)
-        path = output(args)
+        path = output(args, ".html")
         write_page(timeline(trace), path, Path(args.file).name)
     written(path, f"{plural(len(trace), 'step')}; open it in a browser", terminal)
     if args.open:
@@ -98,7 +101,7 @@ def follow_server(args: Namespace, terminal: Terminal) -> None:
     """Write the page of a server again and again, until Ctrl-C."""
     from minillm.lab.drawings.live import follow
 
-    path, first = output(args), [True]
+    path, first = output(args, ".html"), [True]
 
     def done(trace: "Trace") -> None:
         if first:
@@ -124,8 +127,21 @@ def table(args: Namespace, terminal: Terminal) -> None:
     terminal.line(load(args).table(args.last or LAST))
 
 
+def chrome(args: Namespace, terminal: Terminal) -> None:
+    """Write the events for Perfetto."""
+    with terminal.progress("Converting"):
+        trace = load(args)
+        path = output(args, ".chrome.json")
+        check_replaceable(path, CHROME_START, "no file that 'minillm trace chrome' wrote")
+        try:
+            trace.save_chrome(path)
+        except OSError as error:
+            raise TraceFileError(f"{str(path)!r} cannot be written: {error.strerror}.") from error
+    written(path, "open it at ui.perfetto.dev", terminal)
+
+
 ACTIONS: Mapping[str, Callable[[Namespace, Terminal], None]] = {
-    "view": view, "table": table, "follow": follow_server
+    "view": view, "table": table, "chrome": chrome, "follow": follow_server
 }  # fmt: skip
 
 
@@ -145,11 +161,11 @@ def load(args: Namespace) -> "Trace":
     return Trace.load(args.file)
 
 
-def output(args: Namespace) -> Path:
-    """The page to write: --output, or FILE with the suffix .html."""
+def output(args: Namespace, suffix: str) -> Path:
+    """The path to write: --output, or FILE with another suffix."""
     if args.output is not None:
         return Path(args.output)
-    return Path("server.html") if is_url(args.file) else Path(args.file).with_suffix(".html")
+    return Path(f"server{suffix}") if is_url(args.file) else Path(args.file).with_suffix(suffix)
 
 
 def written(path: Path, what: str, terminal: Terminal) -> None:

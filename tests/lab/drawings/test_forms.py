@@ -7,6 +7,7 @@ import json
 import random
 import tracemalloc
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from minillm import SamplingParams
 from minillm.errors import TraceFileError
-from minillm.lab.drawings.timeline import timeline
+from minillm.lab.drawings.timeline import NAMES, timeline
 from minillm.lab.simulated_drafts import SimulatedDrafts
 from minillm.lab.simulation import Simulation
 from minillm.trace.file import state_line
@@ -172,6 +173,7 @@ def test_an_edited_trace_is_refused_or_drawn(trace: Trace, tmp_path: Path) -> No
             num_read += 1
             assert again.html()
             assert again.table(None)
+            assert again.chrome_events()
             again.requests()
     assert num_read
 
@@ -193,6 +195,42 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
         Trace.load(tmp_path / "binary")
     with pytest.raises(TraceFileError, match="cannot be read"):
         Trace.load(tmp_path)
+
+
+# ---- Perfetto ---------------------------------------------------------------------------------
+
+
+def test_events_nest_and_do_not_overlap(trace: Trace, tmp_path: Path) -> None:
+    trace.save_chrome(tmp_path / "run.json")
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    times = [event["ts"] for event in events if event["ph"] != "M"]
+    assert times == sorted(times)
+    assert min(times) >= 0
+    lines: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X" and not event["name"].startswith("step "):
+            assert event["dur"] >= 0
+            place = lines.setdefault((event["pid"], event["tid"]), [])
+            place.append((event["ts"], event["ts"] + event["dur"]))
+    for line in lines.values():
+        for (_, end), (start, _) in pairwise(line):
+            assert start >= end - 0.01  # a hundredth of a microsecond: rounding
+    steps = [event for event in events if event["name"].startswith("step ")]
+    assert [event["name"] for event in steps] == [f"step {record.step}" for record in trace]
+    for event, record in zip(steps, trace, strict=True):
+        assert event["dur"] == pytest.approx((record.delivered - record.started) * 1e6, abs=0.01)
+        assert event["args"]["decode"] == record.num_decode_tokens
+        assert event["args"].get("drafted", 0) == sum(one.num_drafted for one in record.drafted)
+        assert event["args"].get("accepted", 0) == sum(one.num_accepted for one in record.drafted)
+    assert len(lines) == 1 + len(timeline(trace)["sequences"])
+    assert {e["name"] for e in events if e["ph"] == "X" and e["pid"] == 2} <= set(NAMES.values())
+    assert {e["name"] for e in events if e["ph"] == "C"} == {"sequences", "tokens", "blocks"}
+    spans = [event["args"] for event in events if event["ph"] == "X" and event["pid"] == 2]
+    for ours, theirs in (("drafted", "num_drafted"), ("accepted", "num_accepted")):
+        wanted = sum(getattr(one, theirs) for record in trace for one in record.drafted)
+        assert sum(args.get(ours, 0) for args in spans) == wanted
+    names = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 2]
+    assert names == [sequence["name"] for sequence in timeline(trace)["sequences"]]
 
 
 # ---- text -------------------------------------------------------------------------------------

@@ -226,3 +226,4 @@ def test_an_empty_trace_is_an_empty_drawing() -> None:
     data = timeline(Trace())
     assert (data["sequences"], data["blocks"], data["steps"]["step"]) == ([], [], [])
     assert Trace().table().splitlines()[0].endswith("events")
+    assert [event["ph"] for event in Trace().chrome_events()] == ["M"] * 3
