@@ -143,6 +143,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
                        "minillm.lab.commands.bench_serve",
                        {name: each for name, each in SERVE.items() if name not in ONLY_OTHERS}),
     "scheduler": Benchmark("scheduler alone, without a model", f"{OWN}.scheduler", {}, False),
+    "parallel": Benchmark("collectives and ranks on this machine", f"{OWN}.parallel", {}, False),
 }  # fmt: skip
 
 

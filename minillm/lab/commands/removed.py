@@ -8,8 +8,6 @@ REMOVED: Mapping[str, str] = MappingProxyType(
     {
         "minillm node": "start several machines with torchrun, which runs the same command on "
         "each: torchrun --nnodes 2 ... -m minillm generate ... -tp 2",
-        "minillm bench parallel": "'minillm plan MODEL -tp N' predicts ranks, and chapters 19 and "
-        "20 measure them",
         "minillm bench scale": "'minillm bench decode --batch 1,16,64 --context 128,8192' measures "
         "the same steps",
         "minillm bench speculation --vs": "'minillm bench decode --vs transformers' compares plain "
