@@ -13,7 +13,6 @@ EXAMPLES = """\
 examples:
   minillm train medusa --model tiny --out heads
   minillm train medusa --model tiny --out heads --text prompts.txt --steps 2000
-  minillm train medusa --model MODEL --heads 2 --rows 4000 --out heads
   minillm train eagle --model MODEL --minutes 60 --out layer
   minillm train eagle --model MODEL --parallel --out layer
 """
