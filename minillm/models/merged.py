@@ -12,8 +12,8 @@ def merge(matrix: Matrix, merged: MergedMatrices) -> None:
     heights = {part.name: part.shape[0] for part in matrix.parts}
     parts: list[WeightSlice] = []
     for part in (within(part, merged, heights) for part in matrix.parts):
-        last = parts[-1] if parts else part
-        if last.name == part.name and last.rows.stop == part.rows.start:
+        last = parts[-1] if parts else None
+        if last and last.name == part.name and last.rows.stop == part.rows.start:
             parts[-1] = replace(last, rows=range(last.rows.start, part.rows.stop))
         else:
             parts.append(part)
