@@ -59,6 +59,7 @@ FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v3": MLA | {"n_group": 4, "topk_group": 2},
     "olmo2": {},
     "smollm3": {"no_rope_layer_interval": 2},
+    "phi3": {},
 }
 
 
@@ -193,7 +194,9 @@ ROPES: dict[str, Rope] = {
 }
 
 # The variants of a family whose transformers model does not have all of them.
-ROPES_OF: dict[str, tuple[str, ...]] = {}
+ROPES_OF: dict[str, tuple[str, ...]] = {
+    "phi3": ("default", "longrope, below", "longrope, beyond", "longrope, factor")
+}
 ROPE_CASES = [
     f"{family} / {rope}" for family in FAMILY for rope in ROPES_OF.get(family, tuple(ROPES))
 ]
@@ -280,6 +283,8 @@ CASES: dict[str, Tiny] = {
     ),
     "olmo2": Tiny("olmo2", shard_size="40KB"),
     "olmo2, tied, biases": Tiny("olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
+    "phi3": Tiny("phi3", {"sliding_window": 20}, shard_size="40KB"),
+    "phi3, tied": Tiny("phi3", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "smollm3": Tiny("smollm3", {"tie_word_embeddings": False}, shard_size="40KB"),
     "smollm3, tied, window": Tiny(
         "smollm3",

@@ -8,6 +8,7 @@ from minillm.models.families.deepseek import deepseek_v2, deepseek_v3
 from minillm.models.families.fields import Fields, only
 from minillm.models.families.llama import llama, mistral, mixtral
 from minillm.models.families.olmo import olmo2
+from minillm.models.families.phi import phi3
 from minillm.models.families.qwen import qwen2, qwen3, qwen3_moe
 from minillm.models.families.smollm import smollm3
 
@@ -22,6 +23,7 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "deepseek_v3": deepseek_v3,
     "olmo2": olmo2,
     "smollm3": smollm3,
+    "phi3": phi3,
 }
 
 
