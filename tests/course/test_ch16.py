@@ -1,4 +1,4 @@
-"""Chapter 16's distributions, beside numpy."""
+"""Chapter 16's distributions, beside numpy, and its proposers."""
 
 from fractions import Fraction
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from minillm import SamplingParams
+from minillm import LLM, SamplingParams
 from minillm.speculative.proposer import DraftRow
 from minillm_exercises.chapters import ch16
 
@@ -62,3 +62,20 @@ def test_the_draft_noise_in_the_residual_is_wrong_by_what_an_integral_says():
     c = np.trapezoid(1 / (1 + ratios + others) ** 2, ratios) * (1 - p[0] / q[0])
     assert found[0] == pytest.approx(0.1, abs=0.003)
     assert found[2] == pytest.approx(q[2] + c, abs=0.003)
+
+
+def test_dice_roll_any_token():
+    dice = ch16.Dice(4)
+    rolled = [token for _ in range(50) for token in dice.propose([row(1)])[0]]
+    assert len(rolled) == 150
+    assert set(rolled) == {0, 1, 2, 3}
+
+
+def test_a_small_model_drafts_what_it_would_write_itself():
+    llm = LLM("tiny-draft", dtype="float32")
+    prompt = llm.tokenizer.encode("def f(x):\n")
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
+    out = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0]
+    for same in (True, False):
+        (drafts,) = ch16.SmallModel(llm, same).propose([row(*prompt, num_drafts=6)])
+        assert (drafts == list(out.token_ids)) == same
