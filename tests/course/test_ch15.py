@@ -96,8 +96,8 @@ def test_a_pool_of_codes_has_more_blocks() -> None:
 
 
 def test_fp8_has_three_bits_of_fraction() -> None:
-    row = torch.tensor([448.0, 17.0, 0.25, -1.0]).view(1, 1, 4)
-    assert ch15.fp8(row, 2).flatten().tolist() == [448.0, 16.0, 0.25, -1.0]
+    row = torch.tensor([448.0, 17.0, 18.0, -0.25]).view(1, 1, 4)
+    assert ch15.fp8(row, 2).flatten().tolist() == [448.0, 16.0, 18.0, -0.25]
 
 
 def test_blocks_are_rounded_by_themselves() -> None:

@@ -1,4 +1,4 @@
-"""Chapter 16's distributions, beside numpy, and its proposers."""
+"""Chapter 16's distributions, beside numpy, and dice."""
 
 from fractions import Fraction
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams
+from minillm import SamplingParams
 from minillm.speculative.proposer import DraftRow
 from minillm_exercises.chapters import ch16
 
@@ -69,13 +69,3 @@ def test_dice_roll_any_token():
     rolled = [token for _ in range(50) for token in dice.propose([row(1)])[0]]
     assert len(rolled) == 150
     assert set(rolled) == {0, 1, 2, 3}
-
-
-def test_a_small_model_drafts_what_it_would_write_itself():
-    llm = LLM("tiny-draft", dtype="float32")
-    prompt = llm.tokenizer.encode("def f(x):\n")
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
-    out = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0]
-    for same in (True, False):
-        (drafts,) = ch16.SmallModel(llm, same).propose([row(*prompt, num_drafts=6)])
-        assert (drafts == list(out.token_ids)) == same
