@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from minillm_exercises.chapters.ch02 import candidates, chi_square, repeated_share
+from minillm import LLM
+from minillm.models.forward_pass import Chunk
+from minillm_exercises.chapters.ch02 import candidates, chi_square, logprobs, repeated_share
 from minillm_exercises.errors import ExerciseError
 
 LOGITS = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
@@ -59,3 +61,11 @@ def test_repeated_share():
         repeated_share([1, 2, 3])
     with pytest.raises(ExerciseError):
         repeated_share([1, 2, 3], 0)
+
+
+def test_the_logprobs_of_a_text_are_those_of_the_forward_pass() -> None:
+    llm, ids = LLM("tiny", dtype="float32"), [1, 40, 7, 300, 7]
+    by_hand = llm.engine.forward_pass
+    hidden, _ = by_hand.run([Chunk(0, 0, ids)], by_hand.allocate(1, len(ids)))
+    expected = by_hand.logits(hidden).double().log_softmax(-1)[range(4), ids[1:]]
+    assert logprobs(llm, ids) == pytest.approx(expected.tolist(), abs=1e-4)

@@ -101,3 +101,9 @@ def test_completions_are_confirmed_and_a_wrong_one_is_not(tiny):
     assert ch07.confirmed(tiny, output) == [True] * 3
     output.outputs[1].token_ids[2] ^= 1
     assert ch07.confirmed(tiny, output) == [True, False, True]
+
+
+def test_reasons_are_told_apart():
+    assert why(wanted=300, free=500, never=0, needed=300) == "no hole"
+    assert why(wanted=2048, free=0, never=700, needed=700) == "over-reserved"
+    assert why(wanted=2048, free=0, never=699, needed=700) == "full"

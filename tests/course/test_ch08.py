@@ -69,3 +69,19 @@ def test_a_full_pool_by_hand():
     kept = (500 * 100 + 499 * 500 // 2) * kv_bytes_per_token(LLAMA)
     most = ch08.full_pool("all", LLAMA, H100, requests=1)
     assert most == pytest.approx(500 * H100.bandwidth / (read + kept))
+
+
+def test_a_flood_preempts_only_without_a_promise_and_counts_all_steps():
+    safe, bold = (
+        ch08.flood(name, "all", linear(0, 0.001), requests=12, blocks=100)
+        for name in ("reserve_max", "watermark")
+    )
+    assert (safe.preemptions, safe.again) == (0, 0)
+    assert bold.preemptions > 0
+    assert bold.again > 0
+    computed = 12 * (100 + 500 - 1)
+    assert safe.speed == pytest.approx(12 * 500 / (computed * 0.001))
+    assert bold.speed == pytest.approx(12 * 500 / ((computed + bold.again) * 0.001))
+    assert bold.steps < safe.steps
+    assert bold.batch > safe.batch
+    assert bold.gap > safe.gap

@@ -100,3 +100,8 @@ def test_the_chapter_s_attention_works_on_another_device():
 
 def test_worst_keeps_what_is_not_a_number():
     assert math.isnan(ch10.worst(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0])))
+
+
+def test_masked_is_causal_attention():
+    q, k, v = ch10.inputs(9, 8, dtype=torch.float64)
+    assert ch10.worst(ch10.masked(q, k, v), ch10.sdpa(q, k, v, is_causal=True)) < 1e-12

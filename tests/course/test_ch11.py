@@ -311,3 +311,20 @@ def test_nan_and_other_numbers_are_not_close():
     assert ch11.close(one, one.double())
     assert not ch11.close(one * 1.001, one.double())
     assert not ch11.close(one * math.nan, one.double())
+
+
+def by_engine(b):
+    return paged_attention(b.q, b.k, b.v, b.starts, b.lengths, b.tables, b.scale, max_query_len=1)
+
+
+@pytest.mark.slow
+def test_places_say_which_program_read_which_page():
+    b = ch11.batch((40, 16), heads=4, kv_heads=2, dim=16, page=16)
+    found = count(by_engine, b)
+    assert found.read["k_cache"] + found.read["v_cache"] == b.cache_bytes == 2 * 56 * 2 * 16 * 4
+    for text, page in ((0, 0), (0, 1), (0, 2), (1, 0)):
+        for head in (0, 1):
+            place = int(b.tables[text, page]) * 2 + head
+            (who,) = found.readers("k_cache", place)
+            assert who[:2] == (text, head)
+    assert ch11.close(found.result, b.oracle())

@@ -170,3 +170,29 @@ def test_padding_is_the_distance_to_the_next_size():
     assert padding(seen, [8]) == 5 * 7 + 2 * 5
     assert padding(seen, [1, 4, 8]) == 2
     assert padding(seen, range(1, 9)) == 0
+
+
+def test_rungs_make_fewer_calls_and_write_the_same():
+    names, totals, texts = [], [], []
+    for way in ch12.rungs("tiny", dtype="float32"):
+        llm = way.chosen()
+        names.append(way.name)
+        totals.append(calls_of(DecodeStep.of(llm)).total())
+        texts.append(ch12.written(llm, [3, 4, 5], 6))
+    assert names[:2] == [ch12.PLAIN, ch12.PACKED]
+    assert totals == sorted(totals, reverse=True)
+    assert all(text == texts[0] for text in texts)
+    if not NO_C:
+        assert names[2] == ch12.FUSED
+        assert totals[2] < totals[1] / 2
+
+
+@pytest.mark.skipif(NO_C, reason="no C functions here")
+def test_the_last_rung_is_one_call(monkeypatch):
+    monkeypatch.setenv(cpu.PANELS, "1")
+    *_, fused, whole = ch12.rungs("tiny")
+    assert (fused.name, whole.name) == (ch12.FUSED, ch12.WHOLE)
+    counts = calls_of(DecodeStep.of(whole.chosen()))
+    assert counts["C run_layers"] == 1
+    assert counts["C decode_attention"] == 0
+    assert calls_of(DecodeStep.of(fused.chosen()))["C run_layers"] == 0

@@ -69,3 +69,25 @@ def test_a_layer_computes_with_the_rounded_weight(how):
 def test_fp8_is_exact_at_powers_of_two_and_at_the_largest():
     row = torch.tensor([[448.0, 2.0, -0.25, 17.0]])
     assert ch13.fp8(row).tolist() == [[448.0, 2.0, -0.25, 16.0]]  # 17 is between 16 and 18
+
+
+def test_an_unchanged_model_is_no_distance_away(tiny):
+    found = tiny.judge(lambda name, weight: weight)
+    assert found.kl == 0
+    assert found.same == 1
+    assert 1.0 < found.bits < 1.5
+
+
+def test_inputs_multiply_to_what_the_model_computes(tiny):
+    inputs = tiny.inputs(600)
+    assert {name: tuple(x.shape) for name, x in inputs.items() if name[0] == "0"} == {
+        "0.qkv_proj": (600, 256),
+        "0.o_proj": (600, 256),
+        "0.gate_up_proj": (600, 256),
+        "0.down_proj": (600, 768),
+    }
+    late = tiny.inputs(88, start=512)["3.qkv_proj"]  # the second window
+    assert torch.allclose(late, inputs["3.qkv_proj"][512:], atol=1e-5)
+    gate, up = (inputs["3.gate_up_proj"] @ tiny.weights["3.gate_up_proj"].T).chunk(2, -1)
+    want = torch.nn.functional.silu(gate) * up
+    assert torch.allclose(inputs["3.down_proj"], want, rtol=1e-4, atol=1e-5)

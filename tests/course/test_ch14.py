@@ -8,6 +8,7 @@ from minillm_exercises.chapters.quality import Subject
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(40, 16, generator=GENERATOR)
+WEIGHT = torch.randn(8, 16, generator=GENERATOR)
 
 
 @pytest.mark.slow
@@ -63,3 +64,12 @@ def test_correlation_and_large_channels():
     same = torch.stack((X[:, 0], -2 * X[:, 0]), 1)
     assert ch14.correlation(same)[0, 1].item() == pytest.approx(-1)
     assert ch14.large_channels(torch.tensor([[1.0, -3.0], [-1.0, 3.0]])) == 1.5
+
+
+def test_the_relative_error_is_that_of_the_outputs():
+    other = WEIGHT + 0.1
+    seen = ch14.statistics({"a": X})
+    want = ((other - WEIGHT) @ X.T).square().sum() / (WEIGHT @ X.T).square().sum()
+    assert ch14.relative_error({"a": WEIGHT}, {"a": other}, seen) == pytest.approx(
+        float(want), rel=1e-4
+    )

@@ -93,3 +93,16 @@ def test_a_pool_of_codes_has_more_blocks() -> None:
     plain, eight = (ch15.pool(kind, 2**22) for kind in ("auto", "int8"))
     assert eight[0] / plain[0] == pytest.approx(128 / 66, rel=0.02)
     assert (plain[1], eight[1]) == (7 * 2 * 2 * 128, 7 * 2 * 2 * 66)
+
+
+def test_fp8_has_three_bits_of_fraction() -> None:
+    row = torch.tensor([448.0, 17.0, 18.0, -0.25]).view(1, 1, 4)
+    assert ch15.fp8(row, 2).flatten().tolist() == [448.0, 16.0, 18.0, -0.25]
+
+
+def test_blocks_are_rounded_by_themselves() -> None:
+    def half(block):
+        return block / len(block)
+
+    found = ch15.in_blocks(X, half, 16)
+    assert torch.equal(found, torch.cat((X[:16] / 16, X[16:] / 4)))

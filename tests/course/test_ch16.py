@@ -1,4 +1,4 @@
-"""Chapter 16's distributions, beside numpy."""
+"""Chapter 16's distributions, beside numpy, and dice."""
 
 from fractions import Fraction
 from types import SimpleNamespace
@@ -62,3 +62,10 @@ def test_the_draft_noise_in_the_residual_is_wrong_by_what_an_integral_says():
     c = np.trapezoid(1 / (1 + ratios + others) ** 2, ratios) * (1 - p[0] / q[0])
     assert found[0] == pytest.approx(0.1, abs=0.003)
     assert found[2] == pytest.approx(q[2] + c, abs=0.003)
+
+
+def test_dice_roll_any_token():
+    dice = ch16.Dice(4)
+    rolled = [token for _ in range(50) for token in dice.propose([row(1)])[0]]
+    assert len(rolled) == 150
+    assert set(rolled) == {0, 1, 2, 3}

@@ -41,3 +41,12 @@ def test_cuts():
     assert ch20.stage_costs([14, 14], head) == [14, 14 + head]
     best = max(ch20.stage_costs(ch20.by_cost(qwen, 2), head))
     assert all(best <= max(ch20.stage_costs([n, 28 - n], head)) for n in range(1, 28))
+
+
+def test_plans_in_flight():
+    steps = ch20.in_flight(ch20.planner(4, [2] * 8), 3)
+    assert ch20.plans_table(steps, 4)[1] == ["1", "a b", "c d", "e f", "g h"]
+    assert ch20.plans_table(steps, 4)[2] == ["2", "c d", "e f", "g h", "a b"]
+    assert all(plans == [((0, 1),)] for plans in ch20.in_flight(ch20.planner(4, [2]), 4)[1:])
+    chunks = ch20.in_flight(ch20.planner(4, [256], budget=64), 1)
+    assert ch20.plans_table(chunks, 4) == [["0", *["a: 64"] * 4]]

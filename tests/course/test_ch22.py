@@ -124,3 +124,15 @@ def test_requests_at_once_and_rates_by_hand():
     assert ch22.most_at_once(replies) == 3
     assert ch22.rate_of(replies) == pytest.approx(4 / 5.5)
     assert ch22.refused(0, 1.0).outcome == "rejected"
+
+
+def test_the_prefix_cache_saves_the_system_prompt():
+    alone = {"requests": 1, "seed": 0}
+    without, with_cache = (
+        ch22_ship.run(LLAMA, shipped(prefix_cache=cache), 1, **alone)[0] for cache in (False, True)
+    )
+    seconds = ch22_ship.StepSeconds(LLAMA, H100, 4, LINKS["nvlink"])
+    ((_, own, _),) = ch22_ship.demand(1, 0)
+    for reply, cached in ((without, 0), (with_cache, 496)):  # whole blocks of 16
+        wanted = seconds.of([500 + own - cached], [500 + own], 1)
+        assert reply.frames[0] - reply.intended == pytest.approx(wanted)
