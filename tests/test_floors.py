@@ -46,9 +46,9 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 55_330, "minillm without minillm/lab": 36_350, "minillm/lab": 18_980,
+    "minillm": 55_360, "minillm without minillm/lab": 36_380, "minillm/lab": 18_980,
     "kernels": 12_935, "notebooks": 2_195,
-    "exercises/minillm_exercises": 18_015, "tests": 73_109,
+    "exercises/minillm_exercises": 18_015, "tests": 73_114,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minillm import LLM
+from minillm.sampling.masks import StructuredOutputs
 from tests.engine.small import assert_idle
 from tests.matrix.cells import Cell, config_for, open_cell, reference_of, run_cell
 from tests.matrix.jobs import generate
@@ -39,12 +40,13 @@ def test_rejected_positions_may_be_nan() -> None:
     """Nothing is drawn from them, so nothing fails, and nothing cached is doubted."""
     cell = Cell(chunk=7, cache="radix", drafts="wrong")
     reference, llm = reference_of(cell), open_cell(cell)
-    forced, scheduler = llm.engine.runner.sampler.edits, llm.engine.scheduler
+    edits, scheduler = llm.engine.runner.sampler.edits.edits, llm.engine.scheduler
+    (forced,) = (each.rows for each in edits if isinstance(each, StructuredOutputs))
 
     def rejected(rows: list[int], positions: list[int]) -> list[int]:
         """What a constraint forces is drafted rightly."""
         later = later_ones(rows, positions)
-        return [i for i in later if rows[i] not in forced._constraints]
+        return [i for i in later if rows[i] not in forced]
 
     counts = poison(llm, rejected)
     doubts: list[Any] = []
