@@ -136,7 +136,7 @@ def params_of(**changed: Any) -> SamplingParams:
     return SamplingParams(**(values | changed))
 
 
-def test_deltas_of_a_stream_join_to_the_whole(folder: Path) -> None:
+def test_deltas_of_a_stream_join_to_what_generate_gives(folder: Path) -> None:
     with make(folder) as llm:
         (right,) = llm.generate([PROMPTS[0]], params_of(), use_tqdm=False)
         outputs = list(llm.stream(PROMPTS[0], params_of(output_kind=DELTA)))
@@ -148,15 +148,11 @@ def test_deltas_of_a_stream_join_to_the_whole(folder: Path) -> None:
         assert whole.outputs == right.outputs
         assert whole.prompt_logprobs == right.prompt_logprobs
         assert whole.finished
+        for kind in RequestOutputKind:
+            params = params_of(output_kind=kind)
+            (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+            assert output.outputs == right.outputs
         assert_idle(llm.engine)
-
-
-@pytest.mark.parametrize("kind", RequestOutputKind)
-def test_generate_gives_everything_in_any_case(folder: Path, kind: RequestOutputKind) -> None:
-    with make(folder) as llm:
-        (right,) = llm.generate([PROMPTS[1]], params_of(), use_tqdm=False)
-        (output,) = llm.generate([PROMPTS[1]], params_of(output_kind=kind), use_tqdm=False)
-        assert output.outputs == right.outputs
 
 
 # ---- what outputs share ------------------------------------------------------------------------

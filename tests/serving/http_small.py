@@ -206,6 +206,16 @@ def joined(frames: list[dict[str, Any]], chat: bool = False) -> dict[int, str]:
 
 
 @contextmanager
+def serving(engine: AsyncLLMEngine, **settings: Any) -> Iterator[Served]:
+    """A server of an engine, which goes on afterwards."""
+    made = Served(engine, Settings(**({"names": ("small",)} | settings)))
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+@contextmanager
 def served(
     model: str | Path, settings: Mapping[str, Any] | None = None, **arguments: Any
 ) -> Iterator[Served]:

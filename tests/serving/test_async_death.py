@@ -19,7 +19,7 @@ from minillm.engine.loop import Engine
 from minillm.errors import ConfigError, EngineDeadError, ModelNotFoundError
 from minillm.scheduling.scheduler import Scheduler
 from minillm.serving import async_engine
-from minillm.serving.step_thread import StepThread
+from minillm.serving.step_thread import THIS_THREAD, StepThread
 from tests.serving.async_small import GREEDY, LIMIT, LONG, Gate, last, make_async, run
 
 PROMPTS = [[5 + i, 60, 7, 99 - i, 12 + 2 * i] for i in range(8)]
@@ -289,6 +289,9 @@ def test_all_of_the_engine_happens_in_one_thread(folder: Path, monkeypatch: Any)
         monkeypatch.setattr(Engine, what, noted)
     engine = make_async(folder)
     assert run(last(engine.generate(PROMPTS[0], GREEDY, "a"))).finished
+    if THIS_THREAD.exists():  # the system shows names of threads
+        shown = {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
+        assert "minillm-steps" in shown
     engine.shutdown()
     assert names == {"minillm-steps"}
 

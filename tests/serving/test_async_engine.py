@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from minillm import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, SamplingParams
+from minillm import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, SamplingParams
 from minillm.api.outputs import RequestOutput
 from minillm.engine.live_request import LiveRequest
 from minillm.engine.loop import Engine
@@ -26,7 +26,7 @@ from minillm.errors import (
 )
 from minillm.serving import async_engine
 from minillm.serving.request_stream import RequestStream
-from tests.engine.small import EOS, make, reasons, tokens
+from tests.engine.small import EOS, reasons, tokens
 from tests.pairs import some
 from tests.serving.async_small import (
     GREEDY,
@@ -45,9 +45,9 @@ TEXTS = ["a text", "another text, longer", "x"]
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> Callable[..., list[list[int]]]:
+def expected(llm: LLM) -> Callable[..., list[list[int]]]:
     """The tokens that `LLM.generate` gives."""
-    llm, known = make(folder), {}
+    known: dict[Any, list[list[int]]] = {}
 
     def answer(prompt: Any, params: SamplingParams = GREEDY) -> list[list[int]]:
         key = (str(prompt), params.max_tokens)

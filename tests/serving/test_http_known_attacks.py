@@ -228,14 +228,6 @@ def test_ignored_fields_are_named(server: Served) -> None:
     assert reply.headers["x-minillm-ignored"] == "n" * 80
 
 
-def test_a_template_is_not_the_clients(server: Served) -> None:
-    """User text is data: Jinja in a message is not executed."""
-    prompt = "{{ 7*7 }}{% for i in range(9) %}x{% endfor %}"
-    got = server.send("/tokenize", {"messages": [{"role": "user", "content": prompt}]})
-    text = server.send("/detokenize", {"tokens": got.data["tokens"]}).data["prompt"]
-    assert prompt in text
-
-
 def test_one_salt_does_not_see_anothers_cache(server: Served) -> None:
     text = "a prompt of several blocks, which is cached"
     body = {"prompt": text, "max_tokens": 1}
