@@ -344,7 +344,7 @@ def entry_of(data: Any, path: Sequence[int | str]) -> str:
 
 
 def sentence(name: str, message: str, given: object) -> str:
-    """One error in words."""
+    """One of pydantic's errors in words, with the value that was given."""
     if message.startswith("Value error, "):
         return message.removeprefix("Value error, ")
     shown = repr(given)[:MAX_SHOWN] if isinstance(given, str | int | float | bool) else ""

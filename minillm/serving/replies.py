@@ -25,7 +25,7 @@ class Usage:
     queue_time: float = 0.0  # seconds until the first step, of the prompt that waited longest
 
     def body(self) -> dict[str, Any]:
-        """As in replies."""
+        """OpenAI's object `usage`, with the time in the queue."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,

@@ -6,6 +6,7 @@ In-process (`main` with captured streams) wherever the process itself is not the
 import io
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -24,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minillm import LLM, MinillmError, SamplingParams
-from minillm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minillm.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from minillm.cli import generate, main
 from minillm.cli.app import COMMANDS
 from minillm.cli.options import as_options
@@ -308,6 +309,18 @@ def test_json_is_one_object_with_everything(base: Path, cli: Any) -> None:
     assert data["metrics"]["ttft"] > 0
     for token_id, entries in zip(output["token_ids"], output["logprobs"], strict=True):
         assert entries[str(token_id)]["rank"] == 1
+
+
+def test_json_has_null_where_it_has_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    entries = [{5: Logprob(math.nan, 1)}]
+    completion = CompletionOutput(0, "", [5], cumulative_logprob=-math.inf, logprobs=entries)
+    engine = SimpleNamespace(source=SimpleNamespace(name="m"), dtype="float32")
+    llm: Any = SimpleNamespace(engine=engine)
+    generate.write_json(RequestOutput("0", "é", [1], [completion], True), llm, Terminal())
+    data = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    (output,) = data["outputs"]
+    assert (output["cumulative_logprob"], data["prompt"]) == (None, "é")
+    assert output["logprobs"] == [{"5": {"logprob": None, "rank": 1, "decoded_token": None}}]
 
 
 def test_a_prompt_comes_from_anywhere(base: Path, cli: Any, tmp_path: Path) -> None:
