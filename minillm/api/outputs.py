@@ -5,8 +5,8 @@ creates three objects per token. An output belongs to its consumer, who may chan
 the shared list `RequestOutput.prompt_token_ids`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from minillm.errors import Owner
@@ -28,26 +28,48 @@ class Logprob:
 Logprobs = dict[int, Logprob]  # token id -> Logprob: the sampled token first, then the best
 
 
-class _Lazy:
-    """Base of a dataclass with fields that `_made` computes when one is first read; pickling reads
-    them all."""
+class _LazyFields:
+    """Base of a dataclass with fields that are computed when first read; pickling reads them."""
 
-    __slots__ = ("_made",)
-    _made: Callable[[], Mapping[str, Any]]
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in type(self).__slots__:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
-        for slot, value in self._made().items():
-            setattr(self, slot, value)
-        return getattr(self, name)
+    __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(getattr(self, name) for name in type(self).__slots__)
+        names = [item.name for item in fields(self)]  # type: ignore[arg-type]
+        return type(self), tuple(getattr(self, name) for name in names)
+
+
+class _LazyTokens(_LazyFields):
+    """Copies the slot `token_ids` of a `CompletionOutput` when it is first read."""
+
+    __slots__ = ("_tokens",)
+    _tokens: tuple[list[int], int, int]
+
+    def __getattr__(self, name: str) -> list[int]:
+        if name != "token_ids":
+            raise AttributeError(f"CompletionOutput has no attribute {name!r}.")
+        token_ids, start, end = self._tokens
+        self.token_ids = taken = token_ids[start:end]  # type: ignore[misc]
+        return taken
+
+
+class _LazyCounts(_LazyFields):
+    """Computes the counts of a `PrefixReport` when the first of them is read."""
+
+    __slots__ = ("_explain",)
+    _explain: Callable[[], "PrefixReport"]
+
+    def __getattr__(self, name: str) -> int:
+        if name not in PrefixReport.__slots__:
+            raise AttributeError(f"PrefixReport has no attribute {name!r}.")
+        made = self._explain()
+        for slot in PrefixReport.__slots__:
+            setattr(self, slot, getattr(made, slot))
+        count: int = getattr(made, name)
+        return count
 
 
 @dataclass(slots=True)
-class CompletionOutput(_Lazy):
+class CompletionOutput(_LazyTokens):
     """One completion of a prompt so far. With `RequestOutputKind.DELTA`, `text`, `token_ids` and
     `logprobs` hold only what is new since the previous output.
 
@@ -74,14 +96,14 @@ class CompletionOutput(_Lazy):
         copied when `token_ids` is first read."""
         output = cls.__new__(cls)
         output.index, output.text = index, text
-        output._made = lambda: {"token_ids": token_ids[start:end]}  # type: ignore[misc]
+        output._tokens = token_ids, start, end  # type: ignore[misc]
         output.cumulative_logprob = output.logprobs = None
         output.finish_reason = output.stop_reason = output.error = output.error_owner = None
         return output
 
 
 @dataclass(slots=True)
-class PrefixReport(_Lazy):
+class PrefixReport(_LazyCounts):
     """Prefix cache hits and misses of a prompt at its first admission, in tokens; the counts add
     up to the prompt's length.
 
@@ -112,8 +134,7 @@ class PrefixReport(_Lazy):
     def when_asked(cls, cached: int, explain: Callable[[], "PrefixReport"]) -> "PrefixReport":
         """A report whose other counts are computed by `explain` when one is first read."""
         report = cls.__new__(cls)
-        report.cached = cached
-        report._made = lambda: asdict(explain())  # type: ignore[misc]
+        report.cached, report._explain = cached, explain
         return report
 
 

@@ -848,10 +848,10 @@ def test_ctrl_c_ends_a_running_process_cleanly(endless: list[Any]) -> None:
     ("command", "code", "out", "error"),
     [
         ("info preset:qwen3-8b >&-", 0, "", ""),
-        ("info nowhere >&- 2>&-", 2, "", ""),
+        ("generate --top-p 0 >&- 2>&-", 2, "", ""),
         ("info preset:qwen3-8b 2>&- | tail -n 1 | wc -l", 0, "1", ""),
-        ("chat --model nowhere <&-", 2, "", "error: There is no folder 'nowhere'"),
-        ("plan nowhere:x 2>/dev/full", 2, "", ""),
+        ("chat a --model b <&-", 2, "", "error: MODEL and --model name two models"),
+        ("generate --top-p 0 2>/dev/full", 2, "", ""),
         ("info preset:qwen3-8b >/dev/full", 1, "", FULL),
         ("--help >/dev/full", 1, "", FULL),
     ],
