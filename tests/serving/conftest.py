@@ -1,5 +1,6 @@
 """What the tests of the server share."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,18 @@ from minillm import LLM, AsyncLLMEngine
 from minillm.cli import main, serve
 from minillm.serving.settings import Settings
 from tests.engine.small import make
-from tests.serving.async_small import make_async
+from tests.serving.async_small import make_async, run
 from tests.serving.http_small import write_chat_model
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in an event loop of its own, and leaves no task in it."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -146,7 +146,7 @@ async def every_call(engine: AsyncLLMEngine) -> list[EngineDeadError]:
 
 
 @pytest.mark.parametrize("kill", KILLS)
-def test_a_killed_thread_tells_everybody(folder, monkeypatch, kill):
+async def test_a_killed_thread_tells_everybody(folder, monkeypatch, kill):
     engine = make_async(folder, max_num_requests=3, max_num_seqs=2)
     gate, (strike, message) = Gate(engine, monkeypatch), KILLS[kill]
     release = threading.Event()
@@ -158,40 +158,35 @@ def test_a_killed_thread_tells_everybody(folder, monkeypatch, kill):
 
     monkeypatch.setattr(Engine, "make_request", slow)
     monkeypatch.setattr(async_engine, "is_long", lambda text, ids: text == "long")
-
-    async def main() -> None:
-        # Running, queued, outside, tokenising; one that nobody reads at the moment, and a drain.
-        streams = [engine.generate(p, LONG, str(i)) for i, p in enumerate(PROMPTS[:5])]
-        streams.append(engine.generate("long", LONG, "tokenising"))
-        gate.pace = asyncio.get_running_loop()
-        unread = engine.generate(PROMPTS[6], LONG, "unread")
-        await anext(unread)
-        waiting = [asyncio.create_task(read_dead(stream)) for stream in streams]
+    streams = [engine.generate(p, LONG, str(i)) for i, p in enumerate(PROMPTS[:5])]
+    streams.append(engine.generate("long", LONG, "tokenising"))
+    gate.pace = asyncio.get_running_loop()
+    unread = engine.generate(PROMPTS[6], LONG, "unread")
+    await anext(unread)
+    waiting = [asyncio.create_task(read_dead(stream)) for stream in streams]
+    await asyncio.sleep(0)
+    gate.pace = None
+    gate.shut()
+    await gate.reached()
+    waiting.append(asyncio.create_task(dead_call(engine.drain())))
+    with monkeypatch.context() as patch:
+        strike(engine, patch)
         await asyncio.sleep(0)
-        gate.pace = None
-        gate.shut()
-        await gate.reached()
-        waiting.append(asyncio.create_task(dead_call(engine.drain())))
-        with monkeypatch.context() as patch:
-            strike(engine, patch)
-            await asyncio.sleep(0)
-            gate.open()
-            errors = [await asyncio.wait_for(task, LIMIT) for task in waiting]
-        errors.append(await read_dead(unread))
-        release.set()
-        errors += await every_call(engine)
-        engine._steps._thread.join(LIMIT)
-        assert not engine._steps._thread.is_alive()
-        assert {str(error) for error in errors} == {message}
-        assert len({id(error) for error in errors}) == len(errors), "an error was shared"
-        assert (engine.is_running, engine.errored) == (False, True)
-        assert str(engine.dead_error) == message
-        assert engine.dead_error.__cause__ is not None
-        assert engine.num_unfinished == 0
-        engine.shutdown()
-        assert (engine.is_running, engine.errored) == (False, True)
-
-    run(main())
+        gate.open()
+        errors = [await asyncio.wait_for(task, LIMIT) for task in waiting]
+    errors.append(await read_dead(unread))
+    release.set()
+    errors += await every_call(engine)
+    engine._steps._thread.join(LIMIT)
+    assert not engine._steps._thread.is_alive()
+    assert {str(error) for error in errors} == {message}
+    assert len({id(error) for error in errors}) == len(errors), "an error was shared"
+    assert (engine.is_running, engine.errored) == (False, True)
+    assert str(engine.dead_error) == message
+    assert engine.dead_error.__cause__ is not None
+    assert engine.num_unfinished == 0
+    engine.shutdown()
+    assert (engine.is_running, engine.errored) == (False, True)
 
 
 async def dead_call(call: Any) -> EngineDeadError:
@@ -200,21 +195,17 @@ async def dead_call(call: Any) -> EngineDeadError:
     return caught.value
 
 
-def test_a_thread_that_is_killed_while_idle_tells_the_next_one(folder):
+async def test_a_thread_that_is_killed_while_idle_tells_the_next_one(folder):
     """It is noticed with the next command, which the thread has already taken."""
     engine = make_async(folder)
-
-    async def main() -> None:
-        await last(engine.generate(PROMPTS[0], GREEDY, "a"))
-        inject(engine)
-        results = await asyncio.gather(
-            *(last(engine.generate(p, GREEDY, str(i))) for i, p in enumerate(PROMPTS)),
-            engine.reset_prefix_cache(),
-            return_exceptions=True,
-        )
-        assert {str(result) for result in results} == {"The engine's thread ended: SystemExit"}
-
-    run(main())
+    await last(engine.generate(PROMPTS[0], GREEDY, "a"))
+    inject(engine)
+    results = await asyncio.gather(
+        *(last(engine.generate(p, GREEDY, str(i))) for i, p in enumerate(PROMPTS)),
+        engine.reset_prefix_cache(),
+        return_exceptions=True,
+    )
+    assert {str(result) for result in results} == {"The engine's thread ended: SystemExit"}
 
 
 def test_a_kill_at_any_moment_leaves_nobody_waiting(folder):

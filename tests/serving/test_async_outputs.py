@@ -44,29 +44,25 @@ def told(output: RequestOutput) -> list[tuple[Any, ...]]:
     ] + [(len(output.prompt_logprobs or ()), output.finished)]
 
 
-def test_deltas_join_to_what_generate_gives(engine, llm):
+async def test_deltas_join_to_what_generate_gives(engine, llm):
     text = llm.generate(PROMPTS[:1], params_of(n=1), use_tqdm=False)[0].outputs[0].text
     settings: list[dict[str, Any]] = [
         {},
         {"stop": [text[4:6], "zz"]},
         {"stop": text[4:6], "include_stop_str_in_output": True, "min_tokens": 3},
     ]
-
-    async def main() -> None:
-        for setting in settings:
-            right = llm.generate(PROMPTS, params_of(**setting), use_tqdm=False)
-            params = params_of(**setting, output_kind=DELTA)
-            for pause in (0, 0.003):
-                streams = [engine.generate(p, params, str(i)) for i, p in enumerate(PROMPTS)]
-                outputs = await asyncio.gather(*(whole(stream, pause) for stream in streams))
-                for have, want in zip(outputs, right, strict=True):
-                    assert told(have) == told(want)
-        await idle(engine)
-
-    run(main())
+    for setting in settings:
+        right = llm.generate(PROMPTS, params_of(**setting), use_tqdm=False)
+        params = params_of(**setting, output_kind=DELTA)
+        for pause in (0, 0.003):
+            streams = [engine.generate(p, params, str(i)) for i, p in enumerate(PROMPTS)]
+            outputs = await asyncio.gather(*(whole(stream, pause) for stream in streams))
+            for have, want in zip(outputs, right, strict=True):
+                assert told(have) == told(want)
+    await idle(engine)
 
 
-def test_a_delta_that_was_not_taken_is_joined_with_the_next(engine, llm, monkeypatch):
+async def test_a_delta_that_was_not_taken_is_joined_with_the_next(engine, llm, monkeypatch):
     """The consumer was woken, but another task keeps the loop busy until the request has ended."""
     (right,) = llm.generate(PROMPTS[:1], params_of(), use_tqdm=False)
     made, output = [], LiveRequest.output
@@ -77,62 +73,50 @@ def test_a_delta_that_was_not_taken_is_joined_with_the_next(engine, llm, monkeyp
 
     monkeypatch.setattr(LiveRequest, "output", counted)
     gate = Gate(engine, monkeypatch)
-
-    async def main() -> None:
-        gate.shut()
-        stream = engine.generate(PROMPTS[0], params_of(output_kind=DELTA), "a")
-        reader = asyncio.create_task(whole(stream))
-        await gate.reached()
-        gate.open()
-        while engine.num_unfinished or len(made) < 2:
-            pass  # the loop turns no more
-        assert told(await reader) == told(right)
-        assert made == [True, True], "one for the waiting consumer, and the last"
-        await idle(engine)
-
-    run(main())
+    gate.shut()
+    stream = engine.generate(PROMPTS[0], params_of(output_kind=DELTA), "a")
+    reader = asyncio.create_task(whole(stream))
+    await gate.reached()
+    gate.open()
+    while engine.num_unfinished or len(made) < 2:
+        pass  # the loop turns no more
+    assert told(await reader) == told(right)
+    assert made == [True, True], "one for the waiting consumer, and the last"
+    await idle(engine)
 
 
-def test_one_output_at_the_end_and_none_is_made_before(engine, llm, monkeypatch):
+async def test_one_output_at_the_end_and_none_is_made_before(engine, llm, monkeypatch):
     (right,) = llm.generate(PROMPTS[:1], params_of(), use_tqdm=False)
     made, output = [], LiveRequest.output
     monkeypatch.setattr(
         LiveRequest, "output", lambda live, delta: made.append(live) or output(live, delta)
     )
-
-    async def main() -> None:
-        params = params_of(output_kind=FINAL_ONLY)
-        outputs = [each async for each in engine.generate(PROMPTS[0], params, "a")]
-        assert [each.finished for each in outputs] == [True]
-        assert told(outputs[0]) == told(right)
-        assert len(made) == 1
-        await idle(engine)
-
-    run(main())
+    params = params_of(output_kind=FINAL_ONLY)
+    outputs = [each async for each in engine.generate(PROMPTS[0], params, "a")]
+    assert [each.finished for each in outputs] == [True]
+    assert told(outputs[0]) == told(right)
+    assert len(made) == 1
+    await idle(engine)
 
 
-def test_the_last_delta_of_an_aborted_request(engine, monkeypatch):
+async def test_the_last_delta_of_an_aborted_request(engine, monkeypatch):
     gate = Gate(engine, monkeypatch)
-
-    async def main() -> None:
-        gate.pace = asyncio.get_running_loop()
-        params = params_of(n=1, output_kind=DELTA, max_tokens=40, ignore_eos=True)
-        stream = engine.generate(PROMPTS[0], params, "a")
-        first = await anext(stream)
-        gate.shut()
-        await gate.reached()
-        (live,) = engine._engine._live.values()
-        abort = asyncio.create_task(engine.abort("a"))
-        await asyncio.sleep(0)
-        gate.open()
-        output = joined(first, await whole(stream))
-        await abort
-        assert reasons(output) == {"abort"}
-        assert tokens(output) == [live.completions[0].token_ids]
-        assert output.outputs[0].text == live.output().outputs[0].text
-        await idle(engine)
-
-    run(main())
+    gate.pace = asyncio.get_running_loop()
+    params = params_of(n=1, output_kind=DELTA, max_tokens=40, ignore_eos=True)
+    stream = engine.generate(PROMPTS[0], params, "a")
+    first = await anext(stream)
+    gate.shut()
+    await gate.reached()
+    (live,) = engine._engine._live.values()
+    abort = asyncio.create_task(engine.abort("a"))
+    await asyncio.sleep(0)
+    gate.open()
+    output = joined(first, await whole(stream))
+    await abort
+    assert reasons(output) == {"abort"}
+    assert tokens(output) == [live.completions[0].token_ids]
+    assert output.outputs[0].text == live.output().outputs[0].text
+    await idle(engine)
 
 
 def test_the_collector_is_relieved_while_an_engine_serves(folder):

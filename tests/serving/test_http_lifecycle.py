@@ -172,7 +172,8 @@ def test_every_route_but_two_needs_a_key(server: Served) -> None:
                 assert server.send("/v1/models", headers={"authorization": header}).status == 200
         found = server.send("/metrics", headers={"authorization": header}).body
         for method in (b"GET", b"other"):  # such as PUT
-            assert b'http_requests_total{handler="none",method="%s",status="401"} ' % method in found
+            line = b'http_requests_total{handler="none",method="%s",status="401"} '
+            assert line % method in found
 
 
 # ---- health ------------------------------------------------------------------------------------
