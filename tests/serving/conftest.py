@@ -13,7 +13,7 @@ from minillm.cli import main, serve
 from minillm.serving.settings import Settings
 from tests.engine.small import make
 from tests.serving.async_small import make_async, run
-from tests.serving.http_small import write_chat_model
+from tests.serving.http_small import Served, served, write_chat_model
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,6 +36,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(folder: Path) -> Iterator[LLM]:
     """`LLM` of the tiny model, whose answers streams and replies must have."""
     with make(folder, num_gpu_blocks_override=128) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
+    """A server of the tiny model, with the `SETTINGS` and the `ARGUMENTS` of the engine that a file
+    of tests has."""
+    settings, arguments = (getattr(request.module, n, {}) for n in ("SETTINGS", "ARGUMENTS"))
+    with served(folder, settings, **arguments) as made:
         yield made
 
 

@@ -16,7 +16,7 @@ from minillm.engine.live_request import LiveRequest
 from minillm.serving import stat_logger
 from minillm.serving.request_stream import RequestStream
 from tests.engine.small import reasons, tokens
-from tests.serving.async_small import Gate, idle, make_async, run
+from tests.serving.async_small import Gate, idle, make_async
 
 PROMPTS = [[5 + i, 60, 7, 99 - i, 12 + 2 * i] * (1 + i % 3) for i in range(6)]
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -134,15 +134,11 @@ def test_the_collector_is_relieved_while_an_engine_serves(folder):
 
 
 @pytest.mark.parametrize("disabled", [False, True])
-def test_stats_are_logged_unless_disabled(engine_of, monkeypatch, caplog, disabled):
+async def test_stats_are_logged_unless_disabled(engine_of, monkeypatch, caplog, disabled):
     monkeypatch.setattr(stat_logger, "INTERVAL", 0.0)
     caplog.set_level(logging.INFO, "minillm.serving.stat_logger")
     engine = engine_of(disable_log_stats=disabled)
-
-    async def main() -> None:
-        async for _ in engine.generate(PROMPTS[0], params_of(n=1), "a"):
-            pass
-
-    run(main())
+    async for _ in engine.generate(PROMPTS[0], params_of(n=1), "a"):
+        pass
     assert bool(caplog.messages) is not disabled
     assert disabled or caplog.messages[0].startswith("1 sequences running, 0 waiting;")

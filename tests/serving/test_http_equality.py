@@ -1,6 +1,5 @@
 """The text over HTTP is that of `LLM.generate`, whole and in a stream."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "logit_bias": {"temperature": 0.0, "logit_bias": {"70": 5.0, "71": -100.0}},
     "min_tokens": {"temperature": 0.0, "min_tokens": 10, "stop_token_ids": [80, 90, 100]},
 }  # fmt: skip
-NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+# Drafts, so that an event has several tokens; `LLM.generate` has none.
+ARGUMENTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -40,13 +40,6 @@ def expected(llm: LLM) -> dict[str, list[list[tuple[str, str | None]]]]:
         outputs = llm.generate(TEXTS, params_of(fields))
         found[kind] = [[(c.text, c.finish_reason) for c in each.outputs] for each in outputs]
     return found
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    """With drafts, so that an event has several tokens; `LLM.generate` has none."""
-    with served(folder, **NGRAM) as made:
-        yield made
 
 
 @every_kind

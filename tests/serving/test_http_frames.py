@@ -4,9 +4,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,17 +15,11 @@ from minillm.serving import event_stream
 from minillm.serving.event_stream import frame
 from minillm.serving.generation import ChoiceEvents
 from minillm.serving.replies import Header, Usage, chat_delta, text_choice
-from tests.serving.http_small import Served, joined, served
+from tests.serving.http_small import Served, joined
 
 KEYS = {"text_completion": "/v1/completions", "chat.completion.chunk": "/v1/chat/completions"}
 TEXT = "def fib(n):"
 MESSAGES = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    with served(folder) as made:
-        yield made
 
 
 def body_of(kind: str, **fields: Any) -> dict[str, Any]:

@@ -4,15 +4,15 @@ generation beside it is not changed. The names are those of the published bugs."
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minillm.serving.guard import MAX_BODY
-from tests.serving.http_small import Reply, Served, served
+from tests.serving.http_small import Reply, Served
 
+SETTINGS = {"max_waiting": 32}
 C, CHAT = "/v1/completions", "/v1/chat/completions"
 HEALTHY = {"prompt": "def fib(n):", "max_tokens": 12, "ignore_eos": True, "temperature": 0,
            "logprobs": 2}  # fmt: skip
@@ -144,12 +144,6 @@ ATTACKS: dict[str, tuple[str, Any]] = {
     "context length": (C, p(prompt="x" * 500)),
     "context length in ids": (C, p(prompt=[5] * 500)),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    with served(folder, {"max_waiting": 32}) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

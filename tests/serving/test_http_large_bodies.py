@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,17 +11,11 @@ from hypothesis import strategies as st
 
 from minillm.serving import app, protocol
 from minillm.serving.guard import MAX_BODY
-from tests.serving.http_small import LIMIT, Reply, Served, served, write_chat_model
+from tests.serving.http_small import LIMIT, Reply, Served
 
 C, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = "some words " * 10_000
 TAIL = {"truncate_prompt_tokens": 8, "max_tokens": 1}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(write_chat_model(tmp_path_factory.mktemp("large"))) as made:
-        yield made
 
 
 def chat(text: str, **fields: Any) -> dict[str, Any]:

@@ -5,8 +5,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +17,8 @@ from minillm.serving.settings import Settings
 from tests.pairs import pairwise
 from tests.serving.http_small import Served, served, serving
 
+ARGUMENTS = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
 LONG = {"max_tokens": 50, "ignore_eos": True, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    with served(folder, max_num_seqs=2, max_num_batched_tokens=16) as made:
-        yield made
 
 
 @pytest.fixture

@@ -2,16 +2,15 @@
 
 import re
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minillm.structured.grammars import Grammars
-from tests.serving.http_small import Served, joined, served
+from tests.serving.http_small import Served, joined
 
 pytest.importorskip("llguidance")
+SETTINGS = {"max_waiting": 32, "request_trace": True}
 C, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA = {
     "type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22]}},
@@ -33,12 +32,6 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
                   r'\{\t?"ok"\t?:[^ \n]*\}'),
     "nothing": ({"response_format": {"type": "text"}}, r"[\s\S]*"),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    with served(folder, {"max_waiting": 32, "request_trace": True}) as made:
-        yield made
 
 
 @pytest.mark.parametrize("path", [C, CHAT])

@@ -16,7 +16,6 @@ from minillm.serving.app import build_app
 from minillm.serving.metrics import HISTOGRAMS, Histogram, RequestObserver
 from minillm.serving.settings import Settings
 from tests.serving.asgi_calls import Reply, call
-from tests.serving.async_small import run
 
 MARK = 7  # the token whose logits are made NaN
 NAMES = """
@@ -63,9 +62,8 @@ async def complete(
 # ---- names -------------------------------------------------------------------------------------
 
 
-def test_names_and_types_are_those_of_vllm(engine):
-    app = build_app(engine, Settings(("m",)))
-    reply = run(call(app, "/metrics"))
+async def test_names_and_types_are_those_of_vllm(engine):
+    reply = await call(build_app(engine, Settings(("m",))), "/metrics")
     families = {each.name: each.type for each in text_string_to_metric_families(reply.text)}
     for line in NAMES.strip().splitlines():
         kind, *names = line.split()
@@ -89,9 +87,9 @@ async def test_speculation_has_the_lines_that_vllm_bench_serve_reads(engine_of):
     assert [f'position="{i}"' in line for i, line in enumerate(places)] == [True, True]
 
 
-def test_a_prometheus_that_prefers_openmetrics_gets_names_with_colons(engine):
+async def test_a_prometheus_that_prefers_openmetrics_gets_names_with_colons(engine):
     app = build_app(engine, Settings(("m",)))
-    found = run(scrape(app, "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"))
+    found = await scrape(app, "application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
     assert ("num_requests_running",) in found
 
 
@@ -170,19 +168,15 @@ async def mixed_load(app: Any, log: Log) -> None:
         log.add(reply)
 
 
-def test_every_counter_agrees_with_the_log_of_a_mixed_load(engine_of, monkeypatch):
+async def test_every_counter_agrees_with_the_log_of_a_mixed_load(engine_of, monkeypatch):
     engine = engine_of(
         num_gpu_blocks_override=18, max_num_seqs=4,
         speculative_config={"method": "ngram", "num_speculative_tokens": 3},
     )  # fmt: skip
     spoil(engine, monkeypatch)
     app, log = build_app(engine, Settings(("m",), max_waiting=2)), Log()
-
-    async def main() -> dict[tuple[str, ...], float]:
-        await mixed_load(app, log)
-        return await scrape(app)
-
-    found = run(main())
+    await mixed_load(app, log)
+    found = await scrape(app)
     summaries, records = engine.trace.requests(), list(engine.trace)
     check_ends(found, log)
     check_tokens(found, log, summaries, records)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,10 @@ from tests.engine.small import EOS
 from tests.serving.http_small import Reply, Served, frames_of, served, serving, write_chat_model
 from tests.serving.test_http_frames import hold
 
+SETTINGS = {"request_trace": True}
 C, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
 REASONS = {None, "stop", "length"}  # values of OpenAI's enumeration that this server uses
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    with served(folder, {"request_trace": True}) as made:
-        yield made
 
 
 # ---- names -------------------------------------------------------------------------------------

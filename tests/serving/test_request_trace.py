@@ -15,7 +15,7 @@ from minillm.serving.request_trace import names_of
 from minillm.serving.settings import Settings
 from minillm.trace.recorder import Trace
 from tests.serving.asgi_calls import Reply, call
-from tests.serving.async_small import LIMIT, Gate, run
+from tests.serving.async_small import LIMIT, Gate
 
 ON = Settings(("m",), request_trace=True)
 TOKENS = 20
@@ -69,14 +69,10 @@ async def crowd(app: Any, engine: AsyncLLMEngine) -> list[Reply]:
 # ---- requests ----------------------------------------------------------------------------------
 
 
-def test_a_crowd_is_explained_with_the_numbers(engine):
+async def test_a_crowd_is_explained_with_the_numbers(engine):
     app = build_app(engine, ON)
-
-    async def main() -> list[dict[str, Any]]:
-        await crowd(app, engine)
-        return [await told(app, f"r{i}") for i in range(3)]
-
-    first, second, third = run(main())
+    await crowd(app, engine)
+    first, second, third = [await told(app, f"r{i}") for i in range(3)]
     assert [one["state"] for one in (first, second, third)] == ["finished"] * 3
     for completion, begin in ((0, [("prefill", 1, None)]), (1, [])):
         end = [("decode", 19, None), ("finished", 1, "length")]
@@ -184,20 +180,20 @@ async def test_a_request_older_than_the_records_is_told_from_there(engine):
 # ---- access ------------------------------------------------------------------------------------
 
 
-def test_both_routes_are_off_by_default(engine):
+async def test_both_routes_are_off_by_default(engine):
     for path in ("/debug/requests/cmpl-x", "/debug/trace"):
-        reply = run(call(build_app(engine, Settings(("m",))), path))
+        reply = await call(build_app(engine, Settings(("m",))), path)
         assert reply.status == 404
         assert "start it with --enable-request-trace" in reply.json()["error"]["message"]
 
 
-def test_unknown_requests_and_wrong_numbers_are_one_sentence(engine):
+async def test_unknown_requests_and_wrong_numbers_are_one_sentence(engine):
     app = build_app(engine, ON)
-    reply = run(call(app, "/debug/requests/" + "x" * 5000))
+    reply = await call(app, "/debug/requests/" + "x" * 5000)
     assert reply.status == 404
     assert len(reply.text) < 400
     for last in ("0", "-1", "x", "", "1" * 50, "١"):
-        reply = run(call(app, f"/debug/trace?last={last}"))
+        reply = await call(app, f"/debug/trace?last={last}")
         assert reply.status == 400, last
         assert "it must be from 1 to 100,000" in reply.json()["error"]["message"]
 
@@ -206,14 +202,10 @@ def test_unknown_requests_and_wrong_numbers_are_one_sentence(engine):
 
 
 @pytest.mark.parametrize("last", [1, 7, 1000])
-def test_the_latest_steps_are_a_trace_file(engine, tmp_path, last):
+async def test_the_latest_steps_are_a_trace_file(engine, tmp_path, last):
     app = build_app(engine, ON)
-
-    async def main() -> Reply:
-        await crowd(app, engine)
-        return await call(app, f"/debug/trace?last={last}")
-
-    reply = run(main())
+    await crowd(app, engine)
+    reply = await call(app, f"/debug/trace?last={last}")
     file = tmp_path / "live.jsonl"
     file.write_bytes(b"".join(reply.parts))
     trace = Trace.load(file)
