@@ -17,6 +17,7 @@ from minillm.api.sampling_params import RequestOutputKind
 from minillm.engine.completion import Completion
 from minillm.engine.live_request import LiveRequest
 from minillm.scheduling.request import Request, Sequence
+from minillm.serving import stat_logger
 from minillm.text.stop import StopStrings
 from minillm.text.tokenizer import Tokenizer
 from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens
@@ -258,14 +259,16 @@ def test_generate_explains_nothing_that_is_not_read(
 # ---- the log -----------------------------------------------------------------------------------
 
 
-def test_a_line_is_logged_when_it_is_time(
-    caplog: pytest.LogCaptureFixture, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from minillm.serving import stat_logger
-
+@pytest.fixture
+def now(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of the log."""
     caplog.set_level(logging.INFO, "minillm.serving.stat_logger")
-    now = [100.0]
-    monkeypatch.setattr(stat_logger, "perf_counter", lambda: now[0])
+    seconds = [100.0]
+    monkeypatch.setattr(stat_logger, "perf_counter", lambda: seconds[0])
+    return seconds
+
+
+def test_a_line_is_logged_when_it_is_time(caplog, folder, now):
     with make(folder) as llm:
         log = stat_logger.StatLogger(llm.engine.scheduler.counters)
         params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -279,15 +282,8 @@ def test_a_line_is_logged_when_it_is_time(
     assert line.startswith("0 sequences running, 0 waiting; 2 prompt and 0 new tokens/s; 0.0% of")
 
 
-def test_drafts_have_a_line_of_their_own_in_the_words_of_vllm(
-    caplog: pytest.LogCaptureFixture, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_have_a_line_of_their_own_in_the_words_of_vllm(caplog, folder, now):
     """Both lines are about what was done since the line before."""
-    from minillm.serving import stat_logger
-
-    caplog.set_level(logging.INFO, "minillm.serving.stat_logger")
-    now = [100.0]
-    monkeypatch.setattr(stat_logger, "perf_counter", lambda: now[0])
     with make(folder, **speculating(Truth(folder))) as llm:
         log = stat_logger.StatLogger(llm.engine.scheduler.counters)
         for count in (11, 6):  # 1, then 5 per step; 1, then 5

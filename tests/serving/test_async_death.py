@@ -18,9 +18,17 @@ from minillm.engine.live_request import LiveRequest
 from minillm.engine.loop import Engine
 from minillm.errors import ConfigError, EngineDeadError, ModelNotFoundError
 from minillm.scheduling.scheduler import Scheduler
-from minillm.serving import async_engine
 from minillm.serving.step_thread import THIS_THREAD, StepThread
-from tests.serving.async_small import GREEDY, LIMIT, LONG, Gate, last, make_async, run
+from tests.serving.async_small import (
+    GREEDY,
+    LIMIT,
+    LONG,
+    Gate,
+    hold_tokeniser,
+    last,
+    make_async,
+    run,
+)
 
 PROMPTS = [[5 + i, 60, 7, 99 - i, 12 + 2 * i] for i in range(8)]
 
@@ -149,15 +157,8 @@ async def every_call(engine: AsyncLLMEngine) -> list[EngineDeadError]:
 async def test_a_killed_thread_tells_everybody(folder, monkeypatch, kill):
     engine = make_async(folder, max_num_requests=3, max_num_seqs=2)
     gate, (strike, message) = Gate(engine, monkeypatch), KILLS[kill]
-    release = threading.Event()
-    make_request = Engine.make_request
-
-    def slow(self: Engine, request_id: str, *rest: Any) -> Any:
-        assert request_id != "tokenising" or release.wait(LIMIT)
-        return make_request(self, request_id, *rest)
-
-    monkeypatch.setattr(Engine, "make_request", slow)
-    monkeypatch.setattr(async_engine, "is_long", lambda text, ids: text == "long")
+    _, release = hold_tokeniser(monkeypatch, "tokenising")
+    # Running, queued, outside, tokenising; one that nobody reads at the moment, and a drain.
     streams = [engine.generate(p, LONG, str(i)) for i, p in enumerate(PROMPTS[:5])]
     streams.append(engine.generate("long", LONG, "tokenising"))
     gate.pace = asyncio.get_running_loop()

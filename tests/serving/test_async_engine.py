@@ -33,6 +33,7 @@ from tests.serving.async_small import (
     LIMIT,
     LONG,
     Gate,
+    hold_tokeniser,
     idle,
     in_thread,
     last,
@@ -226,17 +227,7 @@ async def test_a_slow_reader_costs_one_output_and_delays_nobody(engine, expected
 
 async def test_an_abort_gives_a_last_output_wherever_the_request_is(engine_of, monkeypatch):
     engine = engine_of(max_num_requests=2, max_num_seqs=1)
-    gate, entered, go = Gate(engine, monkeypatch), threading.Event(), threading.Event()
-    make_request = Engine.make_request
-
-    def slow(self: Engine, request_id: str, *rest: Any) -> Any:
-        if request_id == "tokenising":
-            entered.set()
-            assert go.wait(LIMIT)
-        return make_request(self, request_id, *rest)
-
-    monkeypatch.setattr(Engine, "make_request", slow)
-    monkeypatch.setattr(async_engine, "is_long", lambda text, ids: text == "long")
+    gate, (entered, go) = Gate(engine, monkeypatch), hold_tokeniser(monkeypatch, "tokenising")
     params = SamplingParams(n=1, temperature=0, max_tokens=40, ignore_eos=True)
     names = ["running", "queued", "outside", "tokenising"]
     prompts: list[Any] = [PROMPTS[0], PROMPTS[1], "text", "long"]
@@ -357,14 +348,7 @@ async def test_the_engine_holds_four_and_the_others_wait_in_order(
 
 async def test_a_long_text_keeps_its_place(engine, monkeypatch):
     order, _ = watch_adds(engine, monkeypatch)
-    go, make_request = threading.Event(), Engine.make_request
-
-    def slow(self: Engine, request_id: str, *rest: Any) -> Any:
-        assert request_id != "long" or go.wait(LIMIT)
-        return make_request(self, request_id, *rest)
-
-    monkeypatch.setattr(Engine, "make_request", slow)
-    monkeypatch.setattr(async_engine, "is_long", lambda text, ids: text == "long")
+    _, go = hold_tokeniser(monkeypatch, "long")
     names = ["first", "long", "short", "last"]
     tasks = []
     for name in names:
