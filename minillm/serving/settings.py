@@ -1,19 +1,11 @@
 """Options of the HTTP server."""
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from typing import Any
 
-
-def installed_version() -> str:
-    """The version of the installed package; "0" in a checkout that is not installed."""
-    try:
-        return version("minillm-course")
-    except PackageNotFoundError:
-        return "0"
-
-
-VERSION = installed_version()
+# "0" in a checkout that is not installed.
+VERSION: str = next((each.version for each in distributions(name="minillm-course")), "0")
 THIS_MACHINE = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
