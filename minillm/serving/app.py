@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
@@ -40,7 +40,9 @@ from minillm.serving.protocol import (
 from minillm.serving.replies import Header
 from minillm.serving.request_trace import RequestTrace
 from minillm.serving.settings import VERSION, Settings
-from minillm.text.tokenizer import LONG_TEXT, Tokenizer
+from minillm.text.tokenizer import LONG_TEXT
+
+R = TypeVar("R")
 
 LARGE_BODY = 2**16  # bytes; parsing fewer takes less than a millisecond
 IGNORED_HEADER = "x-minillm-ignored"
@@ -90,22 +92,20 @@ class Server:
         """POST /v1/completions."""
         body = await read(CompletionRequest, request)
         header = self._header("cmpl", self.check_model(body.model), body, request)
-        count = len(listed(body.prompt)) * (body.n or 1)
-        making = partial(off_loop, body.prompt, completion_job, body, self.defaults,
-                         self.limits)  # fmt: skip
-        return await self._generate(request, body, header, count, making)
+        prompts = listed(body.prompt)
+        large = len(prompts) > 1 or max(map(len, prompts[0].values())) > LONG_TEXT
+        arguments = body, self.defaults, self.limits, self.tokenizer
+        making = partial(in_thread_if, large, completion_job, *arguments)
+        return await self._generate(request, body, header, len(prompts) * (body.n or 1), making)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = await read(ChatRequest, request)
         header = self._header("chatcmpl", self.check_model(body.model), body, request)
-
-        async def making(tokenizer: Tokenizer | None) -> Job:
-            # The model's template may take long; it runs in a sandbox without a time limit.
-            trusts = self.settings.trust_request_chat_template
-            arguments = body, self.defaults, self.limits, trusts, tokenizer
-            return await asyncio.to_thread(chat_job, *arguments)
-
+        trusts = self.settings.trust_request_chat_template
+        arguments = body, self.defaults, self.limits, trusts, self.tokenizer
+        # The model's template may take long; it runs in a sandbox without a time limit.
+        making = partial(asyncio.to_thread, chat_job, *arguments)
         return await self._generate(request, body, header, body.n or 1, making)
 
     def _header(self, kind: str, model: str, body: GenerationRequest, request: Request) -> Header:
@@ -124,12 +124,12 @@ class Server:
         body: GenerationRequest,
         header: Header,
         count: int,
-        making: Callable[[Tokenizer | None], Awaitable[Job]],
+        making: Callable[[], Awaitable[Job]],
     ) -> Response:
         headers = headers_of(body, body.request_id or header.id) | sent_id(request)
         self.gate.enter(count)  # before its prompts are rendered and tokenised
         try:
-            job = await making(self.tokenizer)
+            job = await making()
         except BaseException:
             self.gate.leave(count)
             raise
@@ -269,21 +269,13 @@ class Server:
 async def read(kind: type[T], request: Request) -> T:
     """The body of a request. A large one is parsed in a thread, so that streams go on."""
     body = await request.body()
-    if len(body) > LARGE_BODY:
-        return await asyncio.to_thread(parse, kind, body)
-    return parse(kind, body)
+    return await in_thread_if(len(body) > LARGE_BODY, parse, kind, body)
 
 
-def off_loop(prompt: str | list[Any], function: Callable[..., Job], *arguments: Any) -> Any:
-    """Run `function` in a thread if it would block all streams: with several prompts, or with more
-    than LONG_TEXT characters or token ids. For a small input the thread would take longer."""
-    several = isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt[:1])
-    large = several or len(prompt) > LONG_TEXT
-
-    async def here() -> Job:
-        return function(*arguments)
-
-    return asyncio.to_thread(function, *arguments) if large else here()
+async def in_thread_if(large: bool, function: Callable[..., R], *arguments: Any) -> R:
+    """The result of `function`, which would block all streams if its input is large. For a small
+    one the thread would take longer."""
+    return await asyncio.to_thread(function, *arguments) if large else function(*arguments)
 
 
 def headers_of(body: ApiRequest, request_id: str | None = None) -> dict[str, str]:
