@@ -169,8 +169,8 @@ class Server:
         """POST /tokenize."""
         body = await read(TokenizeRequest, request)
         self.check_model(body.model)
-        found = await asyncio.to_thread(self._tokenized, body)
-        return JSONResponse(found, headers=headers_of(body))
+        reply = await asyncio.to_thread(self._tokenized, body)
+        return JSONResponse(reply, headers=headers_of(body))
 
     def _tokenized(self, body: TokenizeRequest) -> dict[str, Any]:
         tokenizer = self._needed_tokenizer()

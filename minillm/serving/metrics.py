@@ -84,8 +84,8 @@ HISTOGRAMS: Mapping[str, tuple[Sequence[float] | None, str]] = MappingProxyType(
 
 def token_bounds(longest: int) -> tuple[int, ...]:
     """1, 2, 5, 10, 20, 50, ... up to `longest`, as vLLM's buckets of token counts."""
-    found = [each * 10**power for power in range(len(str(longest))) for each in (1, 2, 5)]
-    return tuple(each for each in found if each <= longest)
+    bounds = [digit * 10**power for power in range(len(str(longest))) for digit in (1, 2, 5)]
+    return tuple(bound for bound in bounds if bound <= longest)
 
 
 class Histogram:
@@ -110,7 +110,7 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """The upper bound of each bucket and the observations up to it."""
-        names = [*(str(float(each)) for each in self.bounds), "+Inf"]
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         return list(zip(names, accumulate(self.counts), strict=True))
 
 
@@ -164,7 +164,9 @@ class Metrics(Collector):
             yield family
 
     def _gauges(self, state: EngineState) -> Iterator[Metric]:
-        waiting = {each: state.num_waiting * (each == state.waiting_reason) for each in REASONS}
+        waiting = dict.fromkeys(REASONS, 0)
+        if state.waiting_reason in waiting:
+            waiting[state.waiting_reason] = state.num_waiting
         rows: Sequence[tuple[Any, ...]] = (
             ("num_requests_running", "Sequences in the running batch.", state.num_running),
             ("num_requests_waiting", "Sequences and requests that wait.", state.num_waiting),

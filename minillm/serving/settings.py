@@ -5,7 +5,7 @@ from importlib.metadata import distributions
 from typing import Any
 
 # "0" in a checkout that is not installed.
-VERSION: str = next((each.version for each in distributions(name="minillm-course")), "0")
+VERSION: str = next((it.version for it in distributions(name="minillm-course")), "0")
 THIS_MACHINE = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 

@@ -163,10 +163,10 @@ def test_every_route_but_two_needs_a_key(server: Served) -> None:
             for kind in ("Bearer", "bearer"):
                 header = f"{kind} {key}".encode().decode("latin-1")
                 assert server.send("/v1/models", headers={"authorization": header}).status == 200
-        found = server.send("/metrics", headers={"authorization": header}).body
+        metrics = server.send("/metrics", headers={"authorization": header}).body
         for method in (b"GET", b"other"):  # such as PUT
             line = b'http_requests_total{handler="none",method="%s",status="401"} '
-            assert line % method in found
+            assert line % method in metrics
 
 
 # ---- health ------------------------------------------------------------------------------------
@@ -278,14 +278,14 @@ def test_a_dead_engine_ends_streams_and_the_server(folder, monkeypatch, caplog):
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_the_process_runs_with_quick_switches_and_says_how_it_ended(monkeypatch, dies):
-    found: list[float] = []
-    server = SimpleNamespace(failed=dies, run=lambda sockets: found.append(sys.getswitchinterval()))
+    seen: list[float] = []
+    server = SimpleNamespace(failed=dies, run=lambda sockets: seen.append(sys.getswitchinterval()))
     monkeypatch.setattr(server_module, "HttpServer", lambda *_: server)
     monkeypatch.setattr(server_module, "build_app", lambda *_: None)
     engine: Any = None
     with bound_socket("127.0.0.1", 0) as listening:
         assert server_module.serve(engine, Settings(("small",)), listening, print) == dies
-    assert found == [pytest.approx(server_module.SWITCH_SECONDS)]
+    assert seen == [pytest.approx(server_module.SWITCH_SECONDS)]
 
 
 def slow_steps(server: Served, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
