@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,7 @@ class Served:
         self.engine = engine
         self.app = build_app(engine, settings)
         self.parts: Server = self.app.state.server
+        self.pool = ThreadPoolExecutor(4)  # of `begin`
         ready = threading.Event()
         listening = bound_socket("127.0.0.1", 0)
         self.port: int = listening.getsockname()[1]
@@ -137,6 +139,10 @@ class Served:
             return Reply(got.status, {k.lower(): v for k, v in got.getheaders()}, got.read())
         finally:
             made.close()
+
+    def begin(self, path: str, body: Any) -> "Future[Reply]":
+        """Send a request in a thread; its reply is the result."""
+        return self.pool.submit(self.send, path, body)
 
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
         """A completion, which must succeed."""

@@ -2,7 +2,6 @@
 generation beside it is not changed. The names are those of the published bugs."""
 
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -171,18 +170,16 @@ def check_refusal(reply: Reply, folder: Path) -> None:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_is_refused_and_hurts_no_one(server, folder, healthy, name):
     path, body = ATTACKS[name]
-    found: list[Reply] = []
-    beside = threading.Thread(target=lambda: found.append(server.send(C, HEALTHY)))
-    beside.start()
+    beside = server.begin(C, HEALTHY)
     begin = time.monotonic()
     reply = server.send(path, body)
     assert time.monotonic() - begin < 20, "the server took too long to refuse"
-    beside.join()
+    undisturbed = beside.result(60)
     check_refusal(reply, folder)
     if path in (C, CHAT) and isinstance(body, dict):  # a stream is refused in the same way
         check_refusal(server.send(path, body | {"stream": True}), folder)
-    assert found[0].status == 200
-    choice = found[0].data["choices"][0]
+    assert undisturbed.status == 200
+    choice = undisturbed.data["choices"][0]
     for key in ("text", "finish_reason"):
         assert choice[key] == healthy[key]
     assert choice["logprobs"]["tokens"] == healthy["logprobs"]["tokens"]

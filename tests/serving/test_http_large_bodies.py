@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minillm.serving import app, protocol
 from minillm.serving.guard import MAX_BODY
-from tests.serving.http_small import LIMIT, Reply, Served
+from tests.serving.http_small import LIMIT, Served
 
 C, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = "some words " * 10_000
@@ -43,14 +43,11 @@ def test_others_are_served_while_a_large_body_is_read(server, monkeypatch, place
 
     where: Any = app if place == "parse" else server.parts.tokenizer
     monkeypatch.setattr(where, place, held(getattr(where, place)))
-    replies: list[Reply] = []
-    other = threading.Thread(target=lambda: replies.append(server.send(path, body)))
-    other.start()
+    other = server.begin(path, body)
     assert entered.wait(LIMIT)
     assert server.send("/health").status == 200
     answered.set()
-    other.join()
-    assert [each.status for each in replies] == [200]
+    assert other.result(LIMIT).status == 200
 
 
 def test_a_small_body_is_parsed_in_the_event_loop(server, monkeypatch):
