@@ -1,11 +1,19 @@
 """Options of the HTTP server."""
 
 from dataclasses import dataclass
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-# "0" in a checkout that is not installed.
-VERSION: str = next((it.version for it in distributions(name="minillm-course")), "0")
+
+def installed_version() -> str:
+    """The version of the installed package; "0" in a checkout that is not installed."""
+    try:
+        return version("minillm-course")
+    except PackageNotFoundError:
+        return "0"
+
+
+VERSION = installed_version()
 THIS_MACHINE = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
