@@ -52,7 +52,7 @@ def train(arguments: argparse.Namespace) -> str:
     """Train one recipe, from its last checkpoint if there is one, and export the result."""
     from minillm.lab.training.export import export, load_trained
     from minillm.lab.training.launch import train as launch
-    from minillm.lab.training.trainer import RunOptions, checkpoint_progress
+    from minillm.lab.training.trainer import CHECKPOINT, RunOptions, checkpoint_progress
 
     chosen = RECIPES[arguments.task]
     folder = arguments.out or Path("work", "training", chosen.name)
@@ -60,7 +60,7 @@ def train(arguments: argparse.Namespace) -> str:
     cores = 1 if arguments.device != "cpu" else cpu_count()
     workers = arguments.workers or max(n for n in (1, 2, 4) if n <= cores)
     launch(chosen, RunOptions(folder, arguments.device, not arguments.no_compile), workers)
-    checkpoint = folder / "checkpoint.safetensors"
+    checkpoint = folder / CHECKPOINT
     export(load_trained(checkpoint, chosen.config), target)
     steps, seconds = checkpoint_progress(checkpoint, chosen.name)
     machine = cpu_name() if arguments.device == "cpu" else arguments.device
