@@ -9,5 +9,5 @@
 | `making.py` | quantises one matrix by a recipe |
 | `quantize_layers.py`, `quantize_folder.py` | a model layer by layer, in place or into a folder |
 | `writers.py` | checkpoint formats |
-| `gguf_export.py` | a GGUF file; `gguf_*.py`: its metadata, fields, blocks of weights, bytes |
+| `gguf_export.py` | a GGUF file; `gguf_*.py`: its metadata, blocks of weights, bytes |
 """
