@@ -64,8 +64,9 @@ def _best_of(old: Hardware, new: Hardware) -> Hardware:
 
 
 def _cache_path() -> Path | None:
+    base = os.environ.get("XDG_CACHE_HOME")
     try:
-        return machine.cache_folder() / "hardware.json"
+        return (Path(base) if base else Path.home() / ".cache") / "minillm" / "hardware.json"
     except RuntimeError:  # this user has no home folder
         return None
 
