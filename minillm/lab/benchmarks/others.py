@@ -51,10 +51,10 @@ def watching(
     busy processes of the benchmark, which are not other programs."""
     watch, ours = Watch(), frozenset(busy)
     groups = frozenset(groups) | ours
-    used, own, start = busy_ticks(proc), own_ticks(groups, proc), perf_counter()
+    used, own, start = busy_ticks(proc), group_ticks(groups, proc, os.getpid()), perf_counter()
     before = group_ticks(ours, proc)
     yield watch
-    used, own = busy_ticks(proc) - used, own_ticks(groups, proc) - own
+    used, own = busy_ticks(proc) - used, group_ticks(groups, proc, os.getpid()) - own
     ticks = (perf_counter() - start) * os.sysconf("SC_CLK_TCK") if used else 0.0
     if ticks >= LEAST_TICKS:
         ticks *= os.cpu_count() or 1
@@ -102,11 +102,6 @@ def busy_ticks(proc: Path) -> int:
     except OSError:
         return 0
     return sum(int(each) for place, each in enumerate(fields) if place not in IDLE_FIELDS)
-
-
-def own_ticks(groups: frozenset[int], proc: Path) -> int:
-    """Ticks of this process and of those in `groups`."""
-    return group_ticks(groups, proc, os.getpid())
 
 
 def group_ticks(groups: frozenset[int], proc: Path, pid: int | None = None) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from minillm.errors import ConfigError, did_you_mean
 from minillm.lab.quantise.calibration import layer_of, quantizable
 from minillm.lab.quantise.making import Made
-from minillm.lab.quantise.quantize_layers import quantized_model
+from minillm.lab.quantise.quantize_layers import cast, quantized_model
 from minillm.lab.quantise.recipe import GROUPED, METHODS, SETTINGS, Recipe
 from minillm.layers.linear import Embedding
 from minillm.layers.linear_methods import Matrix
@@ -281,18 +281,10 @@ def sixteen_bit(model: Decoder, quantized: list[Matrix]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def without_rounded_inputs(model: Decoder) -> None:
-    """Undo `round_inputs`; the engine's products round inputs themselves."""
+def as_served(model: Decoder, dtype: torch.dtype) -> None:
+    """Change the dtype of a loaded model; codes and scales stay. Undoes `round_inputs`: the
+    engine's products round inputs themselves."""
     for matrix in model.modules():
         if isinstance(matrix, Matrix) and isinstance(matrix.method, RoundedInputs):
             matrix.method = matrix.method.inner
-
-
-def as_served(model: Decoder, dtype: torch.dtype) -> None:
-    """Change the dtype of a loaded model; codes and scales stay."""
-    without_rounded_inputs(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    for matrix in model.modules():
-        if isinstance(matrix, Matrix) and isinstance(matrix.method, QuantizedMethod):
-            matrix.method.dtype = dtype
+    cast(model, dtype)
