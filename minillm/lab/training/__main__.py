@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from minillm.errors import ConfigError, MinillmError
+from minillm.lab.commands.bench_options import within
 from minillm.lab.training import corpus
 from minillm.lab.training.recipes import RECIPES
 from minillm.models.checkpoint import ASSETS
@@ -22,13 +23,6 @@ EXAMPLES = """examples:
 """
 
 
-def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
-
-
 def parser() -> argparse.ArgumentParser:
     """The parser of the command."""
     parser = argparse.ArgumentParser(
@@ -42,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     add("task", choices=tasks, metavar="TASK", help=", ".join(tasks))
     add("--out", type=Path, help="folder of the run (default: work/training/TASK)")
     add("--export", type=Path, help="folder of the result (default: assets or notebooks/variants)")
-    add("--workers", type=positive, help="training processes (default: one per core)")
+    add("--workers", type=within(int, 1), help="training processes (default: one per core)")
     add("--device", default="cpu", help="cpu (default) or cuda, one process")
     add("--no-compile", action="store_true", help="do not use torch.compile")
     return parser
