@@ -40,9 +40,7 @@ def with_outliers(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def round_asymmetric(
-    weight: torch.Tensor, bits: int, group: int, scales: torch.dtype = torch.float16
-) -> Quantized:
+def round_asymmetric(weight: torch.Tensor, bits: int, group: int, scales=torch.float16):
     return round_to_grid(weight, Grid(bits, False, scales), group)
 
 
