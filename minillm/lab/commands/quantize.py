@@ -112,10 +112,10 @@ def write_file(args: Namespace, terminal: Terminal) -> int:
 
 # The methods that each option belongs to.
 OWNERS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    **dict.fromkeys(("bits", "sym", "asym"), GROUPED),
-    **{name: SETTINGS[name] for name in ("act_order", "static_groups", "damp")},
+    "bits": GROUPED, "sym": GROUPED, "asym": GROUPED, "act_order": SETTINGS["act_order"],
+    "static_groups": SETTINGS["static_groups"], "damp": SETTINGS["damp"],
     "no_clip": SETTINGS["clip"], "alpha": SETTINGS["alpha"], "no_double": SETTINGS["double"],
-    **dict.fromkeys(("calibration", "samples", "length", "seed"), CALIBRATED),
+    "calibration": CALIBRATED, "samples": CALIBRATED, "length": CALIBRATED, "seed": CALIBRATED,
 })  # fmt: skip
 
 

@@ -39,9 +39,12 @@ CALIBRATED = ("gptq", "awq", "smoothquant")
 # The methods on which each setting has an effect.
 SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        **dict.fromkeys(("bits", "symmetric"), GROUPED),
-        **dict.fromkeys(("act_order", "static_groups", "damp"), ("gptq",)),
+        "bits": GROUPED,
+        "symmetric": GROUPED,
         "group_size": (*GROUPED, "fp8"),
+        "act_order": ("gptq",),
+        "static_groups": ("gptq",),
+        "damp": ("gptq",),
         "clip": ("awq",),
         "alpha": ("smoothquant",),
         "double": ("nf4",),
