@@ -171,8 +171,8 @@ def _margins(ax: "Axes", now: Visit, blocks: int) -> None:
             ("O", blocks + 0.3, at, at == query),
         ):
             look = FAST | {"zorder": 3} if inside else LATER | {"zorder": 1}
-            size = (1, 0.8) if name in "KV" else (0.9, 1)
-            box(ax, x, y, *size, look, f"{name}{at + 1}", fontsize=9, zorder=5)
+            width, height = (1, 0.8) if name in "KV" else (0.9, 1)
+            box(ax, x, y, width, height, look, f"{name}{at + 1}", fontsize=9, zorder=5)
 
 
 def draw_growth(
