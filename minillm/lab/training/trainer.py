@@ -268,8 +268,10 @@ def load_state(
     optimizers: Sequence[torch.optim.Optimizer],
     device: str = "cpu",
 ) -> None:
-    """Fill weights and optimizers from a checkpoint."""
+    """Fill weights and optimizers from a checkpoint. Raises CheckpointError if it has others."""
     tensors = load_file(path, device=device)
+    if not {f"model/{name}" for name in weights} <= tensors.keys():
+        raise CheckpointError(f"{path} is of another model or version; begin in another folder.")
     for name, weight in weights.items():
         weight.copy_(tensors[f"model/{name}"])
     states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
