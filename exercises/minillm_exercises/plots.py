@@ -8,6 +8,7 @@ physics sets is always the same dashed black line with its name on it.
 import inspect
 import io
 import textwrap
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from minillm_exercises.errors import ExerciseError
@@ -67,6 +68,19 @@ def figure(
         ax.set_xlabel(x)
         ax.set_ylabel(y)
     return fig, axes
+
+
+def box(
+    ax: "Axes", x: float, y: float, width: float, height: float, look: Mapping[str, Any],
+    text: str = "", **words: Any,
+) -> None:  # fmt: skip
+    """Draw a rectangle from the corner ``x``, ``y``, with a text in its middle; `words` are options
+    of the text."""
+    from matplotlib.patches import Rectangle
+
+    ax.add_patch(Rectangle((x, y), width, height, **look))
+    if text:
+        ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", **words)
 
 
 def bound(ax: "Axes", x: Any, y: Any, label: str, side: str = "below", at: float = 1.0) -> None:
