@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import threading
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -94,8 +95,19 @@ def _run_kernel(arguments: list[str], env: dict[str, str], cwd: str, stderr: str
 
     matplotlib.use("module://matplotlib_inline.backend_inline")
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    if env.get("MINILLM_QUICK"):
+        _shorten_presets()
     quiet = f"--IPKernelApp.parent_handle={os.getppid()}"  # no advice for a terminal
     launch_new_instance([*arguments, quiet])
+
+
+def _shorten_presets() -> None:
+    """Give models of random weights, which chapters load only to time them, two layers. Facts about
+    them come from their configurations, which stay whole."""
+    from minillm.models import checkpoint
+
+    whole = checkpoint.preset
+    checkpoint.preset = lambda name: replace(whole(name), num_layers=2)
 
 
 def _end_with_parent() -> None:
