@@ -8,8 +8,6 @@ the place of its own, each chapter in an empty folder with caches of its own, an
 which fact changed and what to do.
 """
 
-import os
-import re
 import shutil
 import tempfile
 import time
@@ -30,7 +28,6 @@ from minillm.plan.machine import cpu_count
 
 TESTED = "0.11."
 DIFFER = "Cell outputs differ"  # nbval's words where a cell ran and said something else
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 UNCHANGED = """\
 If the change is right: python notebooks/execute.py {number}, then read the sentences that quote it.
 If it is not, the code changed its behaviour: repair the code and keep the committed fact."""
@@ -206,7 +203,7 @@ class ChapterCell(nbval.plugin.IPyNbCell):
         if str(error) == DIFFER:
             advice = UNCHANGED.format(number=self.path.stem.partition("_")[0])
             return "\n".join([f"A fact changed in {where}", *self.changed(), advice])
-        trace = COLOURS.sub("", error.inner_traceback or "").strip().splitlines()
+        trace = chapters.COLOURS.sub("", error.inner_traceback or "").strip().splitlines()
         rest = len(self.parent.nb.cells) - self.parent.nb.cells.index(self.cell) - 1
         return "\n".join(
             [
@@ -237,4 +234,4 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for report in reports:
             seconds[report.nodeid.split("::")[0]] += getattr(report, "duration", 0.0)
     for name in sorted(seconds):
-        terminalreporter.write_line(f"{os.path.basename(name)}: {seconds[name]:.1f} s")
+        terminalreporter.write_line(f"{Path(name).name}: {seconds[name]:.1f} s")

@@ -1,8 +1,7 @@
 """Kernels of Jupyter as forks of one process that has torch, matplotlib and the engine loaded.
 
 Importing them takes most of the time of a chapter that is tested in a hurry. After `register`, the
-environment chooses: JUPYTER_DEFAULT_PROVISIONER_NAME=minillm-fork. A kernel is otherwise a program
-of its own, as a reader's is.
+environment chooses: JUPYTER_DEFAULT_PROVISIONER_NAME=minillm-fork.
 """
 
 import contextlib
@@ -96,18 +95,13 @@ def _run_kernel(arguments: list[str], env: dict[str, str], cwd: str, stderr: str
     matplotlib.use("module://matplotlib_inline.backend_inline")
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", torch.get_num_threads())))
     if env.get("MINILLM_QUICK"):
-        _shorten_presets()
+        # Random weights are only timed: two layers will do. Facts come from whole configurations.
+        from minillm.models import checkpoint
+
+        whole = checkpoint.preset
+        checkpoint.preset = lambda name: replace(whole(name), num_layers=2)
     quiet = f"--IPKernelApp.parent_handle={os.getppid()}"  # no advice for a terminal
     launch_new_instance([*arguments, quiet])
-
-
-def _shorten_presets() -> None:
-    """Give models of random weights, which chapters load only to time them, two layers. Facts about
-    them come from their configurations, which stay whole."""
-    from minillm.models import checkpoint
-
-    whole = checkpoint.preset
-    checkpoint.preset = lambda name: replace(whole(name), num_layers=2)
 
 
 def _end_with_parent() -> None:

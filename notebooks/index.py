@@ -28,7 +28,6 @@ CORE_PATH = ("00", "01", "01b", "03", "05", "06", "07", "10")
 MAP = NOTEBOOKS.parent / ".github" / "request.svg"
 BOX = re.compile(r'(<rect[^>]+fill=")#\w+("[^>]*)(/>\n<text[^>]+class="t")(>)([^<]+)(?=<)')
 NEAR = {"kernels": "ops", "quantization": "layers", "structured": "sampling"}
-RESERVED = {"17": "speculation with trees", "21": "prefill and decode on separate devices"}
 PAGES = ("README.md", "SELFTEST.md", "GLOSSARY.md")  # what a reader needs beside the chapters
 TOP = """\
 # The course
@@ -61,6 +60,9 @@ How a chapter works:
 
 The files beside this page show the outputs of one machine, which `results/` describes. Open your
 own copies to predict: they have no outputs yet.
+
+Numbers that are missing are reserved: 21 (prefill and decode on separate devices). No other chapter
+needs them.
 """
 BOTTOM = """\
 
@@ -141,16 +143,12 @@ def page(chapters: list[tuple[Path, Notebook]]) -> str:
     """The whole page."""
     there = {number(path): path.name for path, _ in chapters}
     core = " → ".join(f"[{n}]({there[n]})" for n in CORE_PATH if n in there)
-    later = [n for n in CORE_PATH if n not in there]
-    gaps = ", ".join(f"{n} ({name})" for n, name in RESERVED.items() if n not in there)
-    told = f"Numbers that are missing are reserved: {gaps}. No other chapter needs them.\n"
-    lines = [TOP, *[told] * bool(gaps)]
+    lines = [TOP]
     if core:
-        rest = f" (then {', '.join(later)}, not written yet)" if later else ""
         known = (book["metadata"].get("minillm", {}) for path, book in chapters
                  if number(path) in CORE_PATH)  # fmt: skip
         minutes = sum(about.get("minutes", 0) for about in known)
-        lines += [f"**The core path**: {core}{rest}, {minutes} minutes together.", ""]
+        lines += [f"**The core path**: {core}, {minutes} minutes together.", ""]
     ends = [*(start for start, _ in PARTS[1:]), "99"]
     for (start, name), end in zip(PARTS, ends, strict=True):
         inside = [pair for pair in chapters if start <= number(pair[0]) < end]

@@ -333,8 +333,7 @@ def _reference(cell: Cell) -> "Reference":
 
 
 def reference_of(cell: Cell) -> "Reference":
-    """What the requests of a cell get alone; computed once in a process, and now: what a test breaks
-    later must not break this, too."""
+    """What the requests of a cell get alone; computed once, before a test breaks anything."""
     found = _reference(cell.alone())
     assert found.known
     return found
