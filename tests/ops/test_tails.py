@@ -166,7 +166,7 @@ def test_in_c_a_tree_is_its_paths(built_as, kind, monkeypatch):
     path, element = built_as
     library = built(path, element)
     use(monkeypatch, library, ELEMENTS[element])
-    for seed in range(8):
+    for seed in range(15):
         with with_threads(ops.cpu.functions(ELEMENTS[element]), 1 + seed % 3):
             check(make_case(seed, kind, ELEMENTS[element], "fast", 20))
 
@@ -174,7 +174,7 @@ def test_in_c_a_tree_is_its_paths(built_as, kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["plain", "invariant"])
 def test_in_torch_a_tree_is_its_paths(mode, kind):
-    for seed in range(6):
+    for seed in range(10):
         check(make_case(seed, kind, torch.float32, mode, 12))
 
 

@@ -66,10 +66,7 @@ def lend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Futur
 # ---- the tokens of one rank --------------------------------------------------------------------
 
 
-SIZES = [(2, 2), *(pytest.param(each, marks=pytest.mark.slow) for each in ((2, 1), (1, 2)))]
-
-
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
 def test_the_tokens_of_one_rank(sizes, folder, lend, caplog):
     expected = alone(folder)
     caplog.set_level(logging.INFO)
