@@ -68,18 +68,18 @@ class Dead(Exception):
 class ChapterKernel(nbval.kernel.RunningKernel):
     """A kernel in a folder of its own that notices when it dies and keeps each cell's reply."""
 
-    def __init__(self, folder: Path, threads: int, startup_timeout: float) -> None:
+    def __init__(self, folder: Path, threads: int, timeout: float, **more: str) -> None:
         (folder / "cwd").mkdir()
         chapters.lend_libraries(folder)
         self.said = folder / "stderr.txt"
         self.last_reply: dict[str, Any] = {}
         with self.said.open("w") as stderr:
             self.km, self.kc = nbval.kernel.start_new_kernel(
-                startup_timeout=startup_timeout,
+                startup_timeout=timeout,
                 kernel_name=nbval.kernel.CURRENT_ENV_KERNEL_NAME,
                 stderr=stderr,
                 cwd=str(folder / "cwd"),
-                env=chapters.environment(folder, threads),
+                env=chapters.environment(folder, threads, **more),
             )
         self._ensure_iopub_up()
 
@@ -141,6 +141,7 @@ class ChapterFile(nbval.plugin.IPyNbFile):
             self.folder,
             max(1, cpu_count() // workers),
             self.config.option.nbval_kernel_startup_timeout,
+            MINILLM_CHAPTER=chapters.number(self.path),
         )
         self.setup_sanitize_files()
 
@@ -216,8 +217,7 @@ class ChapterCell(nbval.plugin.IPyNbCell):
 
     def changed(self) -> Iterator[str]:
         """One line per fact that is not as committed, else both outputs whole."""
-        both = self.cell.outputs, self.test_outputs or []
-        texts = [chapters.stdout(outputs) for outputs in both]
+        texts = [chapters.stdout(each) for each in (self.cell.outputs, self.test_outputs or [])]
         old, new = map(chapters.parse_facts, texts)
         for name in {**old, **new} if old != new else ():
             committed, now = old.get(name, "not there"), new.get(name, "not there")

@@ -145,9 +145,8 @@ def page(chapters: list[tuple[Path, Notebook]]) -> str:
     core = " → ".join(f"[{n}]({there[n]})" for n in CORE_PATH if n in there)
     lines = [TOP]
     if core:
-        known = (book["metadata"].get("minillm", {}) for path, book in chapters
-                 if number(path) in CORE_PATH)  # fmt: skip
-        minutes = sum(about.get("minutes", 0) for about in known)
+        minutes = sum(book["metadata"].get("minillm", {}).get("minutes", 0)
+                      for path, book in chapters if number(path) in CORE_PATH)  # fmt: skip
         lines += [f"**The core path**: {core}, {minutes} minutes together.", ""]
     ends = [*(start for start, _ in PARTS[1:]), "99"]
     for (start, name), end in zip(PARTS, ends, strict=True):
