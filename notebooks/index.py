@@ -28,6 +28,7 @@ CORE_PATH = ("00", "01", "01b", "03", "05", "06", "07", "10")
 MAP = NOTEBOOKS.parent / ".github" / "request.svg"
 BOX = re.compile(r'(<rect[^>]+fill=")#\w+("[^>]*)(/>\n<text[^>]+class="t")(>)([^<]+)(?=<)')
 NEAR = {"kernels": "ops", "quantization": "layers", "structured": "sampling"}
+RESERVED = {"17": "speculation with trees", "21": "prefill and decode on separate devices"}
 PAGES = ("README.md", "SELFTEST.md", "GLOSSARY.md")  # what a reader needs beside the chapters
 TOP = """\
 # The course
@@ -60,9 +61,6 @@ How a chapter works:
 
 The files beside this page show the outputs of one machine, which `results/` describes. Open your
 own copies to predict: they have no outputs yet.
-
-Numbers that are missing are reserved: 21 (prefill and decode on separate devices). No other chapter
-needs them.
 """
 BOTTOM = """\
 
@@ -143,10 +141,12 @@ def page(chapters: list[tuple[Path, Notebook]]) -> str:
     """The whole page."""
     there = {number(path): path.name for path, _ in chapters}
     core = " → ".join(f"[{n}]({there[n]})" for n in CORE_PATH if n in there)
-    lines = [TOP]
+    gaps = ", ".join(f"{n} ({name})" for n, name in RESERVED.items() if n not in there)
+    told = f"Numbers that are missing are reserved: {gaps}. No other chapter needs them.\n"
+    lines = [TOP, *[told] * bool(gaps)]
     if core:
-        minutes = sum(book["metadata"].get("minillm", {}).get("minutes", 0)
-                      for path, book in chapters if number(path) in CORE_PATH)  # fmt: skip
+        known = [book for path, book in chapters if number(path) in CORE_PATH]
+        minutes = sum(book["metadata"].get("minillm", {}).get("minutes", 0) for book in known)
         lines += [f"**The core path**: {core}, {minutes} minutes together.", ""]
     ends = [*(start for start, _ in PARTS[1:]), "99"]
     for (start, name), end in zip(PARTS, ends, strict=True):

@@ -226,7 +226,7 @@ JUNK = st.one_of(
 NAMES = [item.name for item in dataclasses.fields(SamplingParams)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), JUNK, max_size=3))
 def test_junk_never_causes_another_exception(arguments):
     try:

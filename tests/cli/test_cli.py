@@ -836,12 +836,12 @@ def test_ctrl_c_ends_a_running_process_cleanly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "code", "out", "error"),
     [
-        ("plan preset:qwen3-8b --hardware h100 >&-", 0, "", ""),
-        ("plan preset:qwen3-8b --hardware h20O >&- 2>&-", 2, "", ""),
-        ("plan preset:qwen3-8b --hardware h100 2>&- | tail -n 1 | wc -l", 0, "1", ""),
-        ("chat --model nowhere <&-", 2, "", "error: There is no folder 'nowhere'"),
-        ("plan preset:qwen3-8b --hardware h20O 2>/dev/full", 2, "", ""),
-        ("plan preset:qwen3-8b --hardware h100 >/dev/full", 1, "", FULL),
+        ("info preset:qwen3-8b >&-", 0, "", ""),
+        ("generate --top-p 0 >&- 2>&-", 2, "", ""),
+        ("info preset:qwen3-8b 2>&- | tail -n 1 | wc -l", 0, "1", ""),
+        ("chat a --model b <&-", 2, "", "error: MODEL and --model name two models"),
+        ("generate --top-p 0 2>/dev/full", 2, "", ""),
+        ("info preset:qwen3-8b >/dev/full", 1, "", FULL),
         ("--help >/dev/full", 1, "", FULL),
     ],
 )
