@@ -7,6 +7,7 @@ physics sets is always the same dashed black line with its name on it.
 
 import inspect
 import io
+import os
 import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -125,8 +126,13 @@ def show(fig: "Figure", caption: str) -> None:
 
 
 def _png(fig: "Figure") -> bytes:
-    """The figure as a PNG of 256 colours, which has a third of the bytes of one with all."""
+    """The figure as a PNG of 256 colours, which has a third of the bytes of one with all. With
+    MINILLM_QUICK it is laid out, and there is no picture, which would take as long."""
     from PIL import Image
+
+    if os.environ.get("MINILLM_QUICK"):
+        fig.draw_without_rendering()
+        return b""
 
     drawn, small = io.BytesIO(), io.BytesIO()
     fig.savefig(drawn, format="png", dpi=100)

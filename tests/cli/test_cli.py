@@ -814,9 +814,9 @@ def test_a_terminal_gets_what_it_can_show(encoding: str, monkeypatch: pytest.Mon
 # ---- the process -------------------------------------------------------------------------
 
 
-def start(*argv: Any) -> subprocess.Popen[bytes]:
+def start(*command: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "minillm", *map(str, argv)],
+        [sys.executable, *map(str, command)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -824,16 +824,11 @@ def start(*argv: Any) -> subprocess.Popen[bytes]:
     )
 
 
-@pytest.fixture
-def endless(tmp_path: Path) -> list[Any]:
-    """A command that writes for much longer than any test."""
-    folder = write_model(tmp_path / "endless", max_position_embeddings=100_000)
-    return ["generate", "--model", folder, "--max-tokens", 99_000, "--max-model-len", 99_999, "x"]
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to a whole console")
-def test_ctrl_c_ends_a_running_process_cleanly(endless: list[Any]) -> None:
-    process = start(*endless)
+def test_ctrl_c_ends_a_running_process_cleanly(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "endless", max_position_embeddings=100_000)
+    length = ("--max-tokens", 99_000, "--max-model-len", 99_999)  # much longer than any test
+    process = start("-m", "minillm", "generate", "--model", folder, *length, "x")
     assert process.stdout
     process.stdout.read(1)  # it writes
     process.send_signal(signal.SIGINT)
@@ -873,8 +868,22 @@ def test_closed_and_full_streams_are_no_surprise(
     assert said.count("\n") == bool(error)
 
 
-def test_a_reader_that_leaves_ends_it_silently(endless: list[Any]) -> None:
-    process = start(*endless)
+ENDLESS = """
+import sys
+from minillm.cli import main
+from minillm.lab.commands import plan
+
+def run(args, terminal):
+    while True:
+        terminal.stream("text")
+
+plan.run = run
+sys.exit(main(["plan", "preset:qwen3-8b"]))
+"""
+
+
+def test_a_reader_that_leaves_ends_it_silently() -> None:
+    process = start("-c", ENDLESS)
     assert process.stdout
     assert process.stderr
     process.stdout.read(1)
@@ -882,8 +891,7 @@ def test_a_reader_that_leaves_ends_it_silently(endless: list[Any]) -> None:
     error = process.stderr.read()
     process.wait(timeout=300)
     process.stderr.close()
-    assert process.returncode == 141
-    assert re.sub(rb"Starting took [\d.]+ s\.\n", b"", error) == b""
+    assert (process.returncode, error) == (141, b"")
 
 
 @pytest.mark.parametrize(
