@@ -79,11 +79,7 @@ def test_attention_copies_no_blocks_in_c_and_all_of_them_in_torch(tiny, monkeypa
     )
     generate(tiny, 20, 3, temperature=0)
     assert in_c == (not gathered)
-    if in_c:
-        assert {ch07.copied(size) for size in (1, 4, 16, 64, 256, 512)} == {0}
     monkeypatch.setattr(cpu, "takes_attention", lambda *tensors: False)
-    assert ch07.copied(16) == 320 * 2 * 64 * 4
-    assert ch07.copied(512) == 0
     generate(tiny, 20, 3, temperature=0)
     assert gathered
 
