@@ -19,6 +19,8 @@ from minillm_exercises.widgets import CSS
 
 KINDS = ("predict", "result", "claim", "losses", "fix")
 CODE_LINES = 18  # of a fix that a room can read
+KEY = re.compile(r"\b(?:predict|compare)\(\s*\"([\w.]+)\"")
+QUESTION = re.compile(r"^(?:\S.*\n)+(?= +a\))", re.MULTILINE)
 PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
 body {{ margin: 0; font: 26px/1.4 system-ui, sans-serif; }}
 section {{ display: none; box-sizing: border-box; min-height: 100vh; padding: 4vh 6vw; }}
@@ -48,10 +50,11 @@ turn(0);
 
 
 def slides(notebook: Notebook) -> Iterator[tuple[str, str]]:
-    """Kind and HTML of each slide, in order. A prediction's has no heading, which may tell."""
+    """Kind and HTML of each slide, in order. A prediction's has no heading, which may tell; a
+    result's repeats the question."""
     head, question = title(notebook), notebook["metadata"]["minillm"]["question"]
     yield "title", f"<h1>{escape(head)}</h1><p>{escape(question)}</p>{way(notebook).decode()}"
-    heading = ""
+    heading, asked = "", {}
     for cell in notebook["cells"][1:]:
         kind = next((tag for tag in KINDS if tag in tags(cell)), "plot")
         source, parts = cell["source"], []
@@ -62,7 +65,11 @@ def slides(notebook: Notebook) -> Iterator[tuple[str, str]]:
         elif "task(" not in source and not {"quiz", "facts"} & set(tags(cell)):
             if kind == "fix" and len(source.splitlines()) <= CODE_LINES:
                 parts.append(f"<pre>{escape(source)}</pre>")
+            keys = KEY.findall(source)
+            if kind == "predict":
+                asked |= dict(zip(keys, QUESTION.findall(stdout(cell["outputs"])), strict=False))
             if kind in ("predict", "result"):
+                parts += [f"<em>{escape(asked[key])}</em>" for key in keys if kind == "result"]
                 parts.append(f"<pre>{escape(stdout(cell['outputs']))}</pre>")
             for data in (output.get("data", {}) for output in cell["outputs"]):
                 text = data.get("text/markdown", "")
