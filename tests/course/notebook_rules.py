@@ -94,8 +94,8 @@ def metadata(chapter: Chapter) -> Violations:
     if not isinstance(about.get("minutes"), int) or not isinstance(about.get("needs"), list):
         yield -1, "metadata minillm has minutes (an integer) and needs (a list of chapters)."
     elif not (due := reading_minutes(chapter)) <= about["minutes"] <= HOUR:
-        stated = about["minutes"]
-        yield -1, f"{stated} minutes; reading takes {due:.0f} or more, at most {HOUR}: cut or split."
+        said = f"{about['minutes']} minutes; reading takes {due:.0f} or more"
+        yield -1, f"{said}, at most {HOUR}: cut or split."
     if not chapter.cells[0]["source"].startswith("# "):
         yield 0, "the first cell begins with the title, '# ...'."
 
