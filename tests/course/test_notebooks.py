@@ -245,7 +245,7 @@ PLANTED = {
         (dict(question="A topic"), "ending in '?'"),
         (dict(minutes="45"), "minutes (an integer)"),
         (dict(minutes=9), "reading takes"),
-        (dict(minutes=61), "at most 60"),
+        (dict(minutes=61), "at most 60: cut"),
         (dict(chapter="91"), "minillm.chapter is '91'"),
     ],
     rules.elements: [
