@@ -17,7 +17,6 @@ from bisect import bisect_left
 
 WINDOW = 9  # last samples that a typical time is taken from
 OUTLIER = 2.0  # cap on measured over expected step time
-EWMA_WEIGHT = 0.05  # weight of a new step in the moving average `disturbance`
 # Upper edges of the bins of drafts per row; each bin gives one point of a curve.
 BIN_EDGES = (0.0, 0.18, 0.36, 0.72, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 10.0, 13.0)
 DEFAULT_CURVE = ((0.0, 1.02), (1.0, 1.25), (8.0, 2.65))  # the curve before any measurement
@@ -57,7 +56,6 @@ class StepTimes:
         self._nodes: dict[int, dict[int, Typical]] = {}
         self._curves: dict[int, list[Point]] = {}
         self._samples: dict[int, int] = {}
-        self.disturbance = 1.0  # mean over typical time of plain steps
 
     def add_plain(self, batch: int, seconds: float) -> None:
         """Add the time of a plain step."""
@@ -65,8 +63,6 @@ class StepTimes:
         if typical is None:
             typical = self._plain[batch] = Typical()
         typical.add(seconds)
-        ratio = min(max(seconds / typical.value, 1.0), OUTLIER)
-        self.disturbance += EWMA_WEIGHT * (ratio - self.disturbance)
 
     def plain(self, batch: int) -> float | None:
         """Seconds of a plain step, interpolated between neighbouring batch sizes if necessary; None
@@ -83,16 +79,10 @@ class StepTimes:
                 return self._plain[near].value
         return None
 
-    def add(self, batch: int, drafts: float, ratio: float, is_rare: bool = False) -> None:
-        """Add a step with `drafts` per row that took `ratio` times as long as a plain one.
-
-        A rare step, the first after a pause, counts only if it was not slower than the others: it
-        includes the proposer's work for the tokens of the pause.
-        """
+    def add(self, batch: int, drafts: float, ratio: float) -> None:
+        """Add a step with `drafts` per row that took `ratio` times as long as a plain one."""
         nodes = self._nodes.setdefault(batch.bit_length(), {})
         node = nodes.setdefault(bisect_left(BIN_EDGES, drafts), Typical())
-        if is_rare and node.samples and ratio > node.value:
-            return
         if not node.samples:
             ratio = min(ratio, OUTLIER * at(self.curve(batch), drafts))
         node.add(ratio, drafts)

@@ -1,10 +1,10 @@
 """Adaptive speculative decoding: draft counts from measured acceptance rates and step times.
 
-                   no drafts                         drafts
-    steps     ....................|t|........|t t t d d d d d d p p p d d d d ...
-                    pause          |  pause   |      |           |
-                                   trial:     trials gain,       plain steps (without
-                                   it loses   so drafts go on    drafts) to compare with
+                   no drafts                            drafts
+    steps     ....................|t t|..........|t t|d d d d d d p p p d d d d ...
+                    pause          |     pause     |   |           |
+                                   trial:          trial that      plain steps (without
+                                   it loses        promises gains  drafts) to compare with
 
 A step of B rows with drafts, of which G are accepted, yields B + G tokens, and takes v times as
 long as a plain step (one without drafts). It gains if (1 + G / B) / v is above 1. `survival.py`
@@ -13,15 +13,18 @@ predicts G, `plan/step_times.py` predicts v.
 A draft position of a row is drafted if its survival, the probability that it is accepted, reaches a
 level. The level is the same for all rows: that of `LEVELS` with the best predicted gain.
 
-During a pause there are no drafts, and the proposer is not called. After it, a trial step has few
-drafts, and each losing trial doubles the pause. Drafts also stop if measured steps lose, whatever
-is predicted. The number of drafts affects the speed only, never the tokens.
+During a pause there are no drafts, and the proposer is not called. Then two steps have few drafts
+for few rows. In the first a draft model computes all that it has not computed yet, so only the time
+of the second predicts others. A trial that loses x plain steps is followed by a pause of at least
+x / `TRIAL_LOSS_SHARE` steps, so trials lose no more than this share of the time. Drafts also stop
+if measured steps lose, whatever is predicted. The number of drafts affects the speed only, never
+the tokens.
 """
 
 from collections.abc import Mapping, Sequence
 
 from minillm.cache.manager import BlockManager
-from minillm.plan.step_times import OUTLIER, StepTimes, at
+from minillm.plan.step_times import StepTimes, at
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.plan import StepPlan
@@ -30,14 +33,14 @@ from minillm.scheduling.request import Sequence as ScheduledSequence
 from minillm.scheduling.survival import Curve, Survival
 
 MIN_CHANGE = 1.05  # the level changes for a predicted gain of more than 5%
-FIRST_PAUSE, MAX_PAUSE = 8, 64  # steps
-TRIAL_LOSS_SHARE = 0.01  # of the time; pauses beyond MAX_PAUSE grow while trials lose more
+FIRST_PAUSE, MAX_PAUSE = 8, 64  # steps; pauses double up to the second while trials lose little
+TRIAL_LOSS_SHARE = 0.01  # of the time
+MAX_FIRST_LOSS = 4.0  # plain steps; what the first trial loses above it may be due to a start
 NEVER_TRIED = (0, FIRST_PAUSE)  # initial (step of the next trial, pause after it) of a row
 COMPARE_AFTER, COMPARE_STEPS = 96, 3  # steps with drafts between comparisons; plain steps of each
 DEEPER_EVERY = 16  # steps; then each row with drafts has one more, to measure it
 MAX_BALANCE = 2.0  # plain steps; maximum balance, and the loss at which drafts stop
-MAX_STEP_LOSS = 1.5  # plain steps; more is attributed to other load on the machine
-TRIAL_DRAFTS = 2  # drafts of a row in a trial
+TRIAL_STEPS, TRIAL_DRAFTS = 2, 2  # steps of a trial; drafts of a row in it
 CHEAP_PROPOSAL = 0.05  # plain steps; if proposing costs less, pauses do not grow
 TRIAL_ROW_EVERY = 8  # rows; one of them has drafts in a trial
 CLEAN_UP_EVERY = 512  # steps; finished sequences are dropped then
@@ -47,7 +50,8 @@ class AdaptiveDrafts(Drafts):
     """Chooses the number of drafts per row, up to `num_tokens`, and none if they would lose time.
 
     The unit of gains and losses is the time of a plain step of the same batch. `values` belong to
-    the drafts of a tree, of which a row gets the first ones.
+    the drafts of a tree, of which a row gets the first ones. `price` is what the first trial is
+    expected to lose; it takes place when this is `TRIAL_LOSS_SHARE` of the steps.
     """
 
     def __init__(
@@ -56,23 +60,26 @@ class AdaptiveDrafts(Drafts):
         max_num_seqs: int | None = None,
         max_position: int | None = None,
         values: Sequence[float] = (),
+        price: float = 0.0,
     ):
         super().__init__(num_tokens, max_num_seqs, max_position)
         self.acceptance = Survival(num_tokens, values)
         self.times = StepTimes()
         self._records: list[StepRecord] = []  # of undelivered steps, the oldest first
         self._delivered = 0.0  # time at which the last step was delivered
-        self._drafted = 0  # number of the last step with drafts
+        self._had_drafts = False  # whether the last delivered step had
         self._step = 0  # plans so far
-        self._due = 0  # first step that may have drafts
+        self._due = int(price / TRIAL_LOSS_SHARE)  # first step that may have drafts
         self._since = 0  # steps with drafts since the last plain ones
-        self._level: int | None = None  # index into `LEVELS`; None: no drafts
-        self._is_after_pause = True  # no drafts since the last pause
-        self._balance = self._peak = 0.0  # gain since the last pause; its maximum
-        self._cost = 0.0  # uncapped loss since the last pause
-        self._has_gained = False  # whether the last step with drafts had an accepted one
-        self._is_idle = False  # whether the proposer found no drafts for that step
-        self._pause, self._loss = FIRST_PAUSE, 0.0  # next pause; loss of the last trial
+        self._level: int | None = None  # index into `LEVELS`
+        self._tried = 0  # steps of the trial so far
+        self._trial: set[int] = set()  # its seq_ids
+        self._first = 0  # number of its first step
+        self._balance = 0.0  # gain since the trial
+        self._cost = 0.0  # loss since the last pause, that of the trial included
+        self._is_idle = False  # whether the proposer found no drafts for the last step with drafts
+        self._pause, self._loss = FIRST_PAUSE, MAX_FIRST_LOSS  # next pause; loss of the last trial
+        self._price = price or CHEAP_PROPOSAL  # what a trial loses, by row
         self._turn = 0  # first row of the next trial
         self._rows: dict[int, tuple[int, int]] = {}  # by seq_id; see NEVER_TRIED
 
@@ -95,35 +102,29 @@ class AdaptiveDrafts(Drafts):
         """Learn from the time of a delivered step, if it only decoded."""
         seconds = record.delivered - max(record.started, self._delivered)
         self._delivered = record.delivered
-        since = record.step - self._drafted
-        if record.drafted:
-            self._drafted = record.step
+        after_drafts, self._had_drafts = self._had_drafts, bool(record.drafted)
         batch = record.num_decode_tokens
         moved = record.copies or record.swap_out or record.swap_in
         if record.num_prefill_tokens or moved or not batch or seconds <= 0:
             return
         if record.drafted:
-            self._compare(record, batch, seconds, is_rare=since > FIRST_PAUSE)
-        elif since > 1:  # the step after drafts is slower: it cannot be planned ahead
+            self._compare(record, batch, seconds)
+        elif not after_drafts:  # the step after drafts is slower: it cannot be planned ahead
             self.times.add_plain(batch, seconds)
 
-    def _compare(self, record: StepRecord, batch: int, seconds: float, is_rare: bool) -> None:
+    def _compare(self, record: StepRecord, batch: int, seconds: float) -> None:
         """Compare a step with drafts to a plain one."""
         plain = self.times.plain(batch)
         if plain is None:
             return
         drafted = sum(each.num_drafted for each in record.drafted)
         accepted = sum(each.num_accepted for each in record.drafted)
-        ratio = seconds / plain
-        expected = at(self.times.curve(batch), drafted / batch)
-        self.times.add(batch, drafted / batch, ratio, is_rare)
-        self._cost += ratio - 1 - accepted / batch
-        ratio = min(ratio, expected * OUTLIER) / self.times.disturbance
-        gain = max(1 + accepted / batch - ratio, -MAX_STEP_LOSS)
-        self._balance = min(self._balance + gain, MAX_BALANCE)
-        self._peak = max(self._peak, self._balance)
-        self._has_gained = accepted > 0
+        self._cost += seconds / plain - 1 - accepted / batch
         self._is_idle = not drafted
+        if record.step != self._first:
+            self.times.add(batch, drafted / batch, seconds / plain)
+            usual = at(self.times.curve(batch), drafted / batch)
+            self._balance = min(self._balance + 1 + accepted / batch - usual, MAX_BALANCE)
 
     # ---- choosing ------------------------------------------------------------------------
 
@@ -153,17 +154,16 @@ class AdaptiveDrafts(Drafts):
             return nothing
         seq_ids = [each.seq_id for each in sequences]
         self._drop_finished(seq_ids)
+        if self._tried < TRIAL_STEPS:
+            # A step with prefill is not timed.
+            return nothing if self._records[-1].num_prefill_tokens else self._try(seq_ids)
         curves = self.acceptance.curves(seq_ids)
-        was_pausing, self._level = self._level is None, self._choose(curves)
-        if self._level is None and self._is_after_pause and self._records[-1].num_prefill_tokens:
-            return nothing  # no trial: a step with prefill is not timed
-        may_try = self._is_after_pause or (was_pausing and self._has_gained and self._balance > 0)
-        if self._balance < -MAX_BALANCE or (self._level is None and not may_try):
+        self._level = self._choose(curves)
+        if self._level is None or self._balance < -MAX_BALANCE:
             self._start_pause(batch)
             return nothing
-        self._is_after_pause = False
         self._since += 1
-        return self._trial(batch) if self._level is None else self._counts(curves, seq_ids)
+        return self._counts(curves, seq_ids)
 
     def _choose(self, curves: Sequence[Curve]) -> int | None:
         """The level with the best predicted gain; the current one if it is about as good."""
@@ -207,12 +207,17 @@ class AdaptiveDrafts(Drafts):
 
     # ---- trials --------------------------------------------------------------------------
 
-    def _trial(self, batch: int) -> list[int]:
-        """Drafts per row of a trial step: few, for a few rows in turn."""
-        num_rows = max(1, batch // TRIAL_ROW_EVERY)
-        self._turn = (self._turn + num_rows) % batch
+    def _try(self, seq_ids: list[int]) -> list[int]:
+        """Drafts per row of a step of a trial: few, for the same few rows in all of its steps."""
+        if not self._tried:
+            # In turn; no more than lose a plain step.
+            most = max(1, min(len(seq_ids) // TRIAL_ROW_EVERY, int(1 / self._price)))
+            self._turn = (self._turn + most) % len(seq_ids)
+            self._trial = set((seq_ids * 2)[self._turn : self._turn + most])
+            self._first = self._records[-1].step
+        self._tried += 1
         depth = min(TRIAL_DRAFTS, self.num_tokens)
-        return [depth * ((place - self._turn) % batch < num_rows) for place in range(batch)]
+        return [depth * (seq_id in self._trial) for seq_id in seq_ids]
 
     def _trial_row(self, seq_id: int) -> int:
         """Drafts of a row whose level allows none: a few at increasing intervals, else 0."""
@@ -223,19 +228,20 @@ class AdaptiveDrafts(Drafts):
         return min(TRIAL_DRAFTS, self.num_tokens) if due else 0
 
     def _start_pause(self, batch: int) -> None:
-        """Start a pause. Its length doubles, except if drafts gained (then it is `FIRST_PAUSE`), or
-        if none were proposed and proposing is cheap (then it stays)."""
-        loss, self._cost = max(self._cost, 0.0), 0.0
+        """Start a pause, in which trials pay back what they lose. Otherwise its length doubles, but
+        not if drafts gained, or if none were proposed and proposing is cheap."""
+        loss = max(self._cost, 0.0)
+        paid, self._loss = min(loss, self._loss), loss  # the larger one may be a disturbance
+        self._price = max(paid / max(len(self._trial), 1), CHEAP_PROPOSAL)
         if self._balance < -MAX_BALANCE:
             self.acceptance.discount()
-        if self._peak >= MAX_BALANCE:
+        if self._cost < -MAX_BALANCE:
             self._pause = FIRST_PAUSE
         elif not self._is_idle or at(self.times.curve(batch), 0.0) > 1 + CHEAP_PROPOSAL:
-            longest = max(MAX_PAUSE, min(loss, self._loss) / TRIAL_LOSS_SHARE)
-            self._pause = min(2 * self._pause, int(longest))
-        self._due, self._loss = self._step + self._pause, loss
-        self._level, self._is_after_pause = None, True
-        self._balance = self._peak = 0.0
+            self._pause = min(2 * self._pause, MAX_PAUSE)
+        self._due = self._step + max(self._pause, int(paid / TRIAL_LOSS_SHARE))
+        self._level, self._tried = None, 0
+        self._balance = self._cost = 0.0
 
     def _drop_finished(self, seq_ids: Sequence[int]) -> None:
         """Now and then, drop the state of finished sequences."""
