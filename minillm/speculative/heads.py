@@ -112,7 +112,7 @@ class HeadsSource:
         beside its KV cache `kv`."""
         if not isinstance(heads, DraftLayer):
             return Medusa(heads, features, model.logits, coupled, self.tree)
-        model.all_layers = Taps(model, self.depths, heads.feature_of(model), features, kv)
+        model.all_layers = Taps(model, self.depths, features, kv)
         parts = heads, model, features, heads.cache(features, kv), max_num_tokens, coupled
         if self.tree is not None:
             return EagleTrees(*parts, tree=self.tree)
@@ -123,9 +123,14 @@ class HeadsSource:
         """Configuration of the model of which the KV cache is."""
         return self.target
 
+    @property
+    def state_size(self) -> int:
+        """Values of a position that the heads read: a hidden state, or one for each depth."""
+        return self.target.hidden_size * max(len(self.depths), 1)
+
     def planned(self, copied: torch.dtype | None = None) -> dict[str, Any]:
         """As `DraftSource.planned`."""
-        heads, values = self.build(torch.float32), self.target.hidden_size
+        heads, values = self.build(torch.float32), self.state_size
         weights = sum(each.numel() for each in heads.parameters())
         if isinstance(heads, DraftLayer):
             values += cache_spec(heads.config).block_values(1)
