@@ -6,7 +6,7 @@ uses one allocation for all intermediate results.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from ctypes import Structure, byref, c_float, c_int64, c_void_p, memmove
+from ctypes import Structure, addressof, byref, c_float, c_int64, c_void_p, memmove
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
@@ -164,6 +164,7 @@ class Layers:
         wide = query and query + 2 * shape.kv_heads * shape.head_dim
         narrow = max(query, shape.intermediate)
         self._widths = shape.hidden, wide, narrow, query
+        self._tapped, self._table = NO_TAPS, (c_void_p * 0)()  # the last `taps`, and their pages
         self._spare: list[Tensor] = []  # reused between steps, because new pages must be zeroed
 
     def run(
@@ -196,9 +197,6 @@ class Layers:
         memory = self._take(count)
         cos, sin = rope[0].contiguous(), rope[1].contiguous()
         tree = tails_in_c(tails, len(seq_lens))
-        pages = (c_void_p * len(self.weights))() if taps else None
-        for depth in taps.keys() - {len(self.weights)}:
-            pages[depth] = taps[depth].data_ptr()
         step = _Step(
             count,
             len(seq_lens),
@@ -216,8 +214,7 @@ class Layers:
             x.data_ptr(),
             residual.data_ptr(),
             *self._buffers(memory, count),
-            address(pages),
-            next((each.stride(0) for each in taps.values()), 0),
+            *self._pages(taps),
         )
         run = cpu.ready(self.dtype).run_layers
         for first, last, halves in self._calls(all_reduce is not None):
@@ -225,10 +222,18 @@ class Layers:
             cpu.raise_for(status, self.keys[0], count)
             if all_reduce is not None:
                 all_reduce(x)
-        if len(self.weights) in taps:
+        if taps and len(self.weights) in taps:
             taps[len(self.weights)].index_copy_(0, slot_mapping, x + residual)
         self._spare = [memory]
         return x, residual
+
+    def _pages(self, taps: Mapping[int, Tensor]) -> tuple[int | None, int]:
+        """The address of a table of the addresses of `taps`, and their stride."""
+        if taps and taps is not self._tapped:
+            self._tapped, count = taps, len(self.weights)
+            pages = [taps[i].data_ptr() if i in taps else None for i in range(count)]
+            self._table = (c_void_p * count)(*pages)
+        return (addressof(self._table), next(iter(taps.values())).stride(0)) if taps else (None, 0)
 
     def _calls(self, by_halves: bool) -> list[tuple[int, int, int]]:
         """(first layer, end layer, halves) of each C call."""

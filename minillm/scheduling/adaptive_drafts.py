@@ -75,6 +75,10 @@ class AdaptiveDrafts(Drafts):
         self._tried = 0  # steps of the trial so far
         self._trial: set[int] = set()  # its seq_ids
         self._first = 0  # number of its first step
+        self._first_seconds = self._lag_price = 0.0  # of it; of a token that a proposer catches up
+        self._lag = 0  # tokens that the proposer had not computed before the trial
+        self._seen: dict[int, int] = {}  # tokens of a sequence at its last drafts, by seq_id
+        self._gain = 1.0  # predicted
         self._balance = 0.0  # gain since the trial
         self._cost = 0.0  # loss since the last pause, that of the trial included
         self._is_idle = False  # whether the proposer found no drafts for the last step with drafts
@@ -121,7 +125,12 @@ class AdaptiveDrafts(Drafts):
         accepted = sum(each.num_accepted for each in record.drafted)
         self._cost += seconds / plain - 1 - accepted / batch
         self._is_idle = not drafted
-        if record.step != self._first:
+        if record.step == self._first:
+            self._first_seconds = seconds
+        else:
+            if self._first_seconds and self._lag:
+                self._lag_price = max(self._first_seconds - seconds, 0.0) / self._lag
+            self._first_seconds = 0.0
             self.times.add(batch, drafted / batch, seconds / plain)
             usual = at(self.times.curve(batch), drafted / batch)
             self._balance = min(self._balance + 1 + accepted / batch - usual, MAX_BALANCE)
@@ -151,29 +160,43 @@ class AdaptiveDrafts(Drafts):
             return nothing
         if self.times.plain(batch) is None or self._since >= COMPARE_AFTER:
             self._since, self._due = 0, self._step + COMPARE_STEPS
+            self._lag_price /= 2  # it may have been measured while something else ran
             return nothing
         seq_ids = [each.seq_id for each in sequences]
         self._drop_finished(seq_ids)
         if self._tried < TRIAL_STEPS:
             # A step with prefill is not timed.
-            return nothing if self._records[-1].num_prefill_tokens else self._try(seq_ids)
+            return nothing if self._records[-1].num_prefill_tokens else self._try(sequences)
         curves = self.acceptance.curves(seq_ids)
         self._level = self._choose(curves)
         if self._level is None or self._balance < -MAX_BALANCE:
             self._start_pause(batch)
             return nothing
         self._since += 1
-        return self._counts(curves, seq_ids)
+        counts = self._counts(curves, seq_ids)
+        counts = [
+            count * self._joins(one, batch) for count, one in zip(counts, sequences, strict=True)
+        ]
+        if not any(counts):
+            self._start_pause(batch)
+        self._remember(sequences, counts)
+        return counts
+
+    def _joins(self, sequence: ScheduledSequence, batch: int) -> bool:
+        """Whether the tokens that a sequence still gets repay what the proposer has to catch up."""
+        lag = sequence.num_tokens - self._seen.get(sequence.seq_id, 0)
+        plain = (self.times.plain(batch) or 0.0) / batch
+        saved = (sequence.end - sequence.num_tokens) * plain * (1 - 1 / self._gain)
+        return lag <= self.num_tokens + COMPARE_STEPS + 1 or self._lag_price * lag < saved
 
     def _choose(self, curves: Sequence[Curve]) -> int | None:
         """The level with the best predicted gain; the current one if it is about as good."""
         gains = self._predict(curves)
         best, now = max(range(len(gains)), key=gains.__getitem__), self._level
-        if now is None:
-            return best if gains[best] > MIN_CHANGE else None
-        if gains[best] <= MIN_CHANGE * gains[now]:
+        if now is not None and gains[best] <= MIN_CHANGE * gains[now]:
             best = now
-        return best if gains[best] > 1 else None
+        self._gain = gains[best]
+        return best if self._gain > (MIN_CHANGE if now is None else 1) else None
 
     def _predict(self, curves: Sequence[Curve]) -> list[float]:
         """Predicted gain of each level: tokens per second relative to plain steps."""
@@ -207,8 +230,9 @@ class AdaptiveDrafts(Drafts):
 
     # ---- trials --------------------------------------------------------------------------
 
-    def _try(self, seq_ids: list[int]) -> list[int]:
+    def _try(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
         """Drafts per row of a step of a trial: few, for the same few rows in all of its steps."""
+        seq_ids = [each.seq_id for each in sequences]
         if not self._tried:
             # In turn; no more than lose a plain step.
             most = max(1, min(len(seq_ids) // TRIAL_ROW_EVERY, int(1 / self._price)))
@@ -217,7 +241,20 @@ class AdaptiveDrafts(Drafts):
             self._first = self._records[-1].step
         self._tried += 1
         depth = min(TRIAL_DRAFTS, self.num_tokens)
-        return [depth * (seq_id in self._trial) for seq_id in seq_ids]
+        counts = [depth * (seq_id in self._trial) for seq_id in seq_ids]
+        lag = self._remember(sequences, counts)
+        self._lag = lag if self._tried == 1 else self._lag
+        return counts
+
+    def _remember(self, sequences: Sequence[ScheduledSequence], counts: Sequence[int]) -> int:
+        """Remember how many tokens the proposer has computed after this step; returns how many of
+        these it has not computed before."""
+        lag = 0
+        for sequence, count in zip(sequences, counts, strict=True):
+            if count:
+                lag += sequence.num_tokens - self._seen.get(sequence.seq_id, 0)
+                self._seen[sequence.seq_id] = sequence.num_tokens
+        return lag
 
     def _trial_row(self, seq_id: int) -> int:
         """Drafts of a row whose level allows none: a few at increasing intervals, else 0."""
@@ -249,3 +286,4 @@ class AdaptiveDrafts(Drafts):
             self.acceptance.keep(seq_ids)
             kept = set(seq_ids)
             self._rows = {key: row for key, row in self._rows.items() if key in kept}
+            self._seen = {key: seen for key, seen in self._seen.items() if key in kept}

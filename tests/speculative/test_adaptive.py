@@ -130,6 +130,16 @@ def test_a_dear_proposer_is_used_where_it_pays():
     assert made.serve(32, 1, Habit(0.85), **SHORT) > 2 * plain
 
 
+@pytest.mark.parametrize(("batch", "lag"), [(8, 5e-4), (32, 2e-4)])
+def test_rows_that_end_before_their_prompt_is_repaid_have_no_drafts(batch, lag):
+    """The trial promises gains, but the proposer would compute the prompt of every row."""
+    made = Machine(AdaptiveDrafts(8, price=MODEL_PRICE), roomy, lag=lag)
+    plain = Machine(Drafts(0), roomy).serve(128, batch, Habit(0.85), **SHORT)
+    for _ in range(2):
+        assert made.serve(128, batch, Habit(0.85), **SHORT) > 0.97 * plain
+    assert any(made.asked(1000))
+
+
 @pytest.mark.parametrize("batch", [1, 16])
 def test_it_recovers_when_acceptance_rises_and_stops_when_it_falls(batch):
     made = machine(roomy, [Habit(0.0)] * batch)
