@@ -13,12 +13,11 @@ predicts G, `plan/step_times.py` predicts v.
 A draft position of a row is drafted if its survival, the probability that it is accepted, reaches a
 level. The level is the same for all rows: that of `LEVELS` with the best predicted gain.
 
-During a pause there are no drafts, and the proposer is not called. Then two steps have few drafts
-for few rows. In the first a draft model computes all that it has not computed yet, so only the time
-of the second predicts others. A trial that loses x plain steps is followed by a pause of at least
-x / `TRIAL_LOSS_SHARE` steps, so trials lose no more than this share of the time. Drafts also stop
-if measured steps lose, whatever is predicted. The number of drafts affects the speed only, never
-the tokens.
+During a pause there are no drafts, and the proposer is not called. Then a trial has few drafts for
+few rows, in two steps if a model drafts: in the first it computes all that it has not computed yet,
+so only the time of the second predicts others. Each losing trial doubles the pause. If one loses
+much, the pause is long enough for it to be a small share of the time. Drafts also stop if measured
+steps lose, whatever is predicted. The number of drafts affects the speed only, never the tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,12 +34,13 @@ from minillm.scheduling.survival import Curve, Survival
 MIN_CHANGE = 1.05  # the level changes for a predicted gain of more than 5%
 FIRST_PAUSE, MAX_PAUSE = 8, 64  # steps; pauses double up to the second while trials lose little
 TRIAL_LOSS_SHARE = 0.01  # of the time
-MAX_FIRST_LOSS = 4.0  # plain steps; what the first trial loses above it may be due to a start
+MUCH = 2.0  # plain steps; if a model drafts, a trial that loses more is paid back by its pause
 NEVER_TRIED = (0, FIRST_PAUSE)  # initial (step of the next trial, pause after it) of a row
 COMPARE_AFTER, COMPARE_STEPS = 96, 3  # steps with drafts between comparisons; plain steps of each
+CHOOSE_EVERY = 4  # steps with the same rows; choosing takes a tenth of a step of a small model
 DEEPER_EVERY = 16  # steps; then each row with drafts has one more, to measure it
 MAX_BALANCE = 2.0  # plain steps; maximum balance, and the loss at which drafts stop
-TRIAL_STEPS, TRIAL_DRAFTS = 2, 2  # steps of a trial; drafts of a row in it
+TRIAL_DRAFTS = 2  # drafts of a row in a trial
 CHEAP_PROPOSAL = 0.05  # plain steps; if proposing costs less, pauses do not grow
 TRIAL_ROW_EVERY = 8  # rows; one of them has drafts in a trial
 CLEAN_UP_EVERY = 512  # steps; finished sequences are dropped then
@@ -72,17 +72,19 @@ class AdaptiveDrafts(Drafts):
         self._due = int(price / TRIAL_LOSS_SHARE)  # first step that may have drafts
         self._since = 0  # steps with drafts since the last plain ones
         self._level: int | None = None  # index into `LEVELS`
-        self._tried = 0  # steps of the trial so far
+        self._tried, self._trial_steps = 0, 2 if price else 1  # of a trial so far, and in all
         self._trial: set[int] = set()  # its seq_ids
         self._first = 0  # number of its first step
         self._first_seconds = self._lag_price = 0.0  # of it; of a token that a proposer catches up
         self._lag = 0  # tokens that the proposer had not computed before the trial
         self._seen: dict[int, int] = {}  # tokens of a sequence at its last drafts, by seq_id
         self._gain = 1.0  # predicted
-        self._balance = 0.0  # gain since the trial
+        self._chosen: tuple[list[int], list[int]] = [], []  # seq_ids, and drafts of each
+        self._balance = self._peak = 0.0  # gain since the last pause; its maximum
+        self._has_gained = False  # whether the last step with drafts had an accepted one
         self._cost = 0.0  # loss since the last pause, that of the trial included
         self._is_idle = False  # whether the proposer found no drafts for the last step with drafts
-        self._pause, self._loss = FIRST_PAUSE, MAX_FIRST_LOSS  # next pause; loss of the last trial
+        self._pause, self._loss = FIRST_PAUSE, price  # next pause; loss of the last trial
         self._price = price or CHEAP_PROPOSAL  # what a trial loses, by row
         self._turn = 0  # first row of the next trial
         self._rows: dict[int, tuple[int, int]] = {}  # by seq_id; see NEVER_TRIED
@@ -92,6 +94,9 @@ class AdaptiveDrafts(Drafts):
     def watch(self, record: StepRecord) -> None:
         """Count a new plan, and learn from the steps delivered since the last."""
         self._step += 1
+        if self._step + MAX_PAUSE < self._due:  # a long pause: measuring each step has a price, too
+            self._records = []
+            return
         self._records.append(record)
         while len(self._records) > 1 and self._records[0].delivered:
             self._learn(self._records.pop(0))
@@ -125,7 +130,8 @@ class AdaptiveDrafts(Drafts):
         accepted = sum(each.num_accepted for each in record.drafted)
         self._cost += seconds / plain - 1 - accepted / batch
         self._is_idle = not drafted
-        if record.step == self._first:
+        self._has_gained = accepted > 0
+        if record.step == self._first and self._trial_steps > 1:
             self._first_seconds = seconds
         else:
             if self._first_seconds and self._lag:
@@ -134,6 +140,7 @@ class AdaptiveDrafts(Drafts):
             self.times.add(batch, drafted / batch, seconds / plain)
             usual = at(self.times.curve(batch), drafted / batch)
             self._balance = min(self._balance + 1 + accepted / batch - usual, MAX_BALANCE)
+            self._peak = max(self._peak, self._balance)
 
     # ---- choosing ------------------------------------------------------------------------
 
@@ -164,11 +171,17 @@ class AdaptiveDrafts(Drafts):
             return nothing
         seq_ids = [each.seq_id for each in sequences]
         self._drop_finished(seq_ids)
-        if self._tried < TRIAL_STEPS:
+        if self._tried < self._trial_steps:
             # A step with prefill is not timed.
             return nothing if self._records[-1].num_prefill_tokens else self._try(sequences)
+        if self._since % CHOOSE_EVERY and self._chosen[0] == seq_ids:
+            self._since += 1
+            self._remember(sequences, self._chosen[1])
+            return self._chosen[1]
         curves = self.acceptance.curves(seq_ids)
-        self._level = self._choose(curves)
+        was_trying, self._level = self._level is None, self._choose(curves)
+        if self._level is None and was_trying and self._has_gained and self._balance > 0:
+            return self._try(sequences)
         if self._level is None or self._balance < -MAX_BALANCE:
             self._start_pause(batch)
             return nothing
@@ -179,7 +192,9 @@ class AdaptiveDrafts(Drafts):
         ]
         if not any(counts):
             self._start_pause(batch)
+            return nothing
         self._remember(sequences, counts)
+        self._chosen = seq_ids, counts
         return counts
 
     def _joins(self, sequence: ScheduledSequence, batch: int) -> bool:
@@ -265,20 +280,22 @@ class AdaptiveDrafts(Drafts):
         return min(TRIAL_DRAFTS, self.num_tokens) if due else 0
 
     def _start_pause(self, batch: int) -> None:
-        """Start a pause, in which trials pay back what they lose. Otherwise its length doubles, but
-        not if drafts gained, or if none were proposed and proposing is cheap."""
+        """Start a pause. Its length doubles, except if drafts gained (then it is `FIRST_PAUSE`), if
+        much was lost, or if none were proposed and proposing is cheap (then it stays)."""
         loss = max(self._cost, 0.0)
         paid, self._loss = min(loss, self._loss), loss  # the larger one may be a disturbance
         self._price = max(paid / max(len(self._trial), 1), CHEAP_PROPOSAL)
         if self._balance < -MAX_BALANCE:
             self.acceptance.discount()
-        if self._cost < -MAX_BALANCE:
+        if self._peak >= MAX_BALANCE:
             self._pause = FIRST_PAUSE
         elif not self._is_idle or at(self.times.curve(batch), 0.0) > 1 + CHEAP_PROPOSAL:
-            self._pause = min(2 * self._pause, MAX_PAUSE)
-        self._due = self._step + max(self._pause, int(paid / TRIAL_LOSS_SHARE))
-        self._level, self._tried = None, 0
-        self._balance = self._cost = 0.0
+            longest = max(MAX_PAUSE, int(paid / TRIAL_LOSS_SHARE))
+            is_dear = self._trial_steps > 1 and paid > MUCH
+            self._pause = longest if is_dear else min(2 * self._pause, longest)
+        self._due = self._step + self._pause
+        self._level, self._tried, self._chosen = None, 0, ([], [])
+        self._balance = self._peak = self._cost = 0.0
 
     def _drop_finished(self, seq_ids: Sequence[int]) -> None:
         """Now and then, drop the state of finished sequences."""
