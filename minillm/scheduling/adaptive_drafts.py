@@ -38,7 +38,7 @@ MUCH = 2.0  # plain steps; if a model drafts, a trial that loses more is paid ba
 NEVER_TRIED = (0, FIRST_PAUSE)  # initial (step of the next trial, pause after it) of a row
 COMPARE_AFTER, COMPARE_STEPS = 96, 3  # steps with drafts between comparisons; plain steps of each
 CHOOSE_EVERY = 4  # steps with the same rows; choosing takes a tenth of a step of a small model
-DEEPER_EVERY = 16  # steps; then each row with drafts has one more, to measure it
+DEEPER_EVERY = 32  # steps; then each row with drafts has one more, to measure it
 MAX_BALANCE = 2.0  # plain steps; maximum balance, and the loss at which drafts stop
 TRIAL_DRAFTS = 2  # drafts of a row in a trial
 CHEAP_PROPOSAL = 0.05  # plain steps; if proposing costs less, pauses do not grow
@@ -185,14 +185,12 @@ class AdaptiveDrafts(Drafts):
         if self._level is None or self._balance < -MAX_BALANCE:
             self._start_pause(batch)
             return nothing
-        self._since += 1
-        counts = self._counts(curves, seq_ids)
-        counts = [
-            count * self._joins(one, batch) for count, one in zip(counts, sequences, strict=True)
-        ]
+        pairs = zip(self._counts(curves, seq_ids), sequences, strict=True)
+        counts = [count * self._joins(one, batch) for count, one in pairs]
         if not any(counts):
             self._start_pause(batch)
             return nothing
+        self._since += 1
         self._remember(sequences, counts)
         self._chosen = seq_ids, counts
         return counts
@@ -232,7 +230,7 @@ class AdaptiveDrafts(Drafts):
         """Drafts per row at the current level, limited to what `StepTimes.reach` allows."""
         level = self._level or 0
         counts = [curve.nums[level] for curve in curves]
-        if self._since % DEEPER_EVERY == 0:
+        if self._since and self._since % DEEPER_EVERY == 0:
             counts = [min(count + 1, self.num_tokens) if count else 0 for count in counts]
         drafts = sum([curve.counts[level] for curve in curves]) / len(curves)
         if (excess := drafts / self.times.reach(len(curves))) > 1:
@@ -248,7 +246,7 @@ class AdaptiveDrafts(Drafts):
     def _try(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
         """Drafts per row of a step of a trial: few, for the same few rows in all of its steps."""
         seq_ids = [each.seq_id for each in sequences]
-        if not self._tried:
+        if not self._tried or self._trial.isdisjoint(seq_ids):
             # In turn; no more than lose a plain step.
             most = max(1, min(len(seq_ids) // TRIAL_ROW_EVERY, int(1 / self._price)))
             self._turn = (self._turn + most) % len(seq_ids)
