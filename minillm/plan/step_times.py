@@ -21,7 +21,7 @@ OUTLIER = 2.0  # cap on measured over expected step time
 BIN_EDGES = (0.0, 0.18, 0.36, 0.72, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 10.0, 13.0)
 DEFAULT_CURVE = ((0.0, 1.02), (1.0, 1.25), (8.0, 2.65))  # the curve before any measurement
 NEAR_BATCH = 1 / 8  # relative difference up to which batch sizes count as equally fast
-MAX_SLOPE = 0.2  # per draft, of the extrapolation beyond the last measured point
+MAX_SLOPE = 0.2  # per draft, of the extrapolation from less than one draft per row
 Point = tuple[float, float]  # drafts per row, relative time
 
 
@@ -108,7 +108,8 @@ class StepTimes:
             slope = MAX_SLOPE
             if len(points) > 1:
                 x0, y0 = points[-2]
-                slope = min((y1 - y0) / (x1 - x0), MAX_SLOPE)
+                slope = (y1 - y0) / (x1 - x0)
+                slope = slope if x1 >= 1 else min(slope, MAX_SLOPE)  # less is mostly noise
             points.append((x1 + 1, y1 + slope))
         return points
 

@@ -34,7 +34,6 @@ from minillm.scheduling.survival import Curve, Survival
 MIN_CHANGE = 1.05  # the level changes for a predicted gain of more than 5%
 FIRST_PAUSE, MAX_PAUSE = 8, 64  # steps; pauses double up to the second while trials lose little
 TRIAL_LOSS_SHARE = 0.01  # of the time
-MUCH = 2.0  # plain steps; if a model drafts, a trial that loses more is paid back by its pause
 NEVER_TRIED = (0, FIRST_PAUSE)  # initial (step of the next trial, pause after it) of a row
 COMPARE_AFTER, COMPARE_STEPS = 96, 3  # steps with drafts between comparisons; plain steps of each
 CHOOSE_EVERY = 4  # steps with the same rows; choosing takes a tenth of a step of a small model
@@ -171,17 +170,20 @@ class AdaptiveDrafts(Drafts):
             return nothing
         seq_ids = [each.seq_id for each in sequences]
         self._drop_finished(seq_ids)
-        if self._tried < self._trial_steps:
-            # A step with prefill is not timed.
-            return nothing if self._records[-1].num_prefill_tokens else self._try(sequences)
-        if self._since % CHOOSE_EVERY and self._chosen[0] == seq_ids:
+        has_prefill = self._records[-1].num_prefill_tokens > 0  # such a step is not timed
+        is_untried = self._tried < self._trial_steps
+        if is_untried and self._trial_steps > 1:
+            return nothing if has_prefill else self._try(sequences)
+        if self._since % CHOOSE_EVERY and self._balance > 0 and self._chosen[0] == seq_ids:
             self._since += 1
             self._remember(sequences, self._chosen[1])
             return self._chosen[1]
         curves = self.acceptance.curves(seq_ids)
         was_trying, self._level = self._level is None, self._choose(curves)
-        if self._level is None and was_trying and self._has_gained and self._balance > 0:
-            return self._try(sequences)
+        goes_on = was_trying and self._has_gained and self._balance > 0
+        if self._level is None and (is_untried or goes_on):
+            return nothing if has_prefill else self._try(sequences)
+        self._tried = self._trial_steps
         if self._level is None or self._balance < -MAX_BALANCE:
             self._start_pause(batch)
             return nothing
@@ -280,16 +282,17 @@ class AdaptiveDrafts(Drafts):
     def _start_pause(self, batch: int) -> None:
         """Start a pause. Its length doubles, except if drafts gained (then it is `FIRST_PAUSE`), if
         much was lost, or if none were proposed and proposing is cheap (then it stays)."""
-        loss = max(self._cost, 0.0)
-        paid, self._loss = min(loss, self._loss), loss  # the larger one may be a disturbance
-        self._price = max(paid / max(len(self._trial), 1), CHEAP_PROPOSAL)
+        loss, is_dear = max(self._cost, 0.0), self._trial_steps > 1
+        paid = min(loss, self._loss)  # the larger one may be a disturbance
+        if is_dear:
+            paid = loss = (self._loss + min(loss, 2 * self._loss)) / 2
+        self._loss, self._price = loss, max(paid / max(len(self._trial), 1), CHEAP_PROPOSAL)
         if self._balance < -MAX_BALANCE:
             self.acceptance.discount()
         if self._peak >= MAX_BALANCE:
             self._pause = FIRST_PAUSE
         elif not self._is_idle or at(self.times.curve(batch), 0.0) > 1 + CHEAP_PROPOSAL:
             longest = max(MAX_PAUSE, int(paid / TRIAL_LOSS_SHARE))
-            is_dear = self._trial_steps > 1 and paid > MUCH
             self._pause = longest if is_dear else min(2 * self._pause, longest)
         self._due = self._step + self._pause
         self._level, self._tried, self._chosen = None, 0, ([], [])
