@@ -1,6 +1,6 @@
 """All layers of a decoder in one C call, for supported models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from minillm.ops import cpu
 from minillm.ops.batch import Batch
 from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
-from minillm.ops.cpu_layers import Layers, LayerShape, LayerWeights
+from minillm.ops.cpu_layers import NO_TAPS, Layers, LayerShape, LayerWeights
 from minillm.ops.cpu_quantized import MatrixParts
 from minillm.quantization.mixed import MixedMethod, members
 from minillm.quantization.outliers import OutlierMethod
@@ -68,10 +68,11 @@ class AllLayers:
         rope: tuple[Tensor, Tensor],
         batch: Batch,
         kv: AttentionBackend,
-        taps: dict[int, Tensor | None] | None = None,
+        taps: Mapping[int, Tensor] = NO_TAPS,
     ) -> tuple[Tensor, Tensor] | None:
-        """[N, d] -> two of [N, d], as `DecoderLayer.forward` of the last layer returns them. Entry
-        n of `taps` becomes the hidden states [N, d] after n layers."""
+        """[N, d] -> two of [N, d], as `DecoderLayer.forward` of the last layer returns them. The
+        hidden states after n layers are stored in the batch's slots of entry n of `taps`, [slots,
+        d]."""
         if not isinstance(kv, KVCache) or not self._may(x, kv):
             return None
         if self._layers is None or self._layers.keys is not kv.key:
