@@ -133,7 +133,7 @@ class Examples:
             found[part_of(matrix, self.model)] += bytes_like(matrix, example)
         means = {part: found[part] / max(getattr(count, part), 1) for part in PARTS}
         name = name if self.format is None else self.format.describe()
-        return WeightSizes.of(name, means, self._products())
+        return WeightSizes(name, **means, products=self._products())
 
     def _products(self) -> str | None:
         """ "int8" if products of the layers' matrices round their activations to 8 bits."""

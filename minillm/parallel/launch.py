@@ -34,7 +34,7 @@ from minillm.parallel.messages import SetUp
 from minillm.parallel.place import Topology, thread_places
 from minillm.parallel.processes import RankProcesses
 from minillm.parallel.rank import build_rank
-from minillm.parallel.rank_process import Elsewhere, Rank, start
+from minillm.parallel.rank_process import Rank, start
 from minillm.parallel.worker import serve_torchrun
 from minillm.plan import machine
 from minillm.plan.cost import MemoryPlan
@@ -166,7 +166,7 @@ def open_nodes(
             if rank in own:
                 return own[rank]()
             link, node = others[rank]
-            return Rank(rank, Elsewhere(link), link, None, node=node)
+            return Rank(rank, None, link, node=node)
 
         set_ups = [
             replace(set_up, rank=rank, group=group | {"rank": rank}, fingerprint=prints)
