@@ -7,21 +7,24 @@ after preemption; here are numbers of threads, of ranks and of parts, and models
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minillm.errors import UnsupportedFeatureError
+from minillm.layers.linear_methods import Matrix, WeightSlice
 from minillm.models import deterministic
-from minillm.models.fixed_sums import FixedDecoder
+from minillm.models.fixed_sums import FixedDecoder, num_parts
 from minillm.ops import cpu
 from minillm.parallel import communicator, rank, shard
+from minillm.parallel.split import Split
 from tests.engine.small import make
 from tests.engine.test_deterministic import open_engine
 from tests.matrix.cells import Cell, Reference, folder_of, reference_of, run_cell
 from tests.matrix.jobs import everything, generate
 from tests.pairs import some
-from tests.parallel.test_shard import on_ranks
+from tests.parallel.rank_groups import on_ranks
 
 DTYPES = ("float32", "bfloat16")
 
@@ -136,40 +139,33 @@ def test_sums_are_balanced_trees(size):
         assert torch.equal(total, left[0])
 
 
-@pytest.mark.parametrize(("size", "parts"), [(1, 8), (2, 4), (4, 2), (8, 1)])
-def test_each_rank_has_its_share_of_eight_parts(size, parts):
-    skip_without_c("float32")
-    llm = open_engine("eight heads", "float32", **(on(size) if size > 1 else {}))
-    executor = llm.engine.runner
-    for runner in executor.runners if size > 1 else [executor]:
-        found = [
-            each.inner.parts if isinstance(each, shard.RowParallel) else each.parts
-            for layer in runner.model.model.layers
-            for each in (layer.attention.o_proj.method, layer.mlp.down_proj.method)
-        ]
-        assert found == [parts] * 4
-    llm.close()
+@pytest.mark.parametrize("width", [8, 64, 100, 1536])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_each_rank_has_its_share_of_eight_parts(size, width):
+    """Or 0, where they are no whole ones."""
+    for rank_ in range(size if width % size == 0 else 0):
+        held = Split(rank_, size).share(width)
+        found = num_parts(Matrix([WeightSlice("", (4, width), range(4), held)]))
+        assert found == (0 if size == 3 or width % 8 else 8 // size)
 
 
 # ---- tiles -------------------------------------------------------------------------------------
 
 
-def test_ranks_use_the_tiles_that_all_of_them_can_use(monkeypatch):
-    finds = iter([(8, 16, 32), (16, 32, 64), (16, 32), (16, 32, 128)])
-    real = deterministic.find_tiles
+@pytest.mark.parametrize(
+    ("finds", "common"),
+    [(((8, 16, 32), (16, 32, 64), (16, 32), (16, 32, 128)), (16, 32)), (((8,), (16,)), (1,))],
+)
+def test_ranks_use_the_tiles_that_all_of_them_can_use(finds, common, monkeypatch):
+    monkeypatch.setattr(rank, "find_tiles", lambda model: finds[model])
+    used = []
 
-    def find(model):
-        real(model)
-        return next(finds)
+    def agree(each):
+        tiled = SimpleNamespace(model=each.rank, tiles=(1,), obstacle="", use=used.append)
+        rank.agree(tiled, each)
 
-    monkeypatch.setattr(rank, "find_tiles", find)
-    llm = open_engine("qwen3_moe", "float32", **on(4))
-    assert [each.model.tiles for each in llm.engine.runner.runners] == [(16, 32)] * 4
-    llm.close()
-    finds = iter([(8,), (16,)])
-    llm = open_engine("qwen3_moe", "float32", **on(2))
-    assert [each.model.tiles for each in llm.engine.runner.runners] == [(1,)] * 2
-    llm.close()
+    on_ranks(len(finds), agree)
+    assert [tuple(each) for each in used] == [common] * len(finds)
 
 
 def test_all_ranks_try_out_tiles_with_the_same_calls(monkeypatch):
