@@ -101,6 +101,7 @@ def no_incomplete_block(self, found):
     return values, index
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", [no_incomplete_block, of_the_whole_stack], ids=["last", "stack"])
 def test_wrong_blocks_are_seen(checkpoint_of, tmp_path, monkeypatch, bug):  # noqa: F811
     checkpoint = checkpoint_of(LATENT if bug is no_incomplete_block else DENSE)
@@ -110,6 +111,7 @@ def test_wrong_blocks_are_seen(checkpoint_of, tmp_path, monkeypatch, bug):  # no
         check(checkpoint, due, tmp_path)
 
 
+@pytest.mark.mutation
 def test_a_rank_with_blocks_of_its_own_is_seen(checkpoint_of, tmp_path, monkeypatch):  # noqa: F811
     write(checkpoint_of(EXPERTS), "fp8 blocks", "plain", tmp_path)
     alone = tokens(tmp_path)

@@ -32,7 +32,6 @@ from tests.models.parity import FlatRunner
 from tests.models.tiny import FAMILY, Checkpoint, Tiny, prompt
 from tests.quantization.layouts import LAYOUTS, as_array, as_tensor, values_of
 from tests.quantization.test_quantize_folder import LAYOUTS as WRITTEN
-from tests.quantization.test_quantized_load import put
 
 F32 = torch.float32
 # Widths that groups of 32 divide, and not all of them blocks of 64 or 128.
@@ -84,6 +83,21 @@ def write(
     settings = {"quantization_config": LAYOUTS[layout].settings}
     (folder / "config.json").write_text(json.dumps(checkpoint.config | settings))
     return values
+
+
+def put(state: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
+    """Store a weight in a transformers model, which keeps experts stacked."""
+    name = name.replace("block_sparse_moe", "mlp")  # Mixtral
+    if name in state:
+        state[name].copy_(values)
+        return
+    stem, expert, kind = name.removesuffix(".weight").rsplit(".", 2)
+    if kind in ("down_proj", "w2"):
+        state[f"{stem}.down_proj"][int(expert)].copy_(values)
+        return
+    half = len(values)
+    start = 0 if kind in ("gate_proj", "w1") else half
+    state[f"{stem}.gate_up_proj"][int(expert), start : start + half].copy_(values)
 
 
 def reference_logits(checkpoint: Checkpoint, values: dict[str, torch.Tensor]) -> torch.Tensor:
