@@ -14,7 +14,7 @@ from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.layers.linear_methods import Matrix, PlainLinearMethod, WeightSlice
 from minillm.models.checkpoint import open_model
 from minillm.models.presets import preset
-from minillm.parallel.place import thread_places
+from minillm.parallel.place import Topology, thread_places
 from minillm.parallel.rank import load_rank
 from minillm.parallel.shard import VocabularyParallel
 from minillm.parallel.split import Split, check_split, cut_layers
@@ -151,8 +151,8 @@ def test_random_weights_are_slices_of_one_rank_s(name):
     source = replace(source, config=config)
     args = EngineArgs("tiny", load_format="dummy", seed=3)
     load = partial(load_rank, args, source, torch.float32, torch.device("cpu"), 64)
-    (whole,) = map(load, thread_places(1))
-    left, right = map(load, thread_places(2))
+    (whole,) = map(load, thread_places(Topology()))
+    left, right = map(load, thread_places(Topology(2)))
     mine = dict(whole.named_parameters())
     for name, one in left.named_parameters():
         other, all_of_it = dict(right.named_parameters())[name], mine[name]
@@ -178,8 +178,8 @@ def test_random_weights_of_stages_are_layers_of_one_rank_s():
     config = replace(config, head_dim=24, intermediate_size=64, vocab_size=101)
     args = EngineArgs("tiny", load_format="dummy", seed=3)
     parts = args, replace(source, config=config), torch.float32, torch.device("cpu"), 64
-    (whole,) = (load_rank(*parts, place) for place in thread_places(1))
-    first, last = (load_rank(*parts, place) for place in thread_places(1, 2))
+    (whole,) = (load_rank(*parts, place) for place in thread_places(Topology()))
+    first, last = (load_rank(*parts, place) for place in thread_places(Topology(1, 2)))
     layers = [each.mlp.down_proj.weight for one in (first, last) for each in one.layers]
     for mine, right in zip(layers, whole.layers, strict=True):
         assert torch.equal(mine, right.mlp.down_proj.weight)
@@ -195,8 +195,8 @@ def test_random_weights_of_whole_experts_are_those_of_one_rank():
     args = EngineArgs("tiny", load_format="dummy", seed=3, tensor_parallel_size=2)
     args = replace(args, enable_expert_parallel=True)
     parts = args, replace(source, config=config), torch.float32, torch.device("cpu"), 64
-    (whole,) = (load_rank(*parts, place) for place in thread_places(1))
-    ranks = [load_rank(*parts, place) for place in thread_places(2)]
+    (whole,) = (load_rank(*parts, place) for place in thread_places(Topology()))
+    ranks = [load_rank(*parts, place) for place in thread_places(Topology(2))]
     for name in ("gate_up", "down"):
         held = [getattr(each.layers[0].mlp.experts, name).weight for each in ranks]
         all_of_them = getattr(whole.layers[0].mlp.experts, name).weight

@@ -25,7 +25,7 @@ from minillm.lab.quantise.recipe import Recipe
 from minillm.layers.linear_methods import MergedMatrices
 from minillm.models.checkpoint import open_model, shard_files
 from minillm.models.loader import load_model
-from minillm.parallel.place import thread_places
+from minillm.parallel.place import Topology, thread_places
 from minillm.parallel.rank import load_rank
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.parity import FlatRunner
@@ -169,7 +169,7 @@ def test_a_merged_matrix_is_cut_in_every_layout(checkpoint_of, tmp_path, layout)
     args = EngineArgs("tiny", enforce_eager=True)
     load = partial(load_rank, args, source, F32, torch.device("cpu"), 64)
     for size in (1, 2):
-        for rank, model in enumerate(map(load, thread_places(size))):
+        for rank, model in enumerate(map(load, thread_places(Topology(size)))):
             for number, layer in enumerate(model.layers):
                 q, k, v = values[f"model.layers.{number}.self_attn.qkv_proj.weight"].split(
                     (64, 32, 32)
