@@ -22,24 +22,24 @@ def connect_ranks(topology: Topology, opened: ExitStack) -> list[dict[str, int]]
     """The descriptors that each rank inherits, which `opened` closes: shared memory of its group
     ("memory"), or sockets to each rank of it, and to neighbouring stages, by their numbers."""
     every = range(topology.num_ranks)
-    found: list[dict[str, int]] = [{} for _ in every]
+    fds: list[dict[str, int]] = [{} for _ in every]
 
     def link(one: int, other: int) -> None:
         for end, rank, peer in zip(socketpair(), (one, other), (other, one), strict=True):
-            found[rank][str(peer)] = opened.enter_context(end).fileno()
+            fds[rank][str(peer)] = opened.enter_context(end).fileno()
 
     for ranks in dict.fromkeys(map(topology.group, every)):
         if len(ranks) > 1 and shared_memory_works():
             shared = opened.enter_context(closing(SharedGroup(len(ranks))))
             for rank in ranks:
-                found[rank]["memory"] = shared.fd
+                fds[rank]["memory"] = shared.fd
         else:
             for pair in combinations(ranks, 2):
                 link(*pair)
     for rank in every:
         if (after := topology.after(rank)) is not None:
             link(rank, after)
-    return found
+    return fds
 
 
 def join(plain: dict[str, Any], met: Meeting | None = None) -> Place:
@@ -60,7 +60,7 @@ def join(plain: dict[str, Any], met: Meeting | None = None) -> Place:
     def group(ranks: range) -> Communicator:
         if "memory" in fds:
             return SharedMemoryCommunicator(ranks.index(rank), fds["memory"], patience)
-        links = [None if each == rank else link(each) for each in ranks]
+        links = [None if other == rank else link(other) for other in ranks]
         return SocketCommunicator(ranks.index(rank), links, patience)
 
     topology = Topology(**plain["topology"])

@@ -29,7 +29,7 @@ def of_one_rank(checkpoint_of):  # noqa: F811
     @cache
     def get(name):
         folder = checkpoint_of(MODELS[name]).folder
-        chunks = [prompt_logprobs(folder, long_prefill_token_threshold=each) for each in CHUNKS]
+        chunks = [prompt_logprobs(folder, long_prefill_token_threshold=size) for size in CHUNKS]
         return folder, prompt_logprobs(folder, "float32"), (prompt_logprobs(folder), *chunks)
 
     return get
@@ -54,8 +54,8 @@ def prompt_logprobs(folder, dtype="bfloat16", **fields):
 @pytest.mark.parametrize("name", some(("llama", "qwen3_moe"), MODELS))
 def test_ranks_are_as_near_to_float32_as_one_rank(name, of_one_rank):
     """And as chunks: what these change alone depends on which kernels ran, and may be nearly 0."""
-    folder, exact, found = of_one_rank(name)
-    alone = [(each - exact).abs() for each in found]
+    folder, exact, in_bf16 = of_one_rank(name)
+    alone = [(logprobs - exact).abs() for logprobs in in_bf16]
     for fields in (
         {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},

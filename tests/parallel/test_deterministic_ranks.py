@@ -145,8 +145,8 @@ def test_each_rank_has_its_share_of_eight_parts(size, width):
     """Or 0, where they are no whole ones."""
     for rank_ in range(size if width % size == 0 else 0):
         held = Split(rank_, size).share(width)
-        found = num_parts(Matrix([WeightSlice("", (4, width), range(4), held)]))
-        assert found == (0 if size == 3 or width % 8 else 8 // size)
+        parts = num_parts(Matrix([WeightSlice("", (4, width), range(4), held)]))
+        assert parts == (0 if size == 3 or width % 8 else 8 // size)
 
 
 # ---- tiles -------------------------------------------------------------------------------------
@@ -160,12 +160,12 @@ def test_ranks_use_the_tiles_that_all_of_them_can_use(finds, common, monkeypatch
     monkeypatch.setattr(rank, "find_tiles", lambda model: finds[model])
     used = []
 
-    def agree(each):
-        tiled = SimpleNamespace(model=each.rank, tiles=(1,), obstacle="", use=used.append)
-        rank.agree(tiled, each)
+    def agree(own):
+        tiled = SimpleNamespace(model=own.rank, tiles=(1,), obstacle="", use=used.append)
+        rank.agree(tiled, own)
 
     on_ranks(len(finds), agree)
-    assert [tuple(each) for each in used] == [common] * len(finds)
+    assert list(map(tuple, used)) == [common] * len(finds)
 
 
 def test_all_ranks_try_out_tiles_with_the_same_calls(monkeypatch):

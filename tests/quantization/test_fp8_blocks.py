@@ -16,7 +16,7 @@ from minillm.quantization.methods import QuantizedMethod
 from minillm.quantization.readers import scales
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.tiny import Tiny
-from tests.quantization.test_quantized_engines import tokens
+from tests.quantization.test_quantized_engines import RANKS, tokens
 from tests.quantization.test_reader_matrix import check, write
 
 # Rows: q 192, k and v 64, gate and up 320. Columns: 192 and 320.
@@ -32,7 +32,6 @@ EXPERTS = Tiny("qwen3_moe", {
     "num_hidden_layers": 1, "hidden_size": 192, "head_dim": 64, "moe_intermediate_size": 160,
     "num_attention_heads": 6})  # fmt: skip
 TINIES = {"dense": DENSE, "latent": LATENT, "experts": EXPERTS}
-RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
 
 
 def parts(folder) -> dict[str, tuple[Matrix, torch.Tensor]]:

@@ -79,8 +79,8 @@ def copied(
     for key, value in changes.items():
         if value is not None:
             adders[type(value)](key, value)
-    plain = {each.name: gguf.quants.dequantize(each.data, each.tensor_type)
-             for each in reader.tensors}  # fmt: skip
+    plain = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+             for tensor in reader.tensors}  # fmt: skip
     for name, array in (plain | dict(more)).items():
         writer.add_tensor(name, array)
     return finished(writer, to)
