@@ -278,8 +278,3 @@ def test_the_trace_of_copies_replays(folder):
 def test_what_does_not_go_with_copies_is_refused(folder, more, said):
     with pytest.raises((ConfigError, UnsupportedFeatureError), match=said):
         open_copies(folder, **more)
-
-
-def test_a_dense_model_has_no_experts_to_share():
-    with pytest.raises(ConfigError, match="needs a model with experts"):
-        open_copies(folder_of("llama"))

@@ -55,8 +55,9 @@ def on(size: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ranks_and_threads_of_any_number(dtype, size):
-    """What one rank with two threads gives alone, ranks of one and of three threads give."""
+def test_ranks_and_threads_of_any_number(dtype, size, caplog):
+    """What one rank with two threads gives alone, ranks of one and of three threads give; and
+    nothing is said about the number of ranks."""
     skip_without_c(dtype)
     cell = Cell("llama", f"exact {dtype}", chunk=7, cache="radix")
     with threads(2):
@@ -69,6 +70,7 @@ def test_ranks_and_threads_of_any_number(dtype, size):
             llm.close()
         jobs = reference.jobs[: len(outputs)]
         assert not reference.differences(outputs, jobs, exact=True)
+    assert "number of ranks" not in caplog.text
 
 
 def test_stages_of_a_model_that_needs_tiles_are_refused():
@@ -116,11 +118,6 @@ def test_other_models_have_the_same_bits_on_the_same_number_of_ranks(
     said = [each.message for each in caplog.records if "number of ranks, because" in each.message]
     assert len(said) == 1
     assert ("because our C functions are not used" in said[0]) == bool(panels)
-
-
-def test_nothing_is_said_where_the_bits_are_those_of_one(caplog):
-    open_engine("llama", "float32", **on(2)).close()
-    assert not [each for each in caplog.records if "number of ranks" in each.message]
 
 
 # ---- what is summed ----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from minillm.parallel.device_groups import backend_of, join_devices
 from minillm.parallel.meeting import Address
 from tests.engine.small import make
 from tests.matrix.cells import folder_of
+from tests.pairs import some
 from tests.parallel.rank_groups import on_all
 from tests.parallel.test_processes import alone, assert_dead, children, generate
 
@@ -74,19 +75,10 @@ def test_processes_and_the_death_of_one(stages, ordered, monkeypatch):
 # ---- engines -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"tensor_parallel_size": 2},
-        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param(
-            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_the_tokens_of_one_rank_and_a_rank_that_is_killed(sizes, folder, gloo):
+@pytest.mark.parametrize("stages", some([1], [1, 2]))
+def test_the_tokens_of_one_rank_and_a_rank_that_is_killed(stages, folder, gloo):
     expected = alone(folder)
-    llm = make(folder, max_model_len=96, **sizes)
+    llm = make(folder, max_model_len=96, tensor_parallel_size=2, pipeline_parallel_size=stages)
     assert generate(llm) == expected
     assert generate(llm) == expected
     os.kill(llm.engine.runner.process_ids[0], signal.SIGKILL)
