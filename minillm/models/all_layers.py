@@ -15,7 +15,6 @@ from minillm.layers.linear_methods import Matrix, PanelLinearMethod
 from minillm.layers.mla import LATENT_NORM_EPS, MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import MoE
-from minillm.layers.norm import RMSNorm
 from minillm.layers.panel_methods import PanelExpertsMethod, PanelHeadsMethod
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.ops import cpu
@@ -172,11 +171,6 @@ def parts_of(matrix: Matrix | None) -> Any:
     return found
 
 
-def weight_of(module: Matrix | RMSNorm | None) -> Tensor | None:
-    """The weight of a matrix or norm that a layer may not have."""
-    return None if module is None else module.weight
-
-
 def bias_of(matrix: Linear | None) -> Tensor | None:
     """The bias, of a matrix that a layer may not have."""
     return None if matrix is None else matrix.bias
@@ -187,7 +181,7 @@ def latent_weights(attention: MLAttention) -> LatentWeights:
     return LatentWeights(
         q_a=parts_of(attention.q_a_proj),
         q_a_bias=bias_of(attention.q_a_proj),
-        q_a_norm=weight_of(attention.q_a_norm),
+        q_a_norm=None if attention.q_a_norm is None else attention.q_a_norm.weight,
         q=parts_of(attention.q_proj),
         kv_a=parts_of(attention.kv_a_proj),
         kv_a_bias=attention.kv_a_proj.bias,
