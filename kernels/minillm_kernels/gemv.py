@@ -137,7 +137,8 @@ def _one_row(
 @triton.jit
 def store_tile(
     total, squares, eps, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, block, split,
-    out, here, row, num_rows, num_out, out_stride, SIZE: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
+    out, here, row, num_rows, num_out, out_stride,
+    SIZE: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Store a tile of y^T [BLOCK_OUT, ROWS], plus the bias; `here` [BLOCK_OUT] marks what exists.
     Unless None, `squares` [ROWS] of x are those of a norm, whose factor is applied.

@@ -45,12 +45,14 @@ def config_for(
         tile = Config(64, 1024 if rows == 1 else 512, block_rows=block_rows)
     elif not half:
         tile = Config(32, 32, num_stages=4)  # matrix units do not support full float32
-    elif block_rows < MOST_ROWS:  # 64 to 92 kB: two programs fit into a multiprocessor
-        tile = Config(64, 128, num_stages=4 if rows == LEAST_ROWS else 3, block_rows=block_rows)
-    else:  # x is read as often as there are tiles of W: wide ones, if that leaves enough programs
+    elif block_rows == LEAST_ROWS:  # up to 92 kB: two programs fit into a multiprocessor
+        tile = Config(64, 128, num_stages=4)
+    else:
+        tile = Config(64, 64, num_stages=5 if block_rows == 32 else 4, block_rows=block_rows)
+        # x is read once for each tile of W: wide ones, if that leaves enough programs
         programs = triton.cdiv(num_out, 128) * max(1, size // LEAST_SPLIT)
-        wide = programs >= multiprocessors
-        tile = Config(128 if wide else 64, 64, num_stages=3 if wide else 4, block_rows=block_rows)
+        if block_rows == MOST_ROWS and programs >= multiprocessors:
+            tile = replace(tile, block_out=128, num_stages=3)
     if rows == 1:
         return tile
     programs = triton.cdiv(num_out, tile.block_out) * triton.cdiv(rows, tile.block_rows)

@@ -223,7 +223,7 @@ BUGS = [
     (TALL, "gate and up of another tile", "out = block * half", "out = tile * half"),
     (TALL, "a sum of the first rows only", "tl.where(block == 0, num_rows, 0)",
      "tl.where(block == 0, tl.minimum(num_rows, ROWS), 0)"),
-    (TALL, "a sum of the second program", "tl.where(block == 0, num", "tl.where(block == 1, num"),
+    (ADDED, "a sum of the second program", "tl.where(block == 0, num", "tl.where(block == 1, num"),
     (TALL, "squares in the next row's part", "width = num_out + 1", "width = num_out"),
     (ONE, "the norm of weighted numbers", "            squares += x * x\n            x *=",
      "            x *="),
