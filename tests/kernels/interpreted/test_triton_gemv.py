@@ -115,6 +115,22 @@ def test_fused_rows_have_the_bits_of_separate_launches(dtype, rows: int, splits:
     torch.testing.assert_close(gated, reference.silu_mul(plain), rtol=close, atol=close)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_norm_inside_rounds_no_more_than_one_before(dtype: torch.dtype) -> None:
+    """Root mean squares of the errors beside float64: of a norm that is rounded once and multiplied
+    exactly, and of the kernel."""
+    rng = generator(9)
+    x = torch.randn(20, 600, generator=rng) * 2.0 ** (torch.arange(20) / 2)[:, None]
+    norm, weight = torch.randn(600, generator=rng), torch.randn(64, 600, generator=rng)
+    x, norm, weight = (each.to(dtype) for each in (x, norm, weight))
+    exact = reference.rms_norm(x.double(), norm.double(), 1e-6)
+    inside = gemv.norm_linear(x, None, norm, 1e-6, weight)[0]
+    apart = (exact.to(dtype).double() @ weight.T.double()).to(dtype)
+    exact = exact @ weight.T.double()
+    errors = [float((each - exact).square().mean().sqrt()) for each in (inside, apart)]
+    assert errors[0] < 1.05 * errors[1], errors
+
+
 # ---- configurations ----------------------------------------------------------------------------
 
 
