@@ -143,13 +143,13 @@ def store_tile(
     """Store a tile of y^T [BLOCK_OUT, ROWS], plus the bias; `here` [BLOCK_OUT] marks what exists.
     Unless None, `squares` [ROWS] of x are those of a norm, whose factor is applied.
 
-    Of several splits each stores its part [splits, M, out + 1]; the last to arrive adds them all
-    and sets the tile's counter back to 0. Squares are the last column: all tiles store the same.
+    Of several splits each stores its part [splits, M, out + 16]; the last to arrive adds them all
+    and sets the tile's counter back to 0. Squares are behind the outputs; all tiles store the same.
     """
     stored = num_rows
     if SPLITS > 1:
         mask = here[:, None] & (row < num_rows)[None, :]
-        width = num_out + 1
+        width = num_out + 16  # aligned as the outputs are
         row_parts = parts_ptr + row.to(tl.int64) * width
         part = row_parts[None, :] + out[:, None]
         row_parts += num_out
@@ -376,7 +376,7 @@ def launch_tiles(
     splits = max(1, triton.cdiv(size, split))
     parts = arrivals = None
     if splits > 1:
-        parts = torch.empty(splits, shape[0], shape[1] + 1, dtype=torch.float32, device=device)
+        parts = torch.empty(splits, shape[0], shape[1] + 16, dtype=torch.float32, device=device)
         arrivals = arrival_counters(device, padded(prod(blocks), 256))
     kernel[(*blocks, splits)](
         *(x, weight, *others, bias, out, parts, arrivals, *numbers, *shape),

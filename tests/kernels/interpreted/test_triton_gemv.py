@@ -240,7 +240,7 @@ BUGS = [
     (TALL, "a sum of the first rows only", "tl.where(block == 0, num_rows, 0)",
      "tl.where(block == 0, tl.minimum(num_rows, ROWS), 0)"),
     (ADDED, "a sum of the second program", "tl.where(block == 0, num", "tl.where(block == 1, num"),
-    (TALL, "squares in the next row's part", "width = num_out + 1", "width = num_out"),
+    (TALL, "squares in the next row's part", "width = num_out + 16", "width = num_out"),
     (ONE, "the norm of weighted numbers", "            squares += x * x\n            x *=",
      "            x *="),
     (SPLIT, "splits from the beginning", "begin = tl.program_id(2) * SPLIT", "begin = 0"),
