@@ -330,9 +330,9 @@ def _product(
     blocks = (triton.cdiv(num_rows, config.block_rows), triton.cdiv(num_out, block_out))
     options = {"VECTOR": 16 // x.element_size(), "GATED": gated} | launch_options(dependent)
     if num_rows > 1 or batch_invariant:
-        before = (residual, norm_weight, total)
+        others = (residual, norm_weight, total)
         options |= {"ROWS": config.block_rows}
-        launch_tiles(_several_rows, blocks, x, weight, before, bias, out, (eps,), config, **options)
+        launch_tiles(_several_rows, blocks, x, weight, others, bias, out, (eps,), config, **options)
         return out
     _one_row[blocks[1:]](
         *(x, residual, norm_weight, weight, bias, out, total, eps, num_out, weight.stride(0)),

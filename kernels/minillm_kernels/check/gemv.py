@@ -142,7 +142,7 @@ def random_case(rng: random.Random) -> Case:
     several = rng.random() < 0.6
     norm, bias, view, batch_invariant, more = (rng.random() < 0.5 for _ in range(5))
     gated = norm and rng.random() < 0.5
-    tile = None
+    tile: tuple[int, ...] | None = None
     if rng.random() < 0.5:
         tile = (rng.choice((16, 32, 64)), rng.choice((32, 64, 256)), rng.randint(1, 6))
         tile = (*tile, rng.choice((16, 32, 64)))
