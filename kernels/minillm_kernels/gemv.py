@@ -1,6 +1,6 @@
 """Matrix products of few rows with a large weight, the main operation of decoding.
 
-y = x W^T + b with x [M, in], W [out, in] and M from 1 to 16. Every weight is read once and used M
+y = x W^T + b with x [M, in] and W [out, in]. Up to M = 64 every weight is read once and used M
 times; at M = 1 there is one multiply-add for two bytes (bf16):
 
     bytes   s (in out + M in + M out)       operations   2 M in out
@@ -13,9 +13,10 @@ twice that in flight.
   are in flight to shared memory (cp.async) while one is multiplied; loads to registers would be
   moved by the assembler to just before their use. A thread multiplies its 16 bytes of every row
   with its part of x, and keeps one sum per row.
-* 2 to 16 rows: the operands are swapped, y^T = W x^T, because a tile of Hopper's matrix product has
-  at least 64 rows, which W provides and x does not. W is prefetched to shared memory, three tiles
-  ahead, and WGMMA reads it from there without passing through registers.
+* More rows: the operands are swapped, y^T = W x^T, because a tile of Hopper's matrix product has at
+  least 64 rows, which W provides and x does not. W is prefetched to shared memory, three tiles
+  ahead, and WGMMA reads it from there without passing through registers. A tile has 16, 32 or 64
+  rows of x; with more than 64, each tile of rows reads W again, from the L2 cache.
 * A weight with few rows gives too few programs to fill the GPU. Then `in` is split, partial sums go
   to a workspace, and the program of a tile that arrives last adds them. It adds in the order of
   the splits, so the same input always gives the same bits, whichever program is last.
@@ -23,16 +24,23 @@ twice that in flight.
 `norm_linear` fuses the preceding residual addition and RMSNorm, which saves a launch and the round
 trip of the normalised rows through memory. Every program adds the residual itself, from the L2
 cache; the first stores the sum. RMSNorm scales each row by a factor and each column by the norm's
-weight. The one-row kernel sums the squares during the product and applies the factor to the result.
-With matrix units, unscaled rows could overflow in fp16, so the other kernel computes the factors
-first, in every program.
+weight. The squares are summed during the product, and the factor is applied to its result, so x is
+read once. Rounding: a separate norm rounds x * factor * weight to 16 bits, the matrix units get x *
+weight, rounded once, too. In fp16 this could overflow, so a tile of columns is divided by its row's
+largest number, and its product multiplied by that. One row is not rounded at all.
+
+Every program reads all of x and the residual: at 64 rows, with tiles of 128 rows of W, as many
+bytes from the L2 cache as W has. So this wins with few rows, and cuBLAS behind a separate norm with
+many; where they meet, no GPU has measured.
+
+With `dependent`, a launch begins before the one before it has ended (`dependent.py`).
 
 If `gated`, the product's outputs are gate and up of SwiGLU, and silu(gate) * up is stored. Rows of
 W for gate and for up alternate in a tile, so that one program has both.
 
-With `batch_invariant=True` one row is computed by the kernel for 2 to 16 rows, whose tiles and
-splits do not depend on M: a row has the same bits for every M (He et al., Defeating Nondeterminism
-in LLM Inference, 2025).
+With `batch_invariant=True` all rows are computed in tiles of 16, also a single one, with tiles and
+splits that do not depend on M: a row has the same bits for every M (He et al., Defeating
+Nondeterminism in LLM Inference, 2025).
 
 `quantized.py` computes the same with weights of 4 and 8 bits.
 
@@ -45,7 +53,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm_kernels.gemv_config import Config, config_for
+from minillm_kernels.dependent import DEPENDENT, launch_options, wait_for_inputs
+from minillm_kernels.gemv_config import LEAST_ROWS, Config, config_for
 from minillm_kernels.launch import (
     KernelError,
     arch,
@@ -61,8 +70,6 @@ from minillm_kernels.launch import (
     tl,
     triton,
 )
-
-MAX_ROWS = 16  # rows of x; the narrowest efficient tile of the matrix units
 
 # ---- one row ----------------------------------------------------------------------------------
 
@@ -88,11 +95,13 @@ def load_sum(x_place, residual_ptr, offset, mask):
 def _one_row(
     x_ptr, residual_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, eps, num_out,
     weight_stride, SIZE: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    VECTOR: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
+    VECTOR: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The numbers of y from `BLOCK_OUT` rows of W."""
     tile = tl.program_id(0)
     out, here = weight_rows_of(tile, num_out, BLOCK_OUT, GATED)
+    if DEPENDENT:
+        wait_for_inputs(weight_ptr, weight_stride, out, here, 0, SIZE, 2 * BLOCK_IN)
     weight_rows = weight_ptr + out.to(tl.int64)[:, None] * weight_stride
     # A thread loads `VECTOR` numbers at once, so it can sum them by itself.
     total = tl.zeros((BLOCK_OUT, BLOCK_IN // VECTOR), tl.float32)
@@ -117,8 +126,8 @@ def _one_row(
     if norm_weight_ptr is not None:
         result *= tl.rsqrt(tl.sum(squares) / SIZE + eps)  # the norm's factor
     store_tile(
-        result[:, None], bias_ptr, out_ptr, None, None, tile, 0, out, here, tl.arange(0, 1),
-        1, num_out, 0, 1, GATED,
+        result[:, None], None, eps, bias_ptr, out_ptr, None, None, tile, tile, 0, out, here,
+        tl.arange(0, 1), 1, num_out, 0, SIZE, 1, GATED,
     )  # fmt: skip
 
 
@@ -126,41 +135,28 @@ def _one_row(
 
 
 @triton.jit
-def norm_scales(
-    x_rows, residual_ptr, sum_ptr, offsets, live, kept, eps,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """The norm's factor of each row, [ROWS, 1]; `live` [ROWS, 1] marks existing rows. Sums
-    of x and the residual are stored, `kept` rows of them, which begin at `offsets`.
-
-    Tiles are wide, because no computation can overlap the loads.
-    """
-    squares = tl.zeros((ROWS, BLOCK // VECTOR), tl.float32)
-    for start in range(0, SIZE, BLOCK):
-        column = start + tl.arange(0, BLOCK)[None, :]
-        mask = live & (column < SIZE)
-        added = load_sum(x_rows + column, residual_ptr, offsets + column, mask)
-        if sum_ptr is not None:
-            tl.store(sum_ptr + offsets + column, added, mask=kept & (column < SIZE))
-        x = added.to(tl.float32)
-        squares += tl.sum(tl.reshape(x * x, (ROWS, BLOCK // VECTOR, VECTOR)), axis=2)
-    return tl.rsqrt(tl.sum(squares, axis=1) / SIZE + eps)[:, None]
-
-
-@triton.jit
 def store_tile(
-    total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, split, out, here, row,
-    num_rows, num_out, out_stride, SPLITS: tl.constexpr, GATED: tl.constexpr,
+    total, squares, eps, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, block, split,
+    out, here, row, num_rows, num_out, out_stride,
+    SIZE: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Store a tile of y^T [BLOCK_OUT, ROWS], plus the bias; `here` [BLOCK_OUT] marks what exists.
-    Of several splits each stores its part [splits, M, out]; the last to arrive adds them all and
-    sets the tile's counter back to 0."""
+    Unless None, `squares` [ROWS] of x are those of a norm, whose factor is applied.
+
+    Of several splits each stores its part [splits, M, out + 16]; the last to arrive adds them all
+    and sets the tile's counter back to 0. Squares are behind the outputs; all tiles store the same.
+    """
     stored = num_rows
     if SPLITS > 1:
         mask = here[:, None] & (row < num_rows)[None, :]
-        part = parts_ptr + row.to(tl.int64)[None, :] * num_out + out[:, None]
-        step = num_rows.to(tl.int64) * num_out
+        width = num_out + 16  # aligned as the outputs are
+        row_parts = parts_ptr + row.to(tl.int64) * width
+        part = row_parts[None, :] + out[:, None]
+        row_parts += num_out
+        step = num_rows.to(tl.int64) * width
         tl.store(part + split * step, total, mask=mask)
+        if squares is not None:
+            tl.store(row_parts + split * step, squares, mask=row < num_rows)
         tl.debug_barrier()  # all threads have stored before the arrival is signalled
         last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         stored = tl.where(last, num_rows, 0)
@@ -168,7 +164,14 @@ def store_tile(
             total = tl.zeros_like(total)
             for each in tl.static_range(SPLITS):
                 total += tl.load(part + each * step, mask=mask, other=0.0, cache_modifier=".cg")
+            if squares is not None:
+                squares = tl.zeros_like(squares)
+                for each in tl.static_range(SPLITS):
+                    place = row_parts + each * step
+                    squares += tl.load(place, mask=row < num_rows, other=0.0, cache_modifier=".cg")
             tl.store(arrivals_ptr + tile, 0)
+    if squares is not None:
+        total *= tl.rsqrt(squares / SIZE + eps)[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + out, mask=here, other=0.0).to(tl.float32)[:, None]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -177,7 +180,7 @@ def store_tile(
         pairs = tl.permute(tl.reshape(total, (half, 2, total.shape[1])), (0, 2, 1))
         gate, up = tl.split(pairs.to(dtype).to(tl.float32))  # rounded, as if stored before
         total = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
-        out = tile * half + tl.arange(0, half)
+        out = block * half + tl.arange(0, half)
         here = out < num_out // 2
     place = out_ptr + row.to(tl.int64)[None, :] * out_stride + out[:, None]
     mask = here[:, None] & (row < stored)[None, :]
@@ -189,24 +192,24 @@ def _several_rows(
     x_ptr, weight_ptr, residual_ptr, norm_weight_ptr, sum_ptr, bias_ptr, out_ptr, parts_ptr,
     arrivals_ptr, eps, num_rows, num_out, x_stride, weight_stride, out_stride,
     SIZE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, NORM_BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, VECTOR: tl.constexpr, GATED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The columns of y [M, out] from `BLOCK_OUT` rows and `SPLIT` columns of W, for all rows."""
-    tile, split = tl.program_id(0), tl.program_id(1)
-    out, here = weight_rows_of(tile, num_out, BLOCK_OUT, GATED)
-    row = tl.arange(0, ROWS)
+    """A tile of y^T [BLOCK_OUT, ROWS] from `SPLIT` columns of W and x. Neighbouring programs
+    share rows of W, which are in the cache then."""
+    block = tl.program_id(1)
+    out, here = weight_rows_of(block, num_out, BLOCK_OUT, GATED)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    begin = tl.program_id(2) * SPLIT
+    if DEPENDENT:
+        wait_for_inputs(weight_ptr, weight_stride, out, here, begin, SIZE, 2 * BLOCK_IN)
     live = (row < num_rows)[:, None]
+    kept = (row < tl.where(block == 0, num_rows, 0))[:, None]  # of the sum: by one program
     x_rows = x_ptr + row.to(tl.int64)[:, None] * x_stride
     weight_rows = weight_ptr + out.to(tl.int64)[:, None] * weight_stride
     offsets = row.to(tl.int64)[:, None] * SIZE
-    if norm_weight_ptr is not None:
-        kept = (row < tl.where(tile + split == 0, num_rows, 0))[:, None]  # by one program
-        scale = norm_scales(
-            x_rows, residual_ptr, sum_ptr, offsets, live, kept, eps, SIZE, ROWS, NORM_BLOCK, VECTOR
-        )
-    begin = split * SPLIT
     total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
+    squares = tl.zeros((ROWS, BLOCK_IN // VECTOR), tl.float32)
     for start in range(begin, tl.minimum(begin + SPLIT, SIZE), BLOCK_IN):
         column = start + tl.arange(0, BLOCK_IN)
         inside = (column < SIZE)[None, :]
@@ -215,14 +218,27 @@ def _several_rows(
         weight = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
         each = column[None, :]
         x = load_sum(x_rows + each, residual_ptr, offsets + each, live & inside)
-        if norm_weight_ptr is not None:
+        if sum_ptr is not None:
+            tl.store(sum_ptr + offsets + each, x, mask=kept & inside)
+        if norm_weight_ptr is None:
+            total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+        else:
+            wide = x.to(tl.float32)
+            squares += tl.sum(tl.reshape(wide * wide, (ROWS, BLOCK_IN // VECTOR, VECTOR)), axis=2)
             norm_weight = tl.load(norm_weight_ptr + column, mask=column < SIZE, other=0.0)
-            normed = x.to(tl.float32) * scale * norm_weight.to(tl.float32)[None, :]
-            x = normed.to(x.dtype)  # rounded, as if the norm had stored it
-        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+            wide *= norm_weight.to(tl.float32)[None, :]
+            if x.dtype == tl.float16:  # it could overflow
+                largest = tl.maximum(tl.max(tl.abs(wide), axis=1), 1e-30)
+                x = (wide / largest[:, None]).to(x.dtype)
+                total += tl.dot(weight, tl.trans(x)) * largest[None, :]
+            else:
+                x = wide.to(x.dtype)
+                total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    tile = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
     store_tile(
-        total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, split, out, here, row,
-        num_rows, num_out, out_stride, SPLITS, GATED,
+        total, tl.sum(squares, axis=1) if norm_weight_ptr is not None else None, eps, bias_ptr,
+        out_ptr, parts_ptr, arrivals_ptr, tile, block, tl.program_id(2), out, here, row,
+        num_rows, num_out, out_stride, SIZE, SPLITS, GATED,
     )  # fmt: skip
 
 
@@ -237,12 +253,14 @@ def linear(
     out: Tensor | None = None,
     config: Config | None = None,
     batch_invariant: bool = False,
+    dependent: bool = DEPENDENT,
 ) -> Tensor:
-    """`reference.linear` for at most `MAX_ROWS` rows: x [M, in], weight [out, in] -> [M, out].
+    """`reference.linear`: x [M, in], weight [out, in] -> [M, out].
 
     Rows may have any stride; `config` overrides the tile.
     """
-    return _product(x, None, None, None, 0.0, weight, bias, False, out, config, batch_invariant)
+    parts = (x, None, None, None, 0.0, weight, bias, False)
+    return _product(*parts, out, config, batch_invariant, dependent)
 
 
 def norm_linear(
@@ -257,6 +275,7 @@ def norm_linear(
     out: Tensor | None = None,
     config: Config | None = None,
     batch_invariant: bool = False,
+    dependent: bool = DEPENDENT,
 ) -> tuple[Tensor, Tensor]:
     """`reference.norm_linear`, in one launch: `linear` of the normalised sum, and the sum [M, in];
     norm_weight [in]. If `gated`, weight is [gate, up] and the first result [M, out / 2].
@@ -269,7 +288,7 @@ def norm_linear(
         check_contiguous(residual=residual)
         total = torch.empty_like(residual)
     parts = (x, residual, norm_weight, total, eps, weight, bias, gated)
-    result = _product(*parts, out, config, batch_invariant)
+    result = _product(*parts, out, config, batch_invariant, dependent)
     if residual is not None and not result.numel():
         return result, x + residual
     return result, x if total is None else total
@@ -287,6 +306,7 @@ def _product(
     out: Tensor | None,
     config: Config | None,
     batch_invariant: bool,
+    dependent: bool,
 ) -> Tensor:
     before = {"residual": residual, "norm_weight": norm_weight}
     device = check_device(x=x, **before, weight=weight, bias=bias)
@@ -296,11 +316,6 @@ def _product(
     num_rows, size = x.shape
     check_shape("weight", weight, "out", size)
     num_out = len(weight)
-    if num_rows > MAX_ROWS:
-        raise KernelError(
-            f"x has {num_rows} rows; this kernel takes at most {MAX_ROWS}: use "
-            "torch.nn.functional.linear for more."
-        )
     check_last_contiguous(x=x, weight=weight)
     check_bias(bias, num_out)
     if gated and num_out % 2:
@@ -308,31 +323,25 @@ def _product(
     out = output(out, (num_rows, num_out // (1 + gated)), x)
     if not out.numel():
         return out
-    several = num_rows > 1 or batch_invariant
-    config = config or config_for(
-        several, num_out, size, x.dtype, arch(), num_multiprocessors(device)
-    )
+    rows = padded(num_rows) if num_rows > 1 else 1
+    shape = (LEAST_ROWS if batch_invariant else rows, num_out, size)
+    config = config or config_for(*shape, x.dtype, arch(), num_multiprocessors(device))
     block_out = max(config.block_out, 1 + gated)
-    blocks, vector = (triton.cdiv(num_out, block_out),), 16 // x.element_size()
-    if several:
-        launch_tiles(
-            *(_several_rows, blocks, x, weight, (residual, norm_weight, total)),
-            *(bias, out, (eps,), config),
-            ROWS=MAX_ROWS,
-            NORM_BLOCK=1024 if residual is None else 512,  # in registers
-            VECTOR=vector,
-            GATED=gated,
-        )
+    blocks = (triton.cdiv(num_rows, config.block_rows), triton.cdiv(num_out, block_out))
+    options = {"VECTOR": 16 // x.element_size(), "GATED": gated} | launch_options(dependent)
+    if num_rows > 1 or batch_invariant:
+        others = (residual, norm_weight, total)
+        options |= {"ROWS": config.block_rows}
+        launch_tiles(_several_rows, blocks, x, weight, others, bias, out, (eps,), config, **options)
         return out
-    _one_row[blocks](
+    _one_row[blocks[1:]](
         *(x, residual, norm_weight, weight, bias, out, total, eps, num_out, weight.stride(0)),
         SIZE=size,
         BLOCK_OUT=block_out,
         BLOCK_IN=config.block_in,
-        VECTOR=vector,
         STAGES=config.num_stages,
-        GATED=gated,
         num_warps=config.num_warps,
+        **options,
     )
     return out
 
@@ -367,7 +376,7 @@ def launch_tiles(
     splits = max(1, triton.cdiv(size, split))
     parts = arrivals = None
     if splits > 1:
-        parts = torch.empty(splits, *shape, dtype=torch.float32, device=device)
+        parts = torch.empty(splits, shape[0], shape[1] + 16, dtype=torch.float32, device=device)
         arrivals = arrival_counters(device, padded(prod(blocks), 256))
     kernel[(*blocks, splits)](
         *(x, weight, *others, bias, out, parts, arrivals, *numbers, *shape),

@@ -173,8 +173,8 @@ def _int4_tile(
             total += minimum[:, None] * sums[None, :]
     tile = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
     store_tile(
-        total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, tl.program_id(2),
-        out, here, row, num_rows, num_out, out_stride, SPLITS, False,
+        total, None, 0.0, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, tl.program_id(0),
+        tl.program_id(2), out, here, row, num_rows, num_out, out_stride, SIZE, SPLITS, False,
     )  # fmt: skip
 
 
@@ -214,8 +214,8 @@ def _scaled_tile(
         total *= scale[:, None]
     tile = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
     store_tile(
-        total, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, tl.program_id(2),
-        out, here, row, num_rows, num_out, out_stride, SPLITS, False,
+        total, None, 0.0, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, tile, tl.program_id(0),
+        tl.program_id(2), out, here, row, num_rows, num_out, out_stride, SIZE, SPLITS, False,
     )  # fmt: skip
 
 

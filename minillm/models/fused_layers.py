@@ -4,7 +4,8 @@
     here     add, norm, qkv | rotation, cache | attention | o | add, norm, gate_up, SwiGLU | down
 
 Between two kernels of a CUDA graph an H100 does nothing for 1.3 microseconds (Spector et al., "No
-Bubbles", 2025). Products of more rows are cuBLAS's, which fuses none of these.
+Bubbles", 2025). With more than 8 rows o and down are cuBLAS's; with more than `FUSED_ROWS` of
+`minillm/ops/triton.py` all products are, and cuBLAS fuses none of these.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ class FusedLayers:
             return None
         from minillm.ops import triton  # imported on a GPU only
 
-        if any(self.hooks) or _has_any_global_hook() or not triton.takes_rows(x):
+        if any(self.hooks) or _has_any_global_hook() or not triton.takes_normed(x):
             return None
         residual: Any = None
         for layer in self.layers:

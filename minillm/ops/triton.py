@@ -6,6 +6,7 @@ long as a whole sequence.
 
 from typing import TypedDict
 
+import torch
 from torch import Tensor
 
 from minillm.ops.batch import Batch, Codes, Pages
@@ -17,6 +18,10 @@ from minillm_kernels.launch import MAX_HEAD_DIM
 from minillm_kernels.mla_config import MAX_ROPE_DIM, MAX_VALUE_DIM
 
 GEMV_ROWS = 8  # with more rows, cuBLAS is faster
+# Rows in bf16 up to which a norm, its product and SwiGLU are one kernel, and not cuBLAS between two
+# others. Not measured on a GPU yet (`make gpu ARGS="--only kernels"` does): by its bytes it should
+# not lose up to here (`minillm_kernels/gemv.py`). It runs with any number.
+FUSED_ROWS = 64
 
 
 class Options(TypedDict):
@@ -34,6 +39,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def takes_rows(x: Tensor) -> bool:
     """Whether the kernels for products of few rows take these."""
     return x.dim() == 2 and 0 < len(x) <= GEMV_ROWS
+
+
+def takes_normed(x: Tensor) -> bool:
+    """Whether `norm_linear` takes these rows."""
+    most = FUSED_ROWS if x.dtype == torch.bfloat16 else GEMV_ROWS
+    return 0 < len(x) <= most
 
 
 def paged_attention(

@@ -34,7 +34,7 @@ class Case:
         norm: `norm_linear`, of x plus a residual if `residual`; `gated`: its outputs are
             gate and up of SwiGLU.
         view: x and weight are parts of wider rows.
-        tile: another `Config`, as block_out, block_in and splits.
+        tile: another `Config`, as block_out, block_in, splits, and rows of x.
         scale: of x; small, so that eps decides.
     """
 
@@ -48,7 +48,7 @@ class Case:
     bias: bool = False
     view: bool = False
     batch_invariant: bool = False
-    tile: tuple[int, int, int] | None = None
+    tile: tuple[int, ...] | None = None
     scale: float = 1.0
     eps: float = 1e-6
     seed: int = 0
@@ -69,8 +69,9 @@ def verify(case: Case, device: str = "cpu", kernels: ModuleType = gemv) -> None:
     out = guarded((case.rows, case.num_out // (1 + case.gated)), case.dtype, device)
     options: dict[str, Any] = {"out": out.view, "batch_invariant": case.batch_invariant}
     if case.tile is not None:
-        block_out, block_in, splits = case.tile
-        options["config"] = kernels.Config(block_out, block_in, splits=splits)
+        block_out, block_in, splits, *rows = case.tile
+        more = {"block_rows": rows[0]} if rows else {}
+        options["config"] = kernels.Config(block_out, block_in, splits=splits, **more)
     product = (weight.double().cpu(), None if bias is None else bias.double().cpu())
     factors = x.double().cpu()
     if norm_weight is None:
@@ -117,6 +118,19 @@ CASES: tuple[Case, ...] = (
     ),
     Case(1, 22, 1500, norm=True, residual=True, gated=True, view=True, tile=(1, 64, 1)),
     Case(9, 70, 2100, norm=True, residual=True, gated=True, tile=(16, 128, 4)),
+    # More than one tile of rows, the last one not full; as the engine has them, and with splits.
+    *(
+        Case(rows, 72, 90, BF16, True, True, gated, bias=not gated)
+        for rows, gated in ((9, False), (17, True), (40, False), (64, True), (130, True))
+    ),
+    *(
+        Case(rows, 36, 600, dtype, True, True, gated, bias=True, tile=(32, 64, 3, 16))
+        for rows, dtype, gated in ((40, BF16, True), (33, FP16, False), (20, FP32, True))
+    ),
+    Case(70, 40, 300, BF16, True, True, view=True, tile=(16, 128, 2, 32)),
+    Case(35, 20, 64, FP16, norm=True, scale=3000.0, tile=(16, 32, 2, 32)),
+    Case(40, 48, 256, bias=True, tile=(32, 64, 2, 32)),
+    Case(33, 40, 300, norm=True, batch_invariant=True),
     Case(0, 8, 16),
     Case(3, 0, 16),
     Case(2, 0, 16, norm=True, residual=True),
@@ -128,11 +142,12 @@ def random_case(rng: random.Random) -> Case:
     several = rng.random() < 0.6
     norm, bias, view, batch_invariant, more = (rng.random() < 0.5 for _ in range(5))
     gated = norm and rng.random() < 0.5
-    tile = None
+    tile: tuple[int, ...] | None = None
     if rng.random() < 0.5:
         tile = (rng.choice((16, 32, 64)), rng.choice((32, 64, 256)), rng.randint(1, 6))
+        tile = (*tile, rng.choice((16, 32, 64)))
     return Case(
-        rng.randint(0, gemv.MAX_ROWS) if several else 1,
+        rng.choice((rng.randint(0, 16), rng.randint(17, 100))) if several else 1,
         rng.choice((1, 8, rng.randint(1, 200))) * (1 + gated),
         rng.choice((1, 64, rng.randint(1, 600), 8 * rng.randint(1, 200))),
         rng.choice(DTYPES),
@@ -183,7 +198,8 @@ def _launch(
 def _with_bias(rows: int, dtype: torch.dtype) -> Callable[[], object]:
     def run() -> object:
         x, weight = torch.empty(rows, 896, dtype=dtype), torch.empty(1152, 896, dtype=dtype)
-        return gemv.norm_linear(x, None, x[0], 1e-6, weight, torch.empty(1152, dtype=dtype))
+        bias = torch.empty(1152, dtype=dtype)
+        return gemv.norm_linear(x, torch.empty_like(x), x[0], 1e-6, weight, bias)
 
     return run
 
@@ -200,9 +216,7 @@ LAUNCHES: tuple[Launch, ...] = (
     _launch("Llama-3.1-8B qkv", 8, 6144, 4096, norm=True),
     _launch("Llama-3.1-8B qkv", 8, 6144, 4096, norm=True, dtype=FP16),
     _launch("Llama-3.1-8B gate_up", 4, 28672, 4096, norm=True, gated=True),
-    replace(
-        _launch("Qwen3-0.6B gate_up", 8, 6144, 1024, norm=True, gated=True), may_spill=(100,)
-    ),  # 8 bytes
+    _launch("Qwen3-0.6B gate_up", 8, 6144, 1024, norm=True, gated=True),
     _launch("Llama-3.1-8B down", 16, 4096, 14336),
     _launch("Qwen3-0.6B o", 16, 1024, 2048),
     # 8 bytes; the engine uses float32 in tests only.
@@ -210,4 +224,10 @@ LAUNCHES: tuple[Launch, ...] = (
     _launch("equality tests", 8, 1024, 1024, norm=True, dtype=FP32),
     Launch("norm_linear Qwen2.5-0.5B qkv with bias 1", _with_bias(1, BF16)),
     Launch("norm_linear Qwen2.5-0.5B qkv with bias 4", _with_bias(4, BF16), ARCHITECTURES),
+    _launch("Llama-3.1-8B qkv", 32, 6144, 4096, norm=True),
+    _launch("Llama-3.1-8B gate_up", 64, 28672, 4096, norm=True, gated=True),
+    _launch("Qwen3-0.6B qkv", 64, 4096, 1024, norm=True),
+    _launch("Qwen3-0.6B gate_up", 32, 6144, 1024, norm=True, gated=True),
+    _launch("Qwen3-0.6B gate_up", 256, 6144, 1024, norm=True, gated=True),
+    Launch("norm_linear Qwen2.5-0.5B qkv with bias 64", _with_bias(64, BF16), ARCHITECTURES),
 )
