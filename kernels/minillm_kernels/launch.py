@@ -77,9 +77,17 @@ def arch() -> int:
     """Compute capability that the next launch is compiled for (80, 90, 100); 0 if interpreted."""
     if INTERPRETED:
         return 0
+    driver = triton.runtime.driver.active
+    return _arch_of(type(driver), driver.get_current_device())
+
+
+@cache
+def _arch_of(driver: type, device: int) -> int:
+    # Asking takes microseconds, and each launch needs it. A device of `offline` is its arch.
     return int(triton.runtime.driver.active.get_current_target().arch)
 
 
+@cache
 def num_multiprocessors(device: torch.device) -> int:
     """Number of multiprocessors of the GPU; that of an H200 without a GPU (compiling only)."""
     if device.type != "cuda":
@@ -110,12 +118,12 @@ def compiled() -> Iterator[list[str]]:
 def check_device(**tensors: Tensor | None) -> torch.device:
     """Check that all tensors are on the current CUDA device and that it is supported (or on the CPU
     if interpreted); returns the device."""
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    devices = {name: tensor.device for name, tensor in given.items()}
-    name, device = next(iter(devices.items()))
-    for other, found in devices.items():
-        if found != device:
-            raise KernelError(f"{name} is on {device} and {other} on {found}; move one of them.")
+    name, device = next((name, each.device) for name, each in tensors.items() if each is not None)
+    for other, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise KernelError(
+                f"{name} is on {device} and {other} on {tensor.device}; move one of them."
+            )
     if INTERPRETED:
         if device.type != "cpu":
             raise KernelError(f"{name} is on {device}; interpreted kernels need CPU tensors.")
@@ -125,18 +133,23 @@ def check_device(**tensors: Tensor | None) -> torch.device:
             "minillm_kernels.reference there, or set TRITON_INTERPRET=1 before the import."
         )
     elif device.type == "cuda" and torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability(device)
-        if 10 * major + minor < OLDEST:
-            raise KernelError(
-                f"{name} is on {device} with compute capability {major}.{minor}; these kernels "
-                "need 8.0 (Ampere) or newer. Use minillm_kernels.reference there."
-            )
+        _check_capability(name, device)
         if device.index != torch.cuda.current_device():  # Triton launches on the current device
             raise KernelError(
                 f"{name} is on {device} and the current device is cuda:"
                 f"{torch.cuda.current_device()}; launch inside torch.cuda.device({device.index})."
             )
     return device
+
+
+@cache
+def _check_capability(name: str, device: torch.device) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if 10 * major + minor < OLDEST:
+        raise KernelError(
+            f"{name} is on {device} with compute capability {major}.{minor}; these kernels "
+            "need 8.0 (Ampere) or newer. Use minillm_kernels.reference there."
+        )
 
 
 def check_dtype(allowed: Sequence[torch.dtype], **tensors: Tensor | None) -> None:

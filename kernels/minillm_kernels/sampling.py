@@ -52,6 +52,7 @@ from minillm_kernels.truncation import (
     best_of_row,
     cut_off,
     find_cuts,
+    nan_if_any,
     pick_config,
     scale,
     scaling,
@@ -60,7 +61,8 @@ from minillm_kernels.truncation import (
 __all__ = ["Config", "argmax", "gumbel_argmax", "pick_config", "sample", "truncate"]
 
 PER_ROW = (
-    "temperature_ptr", "min_p_ptr", "seed_ptr", "sample_index_ptr", "position_ptr", "out_ptr",
+    "temperature_ptr", "min_p_ptr", "seed_ptr", "sample_index_ptr", "position_ptr",
+    "out_ptr", "best_ptr",
 )  # fmt: skip
 SMALLEST = tl.constexpr(2.0**-32)  # spacing of uniform numbers near 0
 LARGEST = tl.constexpr(1.0 - 2.0**-24)  # largest uniform number, the float32 before 1
@@ -102,14 +104,14 @@ def best_of(scores, ids, size):
 def _best_of_block(
     logits_ptr, values_ptr, ids_ptr, arrivals_ptr, row_stride, size, BLOCK: tl.constexpr
 ):
-    """Program (row, block): its best logit and that token's id."""
+    """Program (row, block): its best logit, NaN if it has one, and that token's id."""
     row, block = tl.program_id(0), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     logits = tl.load(row_ptr + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
     best, first = best_of(logits, ids, size)
     place = row * tl.num_programs(1) + block
-    tl.store(values_ptr + place, best)
+    tl.store(values_ptr + place, nan_if_any(best, logits))
     tl.store(ids_ptr + place, first)
     if arrivals_ptr is not None:
         tl.store(arrivals_ptr + row, 0, mask=block == 0)
@@ -216,10 +218,11 @@ def noise(seed, sample_index, position, purpose, first, BLOCK: tl.constexpr):
 def _draw(
     logits_ptr, values_ptr, temperature_ptr, min_p_ptr, cuts_ptr,
     seed_ptr, sample_index_ptr, position_ptr, purpose,
-    scores_ptr, ids_ptr, arrivals_ptr, out_ptr, row_stride, size, num_blocks,
+    scores_ptr, ids_ptr, arrivals_ptr, out_ptr, best_ptr, row_stride, size, num_blocks,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block): the block's noisy best; the last program of a row writes the token."""
+    """Program (row, block): the block's noisy best; the last program of a row writes the token,
+    and the row's best logit if it is asked for."""
     row, block = tl.program_id(0), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
@@ -242,6 +245,8 @@ def _draw(
     if tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel", scope="gpu") == num_blocks - 1:
         token = best_of_parts(scores_ptr, ids_ptr, row, num_blocks, size, BLOCKS)
         tl.store(out_ptr + row, token.to(tl.int64))
+        if best_ptr is not None:
+            tl.store(best_ptr + row, best_of_row(values_ptr, row, num_blocks, BLOCKS))
 
 
 def gumbel_argmax(
@@ -287,12 +292,14 @@ def sample(
     purpose: int = Purpose.SAMPLE,
     *,
     out: Tensor | None = None,
+    best: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """Temperature, min-p, top-k, top-p and sampling, in this order, in two or three launches.
 
     `top_k` int32 [K] and `top_p` float32 [K] as in `truncate`, both None if no row uses them (one
     launch less); the other arguments as in `gumbel_argmax`. Rows with temperature 0 are greedy.
+    `best` float32 [K] gets the largest logit of each row, NaN if it has one.
     """
     check_device(
         logits=logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
@@ -301,6 +308,8 @@ def sample(
     num_rows, vocab_size = check_logits(logits)
     check_per_row(num_rows, torch.float32, temperature=temperature, min_p=min_p)
     check_per_row(num_rows, torch.int64, seed=seed, sample_index=sample_index, position=position)
+    if best is not None:
+        check_per_row(num_rows, torch.float32, best=best)
     if (top_k is None) != (top_p is None):
         raise KernelError("only one of top_k and top_p is given; give both, or None for both.")
     out = _tokens(out, logits)
@@ -316,7 +325,7 @@ def sample(
     num_blocks = values.shape[1]
     _draw[(num_rows, num_blocks)](
         logits, values, temperature, min_p, cuts, seed, sample_index, position,
-        int(Purpose(purpose)), torch.empty_like(values), ids, arrivals, out,
+        int(Purpose(purpose)), torch.empty_like(values), ids, arrivals, out, best,
         logits.stride(0), vocab_size, num_blocks,
         BLOCKS=padded(num_blocks), BLOCK=config.block, num_warps=config.num_warps,
     )  # fmt: skip

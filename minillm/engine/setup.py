@@ -26,6 +26,7 @@ from minillm.ops import backend_of, cpu, has_int8_kernels
 from minillm.parallel.split import largest_part
 from minillm.plan import machine
 from minillm.plan.cost import BatchFit, MemoryPlan, memory_plan
+from minillm.plan.parameters import parameter_count
 from minillm.plan.weight_sizes import WeightSizes
 from minillm.scheduling.config import scheduler_config
 from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
@@ -149,7 +150,7 @@ def plan_memory(
         max_num_seqs=limits.max_num_seqs + padding,
         block_size=args.block_size or (CPU_BLOCK_SIZE if device.type == "cpu" else GPU_BLOCK_SIZE),
         gpu_memory_utilization=args.gpu_memory_utilization,
-        copied_weight_bytes=copied_weight_bytes(config, DTYPES[dtype]) if copies else 0,
+        copied_weight_bytes=more_weight_bytes(config, DTYPES[dtype], copies, device),
         cuda_graphs=records(args, device),
         num_drafts=0 if speculation is None else speculation.most,
         weights=weights,
@@ -197,6 +198,17 @@ def kv_dtype_of(
             f"The KV cache of the draft model is of the target's kind: {error}"
         ) from None
     return args.kv_cache_dtype
+
+
+def more_weight_bytes(
+    config: ModelConfig, dtype: torch.dtype, copies: bool, device: torch.device
+) -> int:
+    """Bytes of weights beyond those in `dtype`: copies in another layout, or routers, which our
+    kernels have in float32."""
+    if copies:
+        return copied_weight_bytes(config, dtype)
+    wide = backend_of(device).name == "triton"
+    return wide * parameter_count(config).router * (4 - dtype.itemsize)
 
 
 def sizes_of_weights(

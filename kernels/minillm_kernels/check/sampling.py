@@ -144,13 +144,18 @@ def verify(case: Case, device: str = "cpu", kernels: ModuleType | Any = sampling
     launcher = getattr(kernels, case.op)
     shape = (case.num_rows, case.vocab_size) if case.op == "truncate" else (case.num_rows,)
     out = guarded(shape, torch.float32 if case.op == "truncate" else torch.int64, device)
-    result = launcher(*arguments, out=out.view, config=config)
+    best = torch.zeros(case.num_rows, device=device)
+    more = {"best": best} if case.op == "sample" else {}
+    result = launcher(*arguments, out=out.view, config=config, **more)
     if result.data_ptr() != out.view.data_ptr():
         raise Mismatch("the result is not in the tensor that was given for it")
     out.check(written=case.kind != "broken")
     got, inputs = result.cpu(), [_on_cpu(argument) for argument in arguments]
     check = _check_truncated if case.op == "truncate" else _check_tokens
     check(case, got, inputs, healthy)
+    largest = inputs[0].float().amax(dim=-1)
+    if more and not torch.allclose(best.cpu(), largest, rtol=0.0, atol=0.0, equal_nan=True):
+        raise Mismatch(f"the largest logits are {best.tolist()}, not {largest.tolist()}")
     row = healthy[-1]
     alone = launcher(*(_row(argument, row) for argument in arguments), config=config)
     if not torch.equal(alone.cpu()[0], got[row]):

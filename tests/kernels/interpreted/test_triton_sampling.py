@@ -190,6 +190,8 @@ def _cases(operation: str, vocab_size: int | None = None) -> list[Case]:
         ("gumbel_argmax", "scores = scale(scores, peak, temperature, floor)",
          "scores = tl.where(scores - peak < floor, -1e9, scale(scores, peak, temperature, -1e9))"),
         ("sample", "config, temperature, min_p)", "config)"),
+        ("sample", "nan_if_any(best, logits)", "best"),
+        ("sample", "row, best_of_row(values_ptr", "row, best_of_row(scores_ptr"),
         ("truncate", "out_ptr + row.to(tl.int64) * out_stride + ids, kept, mask=ids < size",
          "out_ptr + row.to(tl.int64) * out_stride + ids, kept"),
     ],
