@@ -21,6 +21,7 @@ __all__ = [
     "TensorDescriptor",
     "TritonMissingError",
     "arch",
+    "cdiv",
     "check_block_tables",
     "check_contiguous",
     "check_device",
@@ -162,6 +163,9 @@ def check_dtype(allowed: Sequence[torch.dtype], **tensors: Tensor | None) -> Non
 
 def check_same_dtype(**tensors: Tensor | None) -> torch.dtype:
     """Check that all tensors have the same floating-point dtype; returns it."""
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor is not None}
+    if len(dtypes) == 1 and (dtype := dtypes.pop()) in FLOATS:
+        return dtype
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     check_dtype(FLOATS, **given)
     (name, first), *rest = given.items()
@@ -177,8 +181,9 @@ def check_shape(name: str, tensor: Tensor, *shape: int | str) -> None:
     """Check the shape of a tensor; a string stands for any size."""
     sizes = tensor.shape
     fits = len(sizes) == len(shape)
-    for want, size in zip(shape, sizes, strict=False):  # a generator would take twice as long
-        fits = fits and (want == size or isinstance(want, str))
+    for want, size in zip(shape, sizes):  # noqa: B905  # a generator would take twice as long
+        if want != size and not isinstance(want, str):
+            fits = False
     if not fits:
         wanted = ", ".join(map(str, shape))
         raise KernelError(f"{name} is {list(sizes)}; it must be [{wanted}].")
@@ -187,7 +192,7 @@ def check_shape(name: str, tensor: Tensor, *shape: int | str) -> None:
 def check_last_contiguous(**tensors: Tensor | None) -> None:
     """Check that the last dimension is contiguous; the other strides may be anything."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise KernelError(
                 f"{name} has strides {tensor.stride()}; its last dimension must be contiguous "
                 f"(stride 1): call {name}.contiguous()."
@@ -233,6 +238,11 @@ def output(out: Tensor | None, shape: Sequence[int], like: Tensor, name: str = "
             f"{name} is {out.dtype} on {out.device}; it must be {like.dtype} on {like.device}."
         )
     return out
+
+
+def cdiv(size: int, block: int) -> int:
+    """The quotient rounded up, as `triton.cdiv`, which takes microseconds on the host."""
+    return -(-size // block)
 
 
 def padded(size: int, least: int = 16) -> int:
