@@ -79,11 +79,11 @@ def arch() -> int:
     if INTERPRETED:
         return 0
     driver = triton.runtime.driver.active
-    return _arch_of(type(driver), driver.get_current_device())
+    return _arch_of(type(driver).__name__, driver.get_current_device())
 
 
 @cache
-def _arch_of(driver: type, device: int) -> int:
+def _arch_of(driver: str, device: int) -> int:
     # Asking takes microseconds, and each launch needs it. A device of `offline` is its arch.
     return int(triton.runtime.driver.active.get_current_target().arch)
 

@@ -233,9 +233,10 @@ class Sampler:
                 keys = keys.repeat(counts, axis=1)
                 keys[1] += np.fromiter(chain.from_iterable(map(range, counts)), np.int64)
             columns = upload(self.device, self._floats[:, of], self._top_k[of], keys, at)
-            floats, top_k, (seed, sample_index), position = columns
+            floats, top_k, stream, position = columns
+            (temperature, min_p, top_p), (seed, index) = floats, stream
             truncates = bool(self._truncates[of].any())
-            pack = Pack(*floats, top_k, seed, sample_index, position, truncates)
+            pack = Pack(temperature, min_p, top_p, top_k, seed, index, position, truncates)
         else:
             _, before, pack = self._last
             if self.device.type != "cpu" and np.array_equal(at, before + 1):
