@@ -13,6 +13,7 @@ from minillm.cache.spec import cache_spec
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.execution.executor import Capacity, Executor
+from minillm.execution.graphs import has_graphs
 from minillm.execution.setup import build_executor, packs, records
 from minillm.models.all_layers import sizes_fit
 from minillm.models.checkpoint import ModelSource
@@ -207,8 +208,7 @@ def more_weight_bytes(
     kernels have in float32."""
     if copies:
         return copied_weight_bytes(config, dtype)
-    wide = backend_of(device).name == "triton"
-    return wide * parameter_count(config).router * (4 - dtype.itemsize)
+    return has_graphs(device) * parameter_count(config).router * (4 - dtype.itemsize)
 
 
 def sizes_of_weights(

@@ -15,12 +15,15 @@ pytest.importorskip("triton")
 
 from minillm import SamplingParams
 from minillm.cache.spec import cache_spec
+from minillm.engine.setup import more_weight_bytes
 from minillm.execution.graphs import DecodeGraphs
 from minillm.execution.runner import Runner
 from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
 from minillm.models.fused_layers import FusedLayers
+from minillm.models.presets import preset
 from minillm.models.quantize import quantize_weights
+from minillm.parallel.split import stage_config
 from minillm.quantization.kernels import KernelQuantizedMethod, pack_for_kernels
 from minillm.sampling import penalties
 from minillm.scheduling.plan import StepPlan
@@ -110,6 +113,21 @@ def test_no_step_of_any_kind_waits_for_the_gpu(folder, monkeypatch):
     assert graph_rows >= {0, 4, 16}
     assert any(plan.swap_in for plan in plans)
     assert any(plan.copies for plan in plans)
+
+
+def test_a_router_converts_no_weight_and_chooses_in_one_launch():
+    """It had ten launches: two conversions, softmax, topk, gather, sum, clamp_min, div, mul."""
+    config = replace(stage_config(preset("qwen3-30b-a3b"), range(1)), vocab_size=64)
+    with fake_gpu() as gpu, torch.inference_mode():
+        router = Decoder(config, torch.bfloat16, DEVICE).layers[0].mlp.router
+        x = torch.empty(3, config.hidden_size, dtype=torch.bfloat16, device=DEVICE)
+        with gpu.watching() as seen:
+            weights, ids = router(x)
+        more = more_weight_bytes(config, torch.bfloat16, False, DEVICE)
+    assert dict(+seen) == {"conversion": 1, "linear": 1, "_route": 1}
+    assert (weights.shape, weights.dtype, ids.dtype) == ((3, 8), torch.float32, torch.int64)
+    assert router.weight.nbytes == 2 * more > 0
+    assert more_weight_bytes(config, torch.bfloat16, False, torch.device("cpu")) == 0
 
 
 @pytest.mark.parametrize("planted", [False, True])
