@@ -134,6 +134,8 @@ def plan_memory(
     limits = scheduler_config(args)
     padding = PASS_ROWS if args.deterministic else 0  # a batch is padded to whole tiles
     speculation, copies = speculation_of(args), packs(args, device)
+    # Our kernels have routers in float32.
+    wide = has_graphs(device) * parameter_count(config).router * (4 - DTYPES[dtype].itemsize)
     weights, draft_weights = sizes_of_weights(args, source, DTYPES[dtype], device, draft)
     plan = memory_plan(
         largest_part(
@@ -151,7 +153,7 @@ def plan_memory(
         max_num_seqs=limits.max_num_seqs + padding,
         block_size=args.block_size or (CPU_BLOCK_SIZE if device.type == "cpu" else GPU_BLOCK_SIZE),
         gpu_memory_utilization=args.gpu_memory_utilization,
-        copied_weight_bytes=more_weight_bytes(config, DTYPES[dtype], copies, device),
+        copied_weight_bytes=copied_weight_bytes(config, DTYPES[dtype]) if copies else wide,
         cuda_graphs=records(args, device),
         num_drafts=0 if speculation is None else speculation.most,
         weights=weights,
@@ -199,16 +201,6 @@ def kv_dtype_of(
             f"The KV cache of the draft model is of the target's kind: {error}"
         ) from None
     return args.kv_cache_dtype
-
-
-def more_weight_bytes(
-    config: ModelConfig, dtype: torch.dtype, copies: bool, device: torch.device
-) -> int:
-    """Bytes of weights beyond those in `dtype`: copies in another layout, or routers, which our
-    kernels have in float32."""
-    if copies:
-        return copied_weight_bytes(config, dtype)
-    return has_graphs(device) * parameter_count(config).router * (4 - dtype.itemsize)
 
 
 def sizes_of_weights(

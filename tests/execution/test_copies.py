@@ -14,11 +14,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minillm import SamplingParams
+from minillm.api.arguments import EngineArgs
 from minillm.cache.spec import cache_spec
-from minillm.engine.setup import more_weight_bytes
+from minillm.engine import setup
 from minillm.execution.graphs import DecodeGraphs
 from minillm.execution.runner import Runner
 from minillm.layers.kv_cache import KVCache
+from minillm.models.checkpoint import ModelSource
 from minillm.models.decoder import Decoder
 from minillm.models.fused_layers import FusedLayers
 from minillm.models.presets import preset
@@ -115,19 +117,22 @@ def test_no_step_of_any_kind_waits_for_the_gpu(folder, monkeypatch):
     assert any(plan.copies for plan in plans)
 
 
-def test_a_router_converts_no_weight_and_chooses_in_one_launch():
+def test_a_router_converts_no_weight_and_chooses_in_one_launch(monkeypatch):
     """It had ten launches: two conversions, softmax, topk, gather, sum, clamp_min, div, mul."""
     config = replace(stage_config(preset("qwen3-30b-a3b"), range(1)), vocab_size=64)
+    monkeypatch.setattr(setup, "free_memory", lambda device: 10**10)
+    args, source = EngineArgs("tiny", max_model_len=64), ModelSource(None, config)
     with fake_gpu() as gpu, torch.inference_mode():
-        router = Decoder(config, torch.bfloat16, DEVICE).layers[0].mlp.router
+        model = Decoder(config, torch.bfloat16, DEVICE)
+        _, plan = setup.plan_memory(args, source, "bfloat16", DEVICE)
+        router = model.layers[0].mlp.router
         x = torch.empty(3, config.hidden_size, dtype=torch.bfloat16, device=DEVICE)
         with gpu.watching() as seen:
             weights, ids = router(x)
-        more = more_weight_bytes(config, torch.bfloat16, False, DEVICE)
     assert dict(+seen) == {"conversion": 1, "linear": 1, "_route": 1}
     assert (weights.shape, weights.dtype, ids.dtype) == ((3, 8), torch.float32, torch.int64)
-    assert router.weight.nbytes == 2 * more > 0
-    assert more_weight_bytes(config, torch.bfloat16, False, torch.device("cpu")) == 0
+    assert router.weight.dtype == torch.float32
+    assert plan.weight_bytes == model.num_bytes
 
 
 @pytest.mark.parametrize("planted", [False, True])
