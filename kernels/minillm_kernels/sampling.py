@@ -1,4 +1,4 @@
-"""Sampling on the GPU: argmax, sampling with Gumbel noise, top-k and top-p.
+"""Sampling on the GPU: argmax or sampling with Gumbel noise, top-k and top-p.
 
 `argmax(logits / temperature + Gumbel noise)` is a sample of `softmax(logits / temperature)`
 (Gumbel, 1954). It needs no sums, and blocks of the vocabulary are independent. The noise is a
@@ -7,10 +7,9 @@ is added and never stored.
 
 A single row of 152,000 logits must fill the GPU, so a program processes one block of one row::
 
-    argmax          best of every block, then a small launch for the best of the blocks
     gumbel_argmax   best of every block (the division by the temperature needs the row's best to
                     round as torch does), then the noisy best of every block; the last program of a
-                    row to finish compares the row's blocks
+                    row to finish compares the row's blocks. Greedy rows have no noise
     truncate        best of every block, the row's cut (`truncation.py`), then the result
     sample          best of every block, the cut if any row has one, then the sample
 
@@ -19,12 +18,12 @@ blocks, other rows or the order of programs.
 
 Shapes: `logits` [K, V], float32, float16 or bfloat16, any row stride -> int64 [K].
 
-Memory: b K V bytes with logits of b bytes, read once (argmax) or twice, the second time from the L2
-cache; nothing of that size is written. Operations: comparisons for argmax. Sampling adds about 25
-integer operations per token for a quarter of a Philox block, and two logarithms in float64, about
-60 operations on the float64 units, which have half the rate of float32 on an A100 or H100 and a
-32nd or less on other GPUs. At K = 1 latency dominates (two launches, 300 to 600 kB); from about
-K = 8 argmax is memory-bound and sampling is bound by the logarithms. Blocks that truncation
+Memory: b K V bytes with logits of b bytes, read twice, the second time from the L2 cache; nothing
+of that size is written. Operations: comparisons for greedy rows. Sampling adds about 25 integer
+operations per token for a quarter of a Philox block, and two logarithms in float64, about 60
+operations on the float64 units, which have half the rate of float32 on an A100 or H100 and a 32nd
+or less on other GPUs. At K = 1 latency dominates (two launches, 300 to 600 kB); from about K = 8
+greedy rows are memory-bound and sampling is bound by the logarithms. Blocks that truncation
 excludes skip them.
 
 A row with NaN, or whose largest logit is infinite, gets an arbitrary token of the vocabulary and
@@ -58,7 +57,7 @@ from minillm_kernels.truncation import (
     scaling,
 )
 
-__all__ = ["Config", "argmax", "gumbel_argmax", "pick_config", "sample", "truncate"]
+__all__ = ["Config", "gumbel_argmax", "pick_config", "sample", "truncate"]
 
 PER_ROW = (
     "temperature_ptr", "min_p_ptr", "seed_ptr", "sample_index_ptr", "position_ptr",
@@ -135,9 +134,6 @@ def best_of_blocks(
     return values, ids
 
 
-# ---- argmax -----------------------------------------------------------------------------------
-
-
 @triton.jit
 def best_of_parts(values_ptr, ids_ptr, row, num_blocks, size, BLOCKS: tl.constexpr):
     """The token of the best block; blocks are in the order of ids. Bypasses the L1 cache."""
@@ -149,37 +145,6 @@ def best_of_parts(values_ptr, ids_ptr, row, num_blocks, size, BLOCKS: tl.constex
     ids = tl.load(ids_ptr + places, mask=blocks < num_blocks, other=size, cache_modifier=".cg")
     _, first = best_of(values, ids, size)
     return first
-
-
-@triton.jit
-def _choose(values_ptr, ids_ptr, out_ptr, num_blocks, size, BLOCKS: tl.constexpr):
-    """Program (row): the best of its blocks."""
-    row = tl.program_id(0)
-    token = best_of_parts(values_ptr, ids_ptr, row, num_blocks, size, BLOCKS)
-    tl.store(out_ptr + row, token.to(tl.int64))
-
-
-def argmax(logits: Tensor, *, out: Tensor | None = None, config: Config | None = None) -> Tensor:
-    """`reference.argmax`: the most probable token of each row; ties go to the smallest id.
-
-    Args:
-        logits: [K, V], float32, float16 or bfloat16, any row stride.
-        out: int64 [K] to write to.
-
-    Returns:
-        int64 [K].
-    """
-    check_device(logits=logits)
-    num_rows, vocab_size = check_logits(logits)
-    out = _tokens(out, logits)
-    if num_rows == 0:
-        return out
-    values, ids = best_of_blocks(logits, config or pick_config(num_rows, vocab_size))
-    num_blocks = values.shape[1]
-    _choose[(num_rows,)](
-        values, ids, out, num_blocks, vocab_size, BLOCKS=padded(num_blocks), num_warps=1
-    )
-    return out
 
 
 def _tokens(out: Tensor | None, logits: Tensor) -> Tensor:
