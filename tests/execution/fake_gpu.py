@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +27,15 @@ from minillm_kernels import launch
 from minillm_kernels.launch import triton
 from minillm_kernels.offline import compiling
 
-torch.utils.backend_registration._setup_privateuseone_for_python_backend("fake")
+
+class Absent(backend_registration._DummyBackendModule):
+    """So that torch's other users find no accelerator."""
+
+    def is_available(self) -> bool:
+        return False
+
+
+backend_registration._setup_privateuseone_for_python_backend("fake", Absent())
 DEVICE = torch.device("fake:0")
 NO_LAUNCH = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "view", "select",
