@@ -321,7 +321,7 @@ def _launch(op: str, model: str, num_rows: int, vocab_size: int, dtype: torch.dt
             return sampling.truncate(logits, top_k, floats)
         if op == "gumbel_argmax":
             return sampling.gumbel_argmax(logits, floats, floats, *stream)
-        return sampling.sample(logits, floats, top_k, floats, floats, *stream)
+        return sampling.sample(logits, floats, top_k, floats, floats, *stream, best=floats)
 
     return Launch(name, run)
 
