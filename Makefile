@@ -42,7 +42,7 @@ check: $(DEV_STAMP) ## set up, then lint and types only
 
 # Tests first, chapters last: a chapter that fails is read best at the end of the screen. A file
 # of tests or a chapter stays with one process, because its cells stand on each other.
-CHAPTERS = $(PY) -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout 300 \
+CHAPTERS = $(PY) -m pytest -p tests.quick_nbformat --nbval-lax --nbval-current-env --nbval-cell-timeout 300 \
   -n $(WORKERS) --dist loadfile notebooks
 FORKED = JUPYTER_DEFAULT_PROVISIONER_NAME=minillm-fork
 

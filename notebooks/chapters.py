@@ -18,6 +18,7 @@ from typing import Any
 
 NOTEBOOKS = Path(__file__).resolve().parent
 NAME = re.compile(r"\d\d[a-z]?_\w+")
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 FACT = re.compile(r"(?P<name>[^:\n]+): (?P<value>.+)")
 # A number with its unit, or alone; not the first of several ("118 and 69", "1.0 2.1").
 NUMBER = re.compile(r"[-+]?\d(?:[\d,]*\d)?(\.\d+)?(/\d+)?(?=$| (?!(and |x )?\d))")
@@ -270,10 +271,9 @@ def run(
 
 def _what_failed(position: int, source: str, error: Exception) -> str:
     """The failing cell's source, and the last line of the error with where it was."""
-    colours = re.compile(r"\x1b\[[0-9;]*m")
     name = getattr(error, "ename", type(error).__name__)
     detail = getattr(error, "evalue", str(error).strip().split("\n")[-1])
-    trace = colours.sub("", getattr(error, "traceback", "")).strip().splitlines()
+    trace = COLOURS.sub("", getattr(error, "traceback", "")).strip().splitlines()
     tail = "\n".join(f"    {line}" for line in trace[-14:])
     indented = "\n".join(f"    {line}" for line in source.splitlines())
     return f"Cell {position} failed:\n{indented}\n{tail}\n{name}: {detail}"

@@ -8,8 +8,6 @@ the place of its own, each chapter in an empty folder with caches of its own, an
 which fact changed and what to do.
 """
 
-import os
-import re
 import shutil
 import tempfile
 import time
@@ -30,7 +28,6 @@ from minillm.plan.machine import cpu_count
 
 TESTED = "0.11."
 DIFFER = "Cell outputs differ"  # nbval's words where a cell ran and said something else
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 UNCHANGED = """\
 If the change is right: python notebooks/execute.py {number}, then read the sentences that quote it.
 If it is not, the code changed its behaviour: repair the code and keep the committed fact."""
@@ -71,18 +68,18 @@ class Dead(Exception):
 class ChapterKernel(nbval.kernel.RunningKernel):
     """A kernel in a folder of its own that notices when it dies and keeps each cell's reply."""
 
-    def __init__(self, folder: Path, threads: int, startup_timeout: float) -> None:
+    def __init__(self, folder: Path, threads: int, timeout: float, **more: str) -> None:
         (folder / "cwd").mkdir()
         chapters.lend_libraries(folder)
         self.said = folder / "stderr.txt"
         self.last_reply: dict[str, Any] = {}
         with self.said.open("w") as stderr:
             self.km, self.kc = nbval.kernel.start_new_kernel(
-                startup_timeout=startup_timeout,
+                startup_timeout=timeout,
                 kernel_name=nbval.kernel.CURRENT_ENV_KERNEL_NAME,
                 stderr=stderr,
                 cwd=str(folder / "cwd"),
-                env=chapters.environment(folder, threads),
+                env=chapters.environment(folder, threads, **more),
             )
         self._ensure_iopub_up()
 
@@ -144,6 +141,7 @@ class ChapterFile(nbval.plugin.IPyNbFile):
             self.folder,
             max(1, cpu_count() // workers),
             self.config.option.nbval_kernel_startup_timeout,
+            MINILLM_CHAPTER=chapters.number(self.path),
         )
         self.setup_sanitize_files()
 
@@ -206,7 +204,7 @@ class ChapterCell(nbval.plugin.IPyNbCell):
         if str(error) == DIFFER:
             advice = UNCHANGED.format(number=self.path.stem.partition("_")[0])
             return "\n".join([f"A fact changed in {where}", *self.changed(), advice])
-        trace = COLOURS.sub("", error.inner_traceback or "").strip().splitlines()
+        trace = chapters.COLOURS.sub("", error.inner_traceback or "").strip().splitlines()
         rest = len(self.parent.nb.cells) - self.parent.nb.cells.index(self.cell) - 1
         return "\n".join(
             [
@@ -219,8 +217,7 @@ class ChapterCell(nbval.plugin.IPyNbCell):
 
     def changed(self) -> Iterator[str]:
         """One line per fact that is not as committed, else both outputs whole."""
-        both = self.cell.outputs, self.test_outputs or []
-        texts = [chapters.stdout(outputs) for outputs in both]
+        texts = [chapters.stdout(each) for each in (self.cell.outputs, self.test_outputs or [])]
         old, new = map(chapters.parse_facts, texts)
         for name in {**old, **new} if old != new else ():
             committed, now = old.get(name, "not there"), new.get(name, "not there")
@@ -237,4 +234,4 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for report in reports:
             seconds[report.nodeid.split("::")[0]] += getattr(report, "duration", 0.0)
     for name in sorted(seconds):
-        terminalreporter.write_line(f"{os.path.basename(name)}: {seconds[name]:.1f} s")
+        terminalreporter.write_line(f"{Path(name).name}: {seconds[name]:.1f} s")

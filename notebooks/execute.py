@@ -284,16 +284,15 @@ def changes(old: Notebook, new: Notebook) -> list[str]:
         for name in dict.fromkeys([*before, *after])
         if before.get(name) != after.get(name)
     ]
+
+    def words(cell: dict[str, Any]) -> str:  # measured numbers are new each time
+        return prose.SPAN.sub(lambda m: "" if m["kind"] == "result" else m[0], cell["source"])
+
     pairs = zip(old["cells"], new["cells"], strict=True)
     for position, (was, now) in enumerate(pairs):
-        if was["cell_type"] == "markdown" and without_results(was) != without_results(now):
+        if was["cell_type"] == "markdown" and words(was) != words(now):
             found.append(f"cell {position}: the prose is not bound to the present values")
     return found
-
-
-def without_results(cell: dict[str, Any]) -> str:
-    """The prose without measured numbers, which are new each time."""
-    return prose.SPAN.sub(lambda m: "" if m["kind"] == "result" else m[0], cell["source"])
 
 
 def fill_only(path: Path) -> list[str]:

@@ -1,14 +1,14 @@
 """Kernels of Jupyter as forks of one process that has torch, matplotlib and the engine loaded.
 
 Importing them takes most of the time of a chapter that is tested in a hurry. After `register`, the
-environment chooses: JUPYTER_DEFAULT_PROVISIONER_NAME=minillm-fork. A kernel is otherwise a program
-of its own, as a reader's is.
+environment chooses: JUPYTER_DEFAULT_PROVISIONER_NAME=minillm-fork.
 """
 
 import contextlib
 import multiprocessing
 import os
 import threading
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -18,6 +18,8 @@ from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvision
 import chapters
 
 NAME = "minillm-fork"
+# Chapters that load models of random weights for their times alone: two layers will do.
+ONLY_TIMED = ("03", "05", "08", "09", "12", "23")
 PRELOAD = [  # what a chapter and this file import
     *("torch", "matplotlib.pyplot", "matplotlib_inline.backend_inline", "ipywidgets"),
     *("ipykernel.kernelapp", "jupyter_client.provisioning"),
@@ -94,6 +96,11 @@ def _run_kernel(arguments: list[str], env: dict[str, str], cwd: str, stderr: str
 
     matplotlib.use("module://matplotlib_inline.backend_inline")
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    if env.get("MINILLM_QUICK") and env.get("MINILLM_CHAPTER") in ONLY_TIMED:
+        from minillm.models import checkpoint
+
+        whole = checkpoint.preset
+        vars(checkpoint)["preset"] = lambda name: replace(whole(name), num_layers=2)
     quiet = f"--IPKernelApp.parent_handle={os.getppid()}"  # no advice for a terminal
     launch_new_instance([*arguments, quiet])
 

@@ -141,16 +141,13 @@ def page(chapters: list[tuple[Path, Notebook]]) -> str:
     """The whole page."""
     there = {number(path): path.name for path, _ in chapters}
     core = " → ".join(f"[{n}]({there[n]})" for n in CORE_PATH if n in there)
-    later = [n for n in CORE_PATH if n not in there]
     gaps = ", ".join(f"{n} ({name})" for n, name in RESERVED.items() if n not in there)
     told = f"Numbers that are missing are reserved: {gaps}. No other chapter needs them.\n"
     lines = [TOP, *[told] * bool(gaps)]
     if core:
-        rest = f" (then {', '.join(later)}, not written yet)" if later else ""
-        known = (book["metadata"].get("minillm", {}) for path, book in chapters
-                 if number(path) in CORE_PATH)  # fmt: skip
-        minutes = sum(about.get("minutes", 0) for about in known)
-        lines += [f"**The core path**: {core}{rest}, {minutes} minutes together.", ""]
+        known = [book for path, book in chapters if number(path) in CORE_PATH]
+        minutes = sum(book["metadata"].get("minillm", {}).get("minutes", 0) for book in known)
+        lines += [f"**The core path**: {core}, {minutes} minutes together.", ""]
     ends = [*(start for start, _ in PARTS[1:]), "99"]
     for (start, name), end in zip(PARTS, ends, strict=True):
         inside = [pair for pair in chapters if start <= number(pair[0]) < end]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import HealthCheck, settings
 
+import tests.quick_nbformat  # noqa: F401
 from tests.budget import Budget
 from tests.parts import Part
 

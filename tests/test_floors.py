@@ -162,15 +162,18 @@ def test_imports_point_down() -> None:
     assert upward_imports(graph_of_minillm()) == []
 
 
-def test_using_the_engine_loads_nothing_of_the_lab() -> None:
-    """`trace/recorder.py` imports a drawing by name, when it is asked for one."""
-    engine = [
-        name
-        for name in graph_of_minillm()
-        if place(name) != "lab" and not name.endswith("__main__")
+def test_the_engine_loads_nothing_of_the_lab_and_minillm_no_triton() -> None:
+    """`trace/recorder.py` imports a drawing by name, when it is asked for one. Triton exists on
+    Linux only; None in sys.modules makes its import fail as it would there. One module is for GPUs
+    alone, and no other may import it before a tensor is on one."""
+    names = [
+        name for name in graph_of_minillm() if not name.endswith("__main__") and name != GPU_ONLY
     ]
-    loads = "\n".join(f"import {name}" for name in engine if name != GPU_ONLY)
-    code = f"import sys\n{loads}\nprint([m for m in sys.modules if m.startswith('minillm.lab')])"
+    engine = [name for name in names if place(name) != "lab"]
+    loads, others = ("\n".join(f"import {name}" for name in each)
+                     for each in (engine, ["minillm_kernels", *names]))  # fmt: skip
+    look = "print([m for m in sys.modules if m.startswith('minillm.lab')])"
+    code = f"import sys\nsys.modules['triton'] = None\n{loads}\n{look}\n{others}"
     assert run_python(code) == "[]"
 
 
@@ -190,18 +193,6 @@ def test_kernels_need_torch_and_triton_and_nothing_else() -> None:
         if name.split(".")[0] not in allowed
     ]
     assert foreign == []
-
-
-def test_minillm_imports_without_triton() -> None:
-    """Triton exists on Linux only; None in sys.modules makes its import fail as it would there.
-
-    One module is for GPUs alone, and no other may import it before a tensor is on one.
-    """
-    modules = [
-        name for name in graph_of_minillm() if not name.endswith("__main__") and name != GPU_ONLY
-    ]
-    loads = "\n".join(f"import {module}" for module in ["minillm_kernels", *modules])
-    run_python(f"import sys\nsys.modules['triton'] = None\n{loads}")
 
 
 # The checks above are worth what they catch: each is given a violation.

@@ -174,13 +174,6 @@ def test_score_needs_something_to_predict(llm):
 # ---- requests --------------------------------------------------------------------------------
 
 
-def test_sample_i_of_n_is_the_same_alone_and_among_others(llm):
-    many = llm.generate(PROMPT, SamplingParams(n=4, seed=11, max_tokens=12))[0].outputs
-    alone = llm.generate(PROMPT, SamplingParams(n=1, seed=11, max_tokens=12))[0].outputs[0]
-    assert many[0].token_ids == alone.token_ids
-    assert len({tuple(out.token_ids) for out in many}) == 4
-
-
 def test_a_seed_fixes_the_tokens_and_the_engine_seed_the_rest(folder):
     params = [SamplingParams(seed=5, max_tokens=8), SamplingParams(max_tokens=8)]
     runs = []
@@ -262,25 +255,6 @@ def tokens_of(llm: LLM, **kwargs: object) -> minillm.CompletionOutput:
     return llm.generate(PROMPT, SamplingParams(**(defaults | kwargs)))[0].outputs[0]
 
 
-def test_stop_token_ids_end_with_the_token_but_without_its_text(llm):
-    whole = tokens_of(llm)
-    stop = whole.token_ids[6]
-    index = whole.token_ids.index(stop)
-    out = tokens_of(llm, stop_token_ids=[stop])
-    assert out.token_ids == whole.token_ids[: index + 1]
-    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
-    assert out.text == llm.tokenizer.decode(whole.token_ids[:index])
-
-
-def test_a_stop_token_can_be_kept_in_the_text(llm):
-    whole = tokens_of(llm, allowed_token_ids=llm.tokenizer.encode("abc"))
-    stop = whole.token_ids[0]
-    arguments = {"allowed_token_ids": llm.tokenizer.encode("abc"), "stop_token_ids": [stop]}
-    assert tokens_of(llm, **arguments).text == ""
-    kept = tokens_of(llm, include_stop_str_in_output=True, **arguments)
-    assert kept.text == llm.tokenizer.decode([stop]) != ""
-
-
 def test_an_end_of_sequence_id_without_a_logit_is_dropped(folder, tmp_path, caplog):
     copy = shutil.copytree(folder, tmp_path / "model")
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 9999]}))
@@ -288,21 +262,6 @@ def test_an_end_of_sequence_id_without_a_logit_is_dropped(folder, tmp_path, capl
     assert llm.engine.eos_token_ids == (EOS,)
     assert "9999" in caplog.text
     assert len(tokens_of(llm, min_tokens=3, ignore_eos=False).token_ids) >= 3
-
-
-@pytest.mark.parametrize("include", [False, True])
-def test_stop_string_across_tokens(llm, include):
-    # Only printable ASCII, so that text and tokens are in step.
-    ascii_only = {"allowed_token_ids": llm.tokenizer.encode("abcdefghij"), "seed": 2}
-    ascii_only |= {"temperature": 2.0, "max_tokens": 60}
-    whole = tokens_of(llm, **ascii_only).text
-    assert len(whole) == 60
-    stop = whole[20:24]
-    out = tokens_of(llm, stop=[stop, "zzz"], include_stop_str_in_output=include, **ascii_only)
-    end = whole.index(stop)
-    assert out.text == whole[: end + len(stop) * include]
-    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
-    assert len(out.token_ids) == end + len(stop)
 
 
 def test_the_end_of_sequence_token_ends_unless_ignored(folder, reference):
@@ -347,23 +306,6 @@ def test_generation_ends_at_the_context_length(folder):
         out = tokens_of(llm, max_tokens=max_tokens)
         assert len(out.token_ids) == 24 - len(PROMPT)
         assert out.finish_reason == "length"
-
-
-def test_text_never_takes_back_a_character(llm):
-    # Bytes of three- and two-byte characters in random order: most are never completed.
-    params = SamplingParams(
-        temperature=9.0,
-        seed=1,
-        max_tokens=60,
-        allowed_token_ids=llm.tokenizer.encode("€é"),
-        ignore_eos=True,
-    )
-    *parts, last = (out.outputs[0] for out in llm.stream(PROMPT, params))
-    assert last.text == llm.tokenizer.decode(last.token_ids)
-    assert last.text.startswith(parts[-1].text)
-    assert all(b.text.startswith(a.text) for a, b in itertools.pairwise(parts))
-    for part in parts:  # what is shown is final: complete characters and bytes past saving
-        assert last.text.startswith(part.text)
 
 
 # ---- failures --------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ physics sets is always the same dashed black line with its name on it.
 
 import inspect
 import io
+import os
 import textwrap
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from minillm_exercises.errors import ExerciseError
@@ -69,6 +71,19 @@ def figure(
     return fig, axes
 
 
+def box(
+    ax: "Axes", x: float, y: float, width: float, height: float, look: Mapping[str, Any],
+    text: str = "", **words: Any,
+) -> None:  # fmt: skip
+    """Draw a rectangle from the corner ``x``, ``y``, with a text in its middle; `words` are options
+    of the text."""
+    from matplotlib.patches import Rectangle
+
+    ax.add_patch(Rectangle((x, y), width, height, **look))
+    if text:
+        ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", **words)
+
+
 def bound(ax: "Axes", x: Any, y: Any, label: str, side: str = "below", at: float = 1.0) -> None:
     """Draw a bound through the points ``x``, ``y``: dashed, black, named on the line itself.
 
@@ -111,8 +126,13 @@ def show(fig: "Figure", caption: str) -> None:
 
 
 def _png(fig: "Figure") -> bytes:
-    """The figure as a PNG of 256 colours, which has a third of the bytes of one with all."""
+    """The figure as a PNG of 256 colours, which has a third of the bytes of one with all. With
+    MINILLM_QUICK it is laid out, and there is no picture, which would take as long."""
     from PIL import Image
+
+    if os.environ.get("MINILLM_QUICK"):
+        fig.draw_without_rendering()
+        return b""
 
     drawn, small = io.BytesIO(), io.BytesIO()
     fig.savefig(drawn, format="png", dpi=100)

@@ -50,7 +50,6 @@ from minillm_kernels.launch import (
     KernelError,
     arch,
     arrival_counters,
-    cdiv,
     check_contiguous,
     check_device,
     check_last_contiguous,
@@ -296,7 +295,7 @@ def _product(
     check_shape("x", x, "M", "in")
     num_rows, size = x.shape
     check_shape("weight", weight, "out", size)
-    num_out = weight.shape[0]
+    num_out = len(weight)
     if num_rows > MAX_ROWS:
         raise KernelError(
             f"x has {num_rows} rows; this kernel takes at most {MAX_ROWS}: use "
@@ -314,7 +313,7 @@ def _product(
         several, num_out, size, x.dtype, arch(), num_multiprocessors(device)
     )
     block_out = max(config.block_out, 1 + gated)
-    blocks, vector = (cdiv(num_out, block_out),), 16 // x.element_size()
+    blocks, vector = (triton.cdiv(num_out, block_out),), 16 // x.element_size()
     if several:
         launch_tiles(
             *(_several_rows, blocks, x, weight, (residual, norm_weight, total)),
@@ -362,10 +361,10 @@ def launch_tiles(
     Each split has whole tiles; rounding up may give fewer splits than configured. `kernel` ends
     with `store_tile`.
     """
-    size, shape, device = x.shape[1], (x.shape[0], weight.shape[0]), out.device
-    tiles = cdiv(max(size, 1), config.block_in)
-    split = cdiv(tiles, config.splits) * config.block_in
-    splits = max(1, cdiv(size, split))
+    size, shape, device = x.shape[1], (len(x), len(weight)), out.device
+    tiles = triton.cdiv(max(size, 1), config.block_in)
+    split = triton.cdiv(tiles, config.splits) * config.block_in
+    splits = max(1, triton.cdiv(size, split))
     parts = arrivals = None
     if splits > 1:
         parts = torch.empty(splits, *shape, dtype=torch.float32, device=device)

@@ -118,7 +118,7 @@ class Conversation:
             raise InvalidRequestError("The input is not UTF-8 text; convert it first.") from error
 
     def command(self, word: str) -> None:
-        """Run a slash command."""
+        """Run a slash command; an unknown one is answered with the nearest."""
         if word == "/reset":
             self.messages = list(self.opening)
             self.terminal.remark("The conversation was reset.")

@@ -1,7 +1,6 @@
 """Generate text from a prompt. Text streams to stdout, statistics go to stderr."""
 
 import json
-import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -9,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from minillm.api.outputs import CompletionOutput, RequestOutput
 from minillm.api.sampling_params import SamplingParams
@@ -198,22 +199,11 @@ def write_completions(output: RequestOutput, llm: "LLM", terminal: Terminal) -> 
 
 
 def write_json(output: RequestOutput, llm: "LLM", terminal: Terminal) -> None:
-    """Print the request's output and the model's name and dtype as one JSON object."""
+    """Print the request's output and the model's name and dtype as one JSON object, with null for
+    infinities and NaN, which JSON does not have."""
     about = {"model": llm.engine.source.name, "dtype": llm.engine.dtype}
-    terminal.line(to_json(about | asdict(output)))
-
-
-def to_json(value: Any) -> str:
-    """JSON text; infinities and NaN, which JSON does not have, become null."""
-
-    def finite(item: Any) -> Any:
-        if isinstance(item, dict):
-            return {key: finite(entry) for key, entry in item.items()}
-        if isinstance(item, list | tuple):
-            return [finite(entry) for entry in item]
-        return None if isinstance(item, float) and not math.isfinite(item) else item
-
-    return json.dumps(finite(value), ensure_ascii=False)
+    finite = msgspec.json.decode(msgspec.json.encode(about | asdict(output)))
+    terminal.line(json.dumps(finite, ensure_ascii=False))
 
 
 def summary(output: RequestOutput, params: SamplingParams) -> str:

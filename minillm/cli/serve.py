@@ -156,16 +156,14 @@ def check(args: Namespace) -> None:
     Raises:
         ConfigError: an option is out of its range.
     """
-    if not 0 <= args.port <= 65535:
-        raise ConfigError(f"--port is {args.port}; it must be from 0 to 65535.")
-    if not 0 <= args.max_waiting <= 1_000_000:
-        raise ConfigError(f"--max-waiting is {args.max_waiting}; it must be from 0 to 1,000,000.")
-    for name in ("shutdown_timeout", "health_timeout"):
-        if not 0 <= getattr(args, name) <= 86_400:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be from 0 to "
-                "86,400 seconds."
-            )
+    for name, most, shown in (
+        ("port", 65535, "65535"), ("max_waiting", 1_000_000, "1,000,000"),
+        ("shutdown_timeout", 86_400, "86,400 seconds"),
+        ("health_timeout", 86_400, "86,400 seconds"),
+    ):  # fmt: skip
+        value, option = getattr(args, name), name.replace("_", "-")
+        if not 0 <= value <= most:
+            raise ConfigError(f"--{option} is {value}; it must be from 0 to {shown}.")
     if not args.max_event_rate > 0:
         raise ConfigError(f"--max-event-rate is {args.max_event_rate}; it must be above 0.")
     if any(not each for each in args.api_key):

@@ -51,109 +51,46 @@ class Hardware:
         return self.rate(dtype) / self.bandwidth
 
 
-# TOP/s in int8 and TFLOP/s in FP8, dense, from the same datasheets; the A100 has no FP8.
-EIGHT_BITS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {
-        "a100-sxm": (624, 0),
-        "h100-sxm": (1979, 1979),
-        "h200": (1979, 1979),
-        "b200": (4500, 4500),
-        "mi300x": (2614.9, 2614.9),
-    }
-)
-
-
 def _datasheet(
-    *rows: tuple[str, str, float, float, float, float, float, str],
+    *rows: tuple[str, str, float, float, float, float, float, float, str],
 ) -> Mapping[str, Hardware]:
-    """Rows of (key, name, GB, GB/s, bf16 and float32 TFLOP/s, microseconds per launch, source)."""
+    """Rows of (key, name, GB, GB/s, TFLOP/s in bf16 and float32, TOP/s in int8, TFLOP/s in FP8,
+    source)."""
     return MappingProxyType(
         {
-            key: Hardware(
-                name,
-                int(gb * 1e9),
-                rate * 1e9,
-                bf16 * 1e12,
-                launch * 1e-6,
-                source,
-                fp32 * 1e12,
-                *(1e12 * each for each in EIGHT_BITS.get(key, ())),
-            )
-            for key, name, gb, rate, bf16, fp32, launch, source in rows
+            key: Hardware(name, int(gb * 1e9), rate * 1e9, bf16 * 1e12, LAUNCH, source,
+                          fp32 * 1e12, int8 * 1e12, fp8 * 1e12)
+            for key, name, gb, rate, bf16, fp32, int8, fp8, source in rows
         }
-    )
+    )  # fmt: skip
 
 
+# A typical value, not from datasheets: of one kernel in eager PyTorch on GPUs (about 1.5 us in a
+# CUDA graph), and of one small PyTorch operation on laptops.
+LAUNCH = 5 * 1e-6  # seconds
 # Nominal figures in decimal units, dense rates (the vendors' sparse figures are twice as large).
 # The float32 rate is that of the vector units: by default PyTorch does not use TF32 tensor cores.
-# Launch times are typical values, not from datasheets: of one kernel in eager PyTorch on GPUs
-# (about 1.5 us in a CUDA graph), and of one small PyTorch operation on laptops.
+# Rates in 8 bits are 0 where they are not published; the A100 has no FP8.
 DATASHEET: Mapping[str, Hardware] = _datasheet(
-    ("a100-sxm", "NVIDIA A100 SXM 80GB", 80, 2039, 312, 19.5, 5, "NVIDIA A100 datasheet, 2021"),
-    ("h100-sxm", "NVIDIA H100 SXM", 80, 3350, 989, 67, 5, "NVIDIA H100 datasheet, 2023"),
-    ("h200", "NVIDIA H200 SXM", 141, 4800, 989, 67, 5, "NVIDIA H200 datasheet, 2024"),
-    (
-        "b200",
-        "NVIDIA B200",
-        180,
-        8000,
-        2250,
-        80,
-        5,
-        "NVIDIA HGX B200 datasheet, 2024; 192 GB are on the package, about 180 GB usable",
-    ),
-    ("mi300x", "AMD Instinct MI300X", 192, 5300, 1307, 163.4, 5, "AMD MI300X datasheet, 2023"),
-    (
-        "rtx-5070-ti",
-        "NVIDIA GeForce RTX 5070 Ti",
-        16,
-        896,
-        87.9,
-        43.9,
-        5,
-        "NVIDIA Blackwell RTX whitepaper, 2025; bf16 with float32 accumulation",
-    ),
-    (
-        "apple-m1",
-        "Apple M1",
-        16,
-        68.25,
-        2.6,
-        2.6,
-        5,
-        "Apple, 2020: two-channel LPDDR4X-4266; float32 rate of the GPU, no bf16 rate published",
-    ),
-    (
-        "apple-m2",
-        "Apple M2",
-        24,
-        100,
-        3.6,
-        3.6,
-        5,
-        "Apple, 2022: float32 rate of the GPU, no bf16 rate published",
-    ),
-    (
-        "apple-m1-max",
-        "Apple M1 Max",
-        64,
-        400,
-        10.4,
-        10.4,
-        5,
-        "Apple, 2021: float32 rate of the GPU, no bf16 rate published",
-    ),
-    (
-        "laptop-ddr5",
-        "x86 laptop, 8 cores, two-channel DDR5-5600",
-        16,
-        89.6,
-        0.9,
-        0.9,
-        5,
-        "arithmetic: 2 x 8 bytes x 5.6 GT/s; 8 cores x 32 float32 operations x 3.5 GHz (AVX2)",
-    ),
-)
+    ("a100-sxm", "NVIDIA A100 SXM 80GB", 80, 2039, 312, 19.5, 624, 0,
+     "NVIDIA A100 datasheet, 2021"),
+    ("h100-sxm", "NVIDIA H100 SXM", 80, 3350, 989, 67, 1979, 1979, "NVIDIA H100 datasheet, 2023"),
+    ("h200", "NVIDIA H200 SXM", 141, 4800, 989, 67, 1979, 1979, "NVIDIA H200 datasheet, 2024"),
+    ("b200", "NVIDIA B200", 180, 8000, 2250, 80, 4500, 4500,
+     "NVIDIA HGX B200 datasheet, 2024; 192 GB are on the package, about 180 GB usable"),
+    ("mi300x", "AMD Instinct MI300X", 192, 5300, 1307, 163.4, 2614.9, 2614.9,
+     "AMD MI300X datasheet, 2023"),
+    ("rtx-5070-ti", "NVIDIA GeForce RTX 5070 Ti", 16, 896, 87.9, 43.9, 0, 0,
+     "NVIDIA Blackwell RTX whitepaper, 2025; bf16 with float32 accumulation"),
+    ("apple-m1", "Apple M1", 16, 68.25, 2.6, 2.6, 0, 0,
+     "Apple, 2020: two-channel LPDDR4X-4266; float32 rate of the GPU, no bf16 rate published"),
+    ("apple-m2", "Apple M2", 24, 100, 3.6, 3.6, 0, 0,
+     "Apple, 2022: float32 rate of the GPU, no bf16 rate published"),
+    ("apple-m1-max", "Apple M1 Max", 64, 400, 10.4, 10.4, 0, 0,
+     "Apple, 2021: float32 rate of the GPU, no bf16 rate published"),
+    ("laptop-ddr5", "x86 laptop, 8 cores, two-channel DDR5-5600", 16, 89.6, 0.9, 0.9, 0, 0,
+     "arithmetic: 2 x 8 bytes x 5.6 GT/s; 8 cores x 32 float32 operations x 3.5 GHz (AVX2)"),
+)  # fmt: skip
 
 
 class ImpossibleMeasurementError(MinillmError, ValueError):

@@ -26,7 +26,6 @@ class SimulatedDrafts:
     Attributes:
         survival: probabilities that at least 1, 2, ... drafts of a row are accepted; drafts beyond
             the table are rejected.
-        drafts: the policy for the number of drafts; by default the length of the table.
         seed: seed of the draws. A draw depends only on seed, request id, completion and position,
             so that policies are compared on the same draws.
 
@@ -35,7 +34,6 @@ class SimulatedDrafts:
     """
 
     survival: Sequence[float]
-    drafts: Drafts | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -46,13 +44,11 @@ class SimulatedDrafts:
                 f"survival is {shown(given)}; it must be probabilities that do not rise, such as "
                 "(0.8, 0.6, 0.5): that at least 1, 2, 3 drafts are accepted."
             )
-        if not isinstance(self.drafts, Drafts | None):
-            raise ConfigError(f"drafts is {shown(self.drafts)}; it must be a Drafts, or None.")
 
     @property
     def limits(self) -> Drafts:
-        """The policy for the number of drafts per row."""
-        return self.drafts or Drafts(len(self.survival))
+        """The number of drafts per row: the length of the table."""
+        return Drafts(len(self.survival))
 
     def num_accepted(self, sequence: ScheduledSequence, num_drafted: int) -> int:
         """Number of accepted drafts at the current position of a sequence."""

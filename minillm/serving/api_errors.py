@@ -91,14 +91,6 @@ def parameter(message: str) -> str | None:
     return word if word in FIELDS else None
 
 
-def error_reply(error: BaseException, headers: Mapping[str, str]) -> Response:
-    """The reply to an exception."""
-    made = api_error(error)
-    if made.status == 500:
-        logger.error("A request failed: %s", error, exc_info=error)
-    return JSONResponse(made.body, made.status, headers={**headers, **made.headers})
-
-
 async def on_error(request: Request, error: Exception) -> Response:
     """FastAPI's handler of all exceptions."""
     if isinstance(error, ClientGone | ClientDisconnect):
@@ -107,7 +99,10 @@ async def on_error(request: Request, error: Exception) -> Response:
         kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
         text = f"{request.method} {request.url.path[:80]}: {error.detail}."
         error = ApiError(error.status_code, text, kind, headers=error.headers or {})
-    return error_reply(error, sent_id(request))
+    made = api_error(error)
+    if made.status == 500:
+        logger.error("A request failed: %s", error, exc_info=error)
+    return JSONResponse(made.body, made.status, headers={**sent_id(request), **made.headers})
 
 
 def sent_id(request: Request) -> dict[str, str]:

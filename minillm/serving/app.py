@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
@@ -24,7 +24,7 @@ from minillm.serving.event_stream import ClientGone, EventStream, unless_gone
 from minillm.serving.gate import Gate
 from minillm.serving.generation import Generation
 from minillm.serving.guard import Guard
-from minillm.serving.metrics import Metrics, ResponseCounter
+from minillm.serving.metrics import Metrics, RequestObserver, ResponseCounter
 from minillm.serving.openapi import SCHEMAS, document
 from minillm.serving.params import Job, Limits, chat_job, completion_job, conversation, listed
 from minillm.serving.protocol import (
@@ -40,7 +40,9 @@ from minillm.serving.protocol import (
 from minillm.serving.replies import Header
 from minillm.serving.request_trace import RequestTrace
 from minillm.serving.settings import VERSION, Settings
-from minillm.text.tokenizer import LONG_TEXT, Tokenizer
+from minillm.text.tokenizer import LONG_TEXT
+
+R = TypeVar("R")
 
 LARGE_BODY = 2**16  # bytes; parsing fewer takes less than a millisecond
 IGNORED_HEADER = "x-minillm-ignored"
@@ -90,38 +92,31 @@ class Server:
         """POST /v1/completions."""
         body = await read(CompletionRequest, request)
         header = self._header("cmpl", self.check_model(body.model), body, request)
-        count = len(listed(body.prompt)) * (body.n or 1)
-        making = partial(off_loop, body.prompt, completion_job, body, self.defaults,
-                         self.limits)  # fmt: skip
-        return await self._generate(request, body, header, count, making)
+        prompts = listed(body.prompt)
+        large = len(prompts) > 1 or max(map(len, prompts[0].values())) > LONG_TEXT
+        arguments = body, self.defaults, self.limits, self.tokenizer
+        making = partial(in_thread_if, large, completion_job, *arguments)
+        return await self._generate(request, body, header, len(prompts) * (body.n or 1), making)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = await read(ChatRequest, request)
         header = self._header("chatcmpl", self.check_model(body.model), body, request)
-
-        async def making(tokenizer: Tokenizer | None) -> Job:
-            # The model's template may take long; it runs in a sandbox without a time limit.
-            trusts = self.settings.trust_request_chat_template
-            arguments = body, self.defaults, self.limits, trusts, tokenizer
-            return await asyncio.to_thread(chat_job, *arguments)
-
+        trusts = self.settings.trust_request_chat_template
+        arguments = body, self.defaults, self.limits, trusts, self.tokenizer
+        # The model's template may take long; it runs in a sandbox without a time limit.
+        making = partial(asyncio.to_thread, chat_job, *arguments)
         return await self._generate(request, body, header, body.n or 1, making)
 
     def _header(self, kind: str, model: str, body: GenerationRequest, request: Request) -> Header:
         given = body.request_id or request.headers.get("x-request-id", "")[:256]
         top = (body.top_logprobs or 0) if isinstance(body, ChatRequest) else 0
         return Header(
-            id=f"{kind}-{given or uuid4().hex}",
-            created=int(time.time()),
-            model=model,
-            chat=isinstance(body, ChatRequest),
-            as_ids=bool(body.return_tokens_as_token_ids),
-            with_ids=bool(body.return_token_ids),
-            num_top=top,
-            tokenizer=self.tokenizer,
+            id=f"{kind}-{given or uuid4().hex}", created=int(time.time()), model=model,
+            chat=isinstance(body, ChatRequest), as_ids=bool(body.return_tokens_as_token_ids),
+            with_ids=bool(body.return_token_ids), num_top=top, tokenizer=self.tokenizer,
             acceptance=self.engine.acceptance,
-        )
+        )  # fmt: skip
 
     async def _generate(
         self,
@@ -129,25 +124,26 @@ class Server:
         body: GenerationRequest,
         header: Header,
         count: int,
-        making: Callable[[Tokenizer | None], Awaitable[Job]],
+        making: Callable[[], Awaitable[Job]],
     ) -> Response:
-        headers = headers_of(header, body) | sent_id(request)
+        headers = headers_of(body, body.request_id or header.id) | sent_id(request)
         self.gate.enter(count)  # before its prompts are rendered and tokenised
         try:
-            job = await making(self.tokenizer)
+            job = await making()
         except BaseException:
             self.gate.leave(count)
             raise
-        observer = self.metrics.request(job.params)
+        observer = RequestObserver(self.metrics, job.params)
         generation = self._start(header, job, body.priority or 0)
         generation.when_tokens = observer.tokens
 
         def closed() -> None:
+            generation.when_closed = lambda: None  # `close` may be called twice
             self.gate.leave(count)
             observer.end(generation.streams, generation.outputs)
             self.request_trace.ended(generation.outputs)
 
-        generation.when_closed = once(closed)
+        generation.when_closed = closed
         try:
             if body.stream:
                 events = await unless_gone(request, generation.start(body.stream_options))
@@ -173,7 +169,8 @@ class Server:
         """POST /tokenize."""
         body = await read(TokenizeRequest, request)
         self.check_model(body.model)
-        return json_reply(await asyncio.to_thread(self._tokenized, body), body)
+        reply = await asyncio.to_thread(self._tokenized, body)
+        return JSONResponse(reply, headers=headers_of(body))
 
     def _tokenized(self, body: TokenizeRequest) -> dict[str, Any]:
         tokenizer = self._needed_tokenizer()
@@ -203,7 +200,7 @@ class Server:
                 f"{self.engine.vocab_size - 1}."
             )
         text = await asyncio.to_thread(tokenizer.decode, ids, False)
-        return json_reply({"prompt": text}, body)
+        return JSONResponse({"prompt": text}, headers=headers_of(body))
 
     async def tokenizer_info(self) -> dict[str, Any]:
         """GET /tokenizer_info: special tokens, for clients that tokenise by themselves."""
@@ -272,54 +269,25 @@ class Server:
 async def read(kind: type[T], request: Request) -> T:
     """The body of a request. A large one is parsed in a thread, so that streams go on."""
     body = await request.body()
-    if len(body) > LARGE_BODY:
-        return await asyncio.to_thread(parse, kind, body)
-    return parse(kind, body)
+    return await in_thread_if(len(body) > LARGE_BODY, parse, kind, body)
 
 
-def off_loop(prompt: str | list[Any], function: Callable[..., Job], *arguments: Any) -> Any:
-    """Run `function` in a thread if it would block all streams: with several prompts, or with more
-    than LONG_TEXT characters or token ids. For a small input the thread would take longer."""
-    several = isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt[:1])
-    large = several or len(prompt) > LONG_TEXT
-
-    async def here() -> Job:
-        return function(*arguments)
-
-    return asyncio.to_thread(function, *arguments) if large else here()
+async def in_thread_if(large: bool, function: Callable[..., R], *arguments: Any) -> R:
+    """The result of `function`, which would block all streams if its input is large. For a small
+    one the thread would take longer."""
+    return await asyncio.to_thread(function, *arguments) if large else function(*arguments)
 
 
-def once(function: Callable[[], None]) -> Callable[[], None]:
-    """A function that runs `function` at its first call only."""
-    left = [function]
-
-    def run() -> None:
-        if left:
-            left.pop()()
-
-    return run
-
-
-def headers_of(header: Header, body: GenerationRequest) -> dict[str, str]:
-    """Headers of a reply: the client's id of the request, else its own, and ignored fields."""
-    made = {"x-request-id": printable(body.request_id or header.id)}
-    return made | ignored_header(body)
-
-
-def ignored_header(body: ApiRequest) -> dict[str, str]:
-    """The header that lists unknown fields, if there are any."""
-    names = [printable(name[:80]) for name in body.ignored[:10]]
-    return {IGNORED_HEADER: ", ".join(names)} if names else {}
+def headers_of(body: ApiRequest, request_id: str | None = None) -> dict[str, str]:
+    """Headers of a reply: the id of a generation, and the names of unknown fields, if any."""
+    made = {} if request_id is None else {"x-request-id": printable(request_id)}
+    names = ", ".join(printable(name[:80]) for name in body.ignored[:10])
+    return made | ({IGNORED_HEADER: names} if body.ignored else {})
 
 
 def printable(text: str) -> str:
     """The text with only those characters that a header may have."""
     return UNPRINTABLE.sub("?", text)
-
-
-def json_reply(content: Mapping[str, Any], body: ApiRequest) -> Response:
-    """A reply with the header of ignored fields."""
-    return JSONResponse(content, headers=ignored_header(body))
 
 
 def schema(kind: type[ApiRequest]) -> dict[str, Any]:

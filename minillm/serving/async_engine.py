@@ -140,9 +140,8 @@ class AsyncLLMEngine:
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns True, as in vLLM."""
-        await asyncio.wrap_future(
-            self._steps.call(lambda: reset_prefix_cache(self._engine.scheduler))
-        )
+        reset = partial(reset_prefix_cache, self._engine.scheduler)
+        await asyncio.wrap_future(self._steps.call(reset))
         return True
 
     def limit_outputs(self, per_second: float) -> None:

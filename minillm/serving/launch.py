@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -16,13 +17,13 @@ from minillm.api.arguments import AsyncEngineArgs
 from minillm.serving.app import Server, build_app
 from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.settings import Settings
-from minillm.serving.threads import quick_switches
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
 ERROR_SECONDS = 1.0  # time for error replies after the engine has died
 POLL_SECONDS = 0.2
+SWITCH_SECONDS = 0.0001
 
 
 def load(arguments: Mapping[str, Any], disable_log_stats: bool) -> AsyncLLMEngine:
@@ -38,6 +39,22 @@ def memory_line(engine: AsyncLLMEngine) -> str:
         f"{memory.activation_bytes / GIB:.2f} GiB, KV cache {memory.kv_cache_bytes / GIB:.2f} GiB "
         f"({memory.num_tokens:,} tokens; a request has at most {engine.max_model_len:,})"
     )
+
+
+@contextmanager
+def quick_switches() -> Iterator[None]:
+    """Context in which a thread that waits for the interpreter gets it after `SWITCH_SECONDS`.
+
+    The step thread gives the interpreter up for each C function, and needs it back afterwards.
+    Writing one event to each of 64 streams takes the event loop about 3 ms. With Python's default
+    of 5 ms the step would wait for all of it, with both cores idle.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def serve(

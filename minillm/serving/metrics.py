@@ -14,8 +14,10 @@ are in `requests_without_first_token`, which vLLM lacks: without it a server wou
 clients give up before their first token.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
@@ -32,49 +34,84 @@ from minillm.api.outputs import RequestOutput
 from minillm.api.sampling_params import SamplingParams
 from minillm.errors import EngineDeadError, MinillmError
 from minillm.sampling.logprobs import NOT_FINITE
-from minillm.scheduling.record import Counters, StepRecord
-from minillm.serving import histogram
+from minillm.scheduling.record import StepRecord
 from minillm.serving.async_engine import AsyncLLMEngine
 from minillm.serving.engine_state import EngineState
 from minillm.serving.gate import Gate
-from minillm.serving.histogram import Histogram
 from minillm.serving.request_stream import RequestStream
 
 LABELS = ("model_name", "engine")
 ENDS = ("stop", "length", "abort", "error")
+REASONS = ("batch_slots", "tokens", "blocks", "next_step")  # that a sequence waits for
 METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 WHOLE = frozenset({"stop", "length"})  # ends of requests that were served to their end
+# vLLM's buckets, in seconds or in numbers.
+TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+        20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+TOKEN_GAP = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+             10.0, 20.0, 40.0, 80.0)  # fmt: skip
+LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+           240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+COMPLETIONS = (1, 2, 5, 10, 20)
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 # Histograms: buckets and description. Token counts have buckets up to the context length.
 HISTOGRAMS: Mapping[str, tuple[Sequence[float] | None, str]] = MappingProxyType(
     {
-        "time_to_first_token_seconds": (histogram.TTFT, "Arrival to first token."),
+        "time_to_first_token_seconds": (TTFT, "Arrival to first token."),
         "inter_token_latency_seconds": (
-            histogram.TOKEN_GAP,
-            "Time per token after the first, as delivered to streams; for other requests their "
-            "mean time per token, once per token.",
-        ),
+            TOKEN_GAP, "Time per token after the first, as delivered to streams; for other "
+            "requests their mean time per token, once per token."),
         "request_time_per_output_token_seconds": (
-            histogram.TOKEN_GAP,
-            "Mean time per token after the first, per request.",
-        ),
-        "e2e_request_latency_seconds": (histogram.LATENCY, "Arrival to end."),
-        "request_queue_time_seconds": (histogram.LATENCY, "Arrival to first step."),
-        "request_inference_time_seconds": (histogram.LATENCY, "First step to end."),
-        "request_prefill_time_seconds": (histogram.LATENCY, "First step to first token."),
-        "request_decode_time_seconds": (histogram.LATENCY, "First token to end."),
+            TOKEN_GAP, "Mean time per token after the first, per request."),
+        "e2e_request_latency_seconds": (LATENCY, "Arrival to end."),
+        "request_queue_time_seconds": (LATENCY, "Arrival to first step."),
+        "request_inference_time_seconds": (LATENCY, "First step to end."),
+        "request_prefill_time_seconds": (LATENCY, "First step to first token."),
+        "request_decode_time_seconds": (LATENCY, "First token to end."),
         "request_prompt_tokens": (None, "Prompt tokens per request."),
         "request_generation_tokens": (None, "New tokens per completion."),
         "request_max_num_generation_tokens": (None, "Tokens of a request's longest completion."),
-        "request_params_n": (histogram.COMPLETIONS, "Parameter n of requests."),
+        "request_params_n": (COMPLETIONS, "Parameter n of requests."),
         "request_params_max_tokens": (None, "Parameter max_tokens of requests that set it."),
-        "request_num_preemptions": (histogram.PREEMPTIONS, "Preemptions per request."),
+        "request_num_preemptions": (PREEMPTIONS, "Preemptions per request."),
         "request_prefill_kv_computed_tokens": (
-            None,
-            "Prompt tokens per request that were not in the prefix cache.",
-        ),
-        "iteration_tokens_total": (histogram.STEP_TOKENS, "Tokens computed per step."),
+            None, "Prompt tokens per request that were not in the prefix cache."),
+        "iteration_tokens_total": (STEP_TOKENS, "Tokens computed per step."),
     }
-)
+)  # fmt: skip
+
+
+def token_bounds(longest: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50, ... up to `longest`, as vLLM's buckets of token counts."""
+    bounds = [digit * 10**power for power in range(len(str(longest))) for digit in (1, 2, 5)]
+    return tuple(bound for bound in bounds if bound <= longest)
+
+
+class Histogram:
+    """Counts of observations by bucket, and their sum. `bounds` are the buckets' upper bounds,
+    which belong to the bucket; the last bucket has no bound.
+
+    prometheus-client's takes one observation at a time, under a lock; here an event of a stream
+    observes the gaps of all its tokens at once. One thread observes; any thread may read.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]):
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count `count` observations of `value`."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """The upper bound of each bucket and the observations up to it."""
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(names, accumulate(self.counts), strict=True))
 
 
 class Metrics(Collector):
@@ -86,7 +123,7 @@ class Metrics(Collector):
     def __init__(self, engine: AsyncLLMEngine, gate: Gate, model_name: str):
         self.engine, self.gate = engine, gate
         self.labels = [model_name, "0"]
-        longest = histogram.token_bounds(engine.max_model_len)
+        longest = token_bounds(engine.max_model_len)
         self.histograms = {
             name: Histogram(longest if bounds is None else bounds)
             for name, (bounds, _) in HISTOGRAMS.items()
@@ -95,16 +132,12 @@ class Metrics(Collector):
         self.tokenless: Counter[str] = Counter()  # requests without a first token, by their end
         self.num_corrupted = 0
         self.responses: Counter[tuple[str, str, str]] = Counter()  # handler, method, status
-        self._latest: dict[tuple[str, ...], float] = {}  # counters at the latest scrape
+        self._latest: dict[tuple[str, str | None], float] = {}  # counters at the latest scrape
         self._step_tokens = self.histograms["iteration_tokens_total"]
         engine.trace.listeners.append(self._step)
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
-
-    def request(self, params: SamplingParams) -> "RequestObserver":
-        """The observer of a new request of the API."""
-        return RequestObserver(self, params)
 
     async def page(self) -> Response:
         """GET /metrics: Prometheus' text format 0.0.4. prometheus-client would send OpenMetrics to
@@ -122,8 +155,8 @@ class Metrics(Collector):
         """All metrics now."""
         state = self.engine.state()
         yield from self._gauges(state)
-        yield from self._engine_counters(state)
-        yield from self._request_counters()
+        yield from self._counters(state)
+        yield from self._responses()
         for name, (_, text) in HISTOGRAMS.items():
             family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
             found = self.histograms[name]
@@ -131,31 +164,37 @@ class Metrics(Collector):
             yield family
 
     def _gauges(self, state: EngineState) -> Iterator[Metric]:
-        for name, text, value in (
+        waiting = dict.fromkeys(REASONS, 0)
+        if state.waiting_reason in waiting:
+            waiting[state.waiting_reason] = state.num_waiting
+        rows: Sequence[tuple[Any, ...]] = (
             ("num_requests_running", "Sequences in the running batch.", state.num_running),
             ("num_requests_waiting", "Sequences and requests that wait.", state.num_waiting),
             ("kv_cache_usage_perc", "KV cache blocks in use, 0 to 1.", state.kv_cache_usage),
-        ):
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            gauge.add_metric(self.labels, value)
-            yield gauge
-        text = "Waiting sequences, by what the first of them lacks."
-        name = "vllm:num_requests_waiting_by_reason"
-        waiting = GaugeMetricFamily(name, text, labels=(*LABELS, "reason"))
-        for reason in ("batch_slots", "tokens", "blocks", "next_step"):
-            number = state.num_waiting if reason == state.waiting_reason else 0
-            waiting.add_metric([*self.labels, reason], number)
-        yield waiting
+            ("num_requests_waiting_by_reason",
+             "Waiting sequences, by what the first of them lacks.", waiting, "reason"),
+        )  # fmt: skip
+        for row in rows:
+            yield self._family(GaugeMetricFamily, *row)
         info = cache_config(self.engine)
-        family = GaugeMetricFamily(
-            "vllm:cache_config_info", "Settings of the KV cache.", labels=("engine", *info)
-        )
+        text, labels = "Settings of the KV cache.", ("engine", *info)
+        family = GaugeMetricFamily("vllm:cache_config_info", text, labels=labels)
         family.add_metric(["0", *info.values()], 1)
         yield family
 
-    def _engine_counters(self, state: EngineState) -> Iterator[Metric]:
+    def _counters(self, state: EngineState) -> Iterator[Metric]:
         now, cached = state.counters, self.engine.trace.settings.prefix_cache is not None
-        for name, text, value in (
+        places = {str(place): count for place, count in enumerate(now.num_accepted_at)}
+        tokenless = {reason: self.tokenless[reason] for reason in ("abort", "error")}
+        drafts: Sequence[tuple[Any, ...]] = (
+            ("spec_decode_num_drafts", "Rows with drafts.", now.num_drafts),
+            ("spec_decode_num_draft_tokens", "Drafted tokens.", now.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Accepted drafted tokens.",
+             now.num_accepted_tokens),
+            ("spec_decode_num_accepted_tokens_per_pos", "Accepted drafted tokens by position.",
+             places, "position"),
+        )  # fmt: skip
+        rows: Sequence[tuple[Any, ...]] = (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
              now.num_prompt_tokens if cached else 0),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.",
@@ -166,36 +205,35 @@ class Metrics(Collector):
             ("prompt_tokens_cached", "Of these, tokens from the prefix cache.",
              now.num_cached_tokens),
             ("generation_tokens", "New tokens.", state.num_generated),
-        ):  # fmt: skip
-            yield self._counter(name, text, LABELS, {(): value})
-        if self.engine.args.speculative_config is not None:
-            yield from self._drafts(now)
-
-    def _drafts(self, now: Counters) -> Iterator[Metric]:
-        for name, text, value in (
-            ("spec_decode_num_drafts", "Rows with drafts.", now.num_drafts),
-            ("spec_decode_num_draft_tokens", "Drafted tokens.", now.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Accepted drafted tokens.",
-             now.num_accepted_tokens),
-        ):  # fmt: skip
-            yield self._counter(name, text, LABELS, {(): value})
-        places = {(str(place),): count for place, count in enumerate(now.num_accepted_at)}
-        name, labels = "spec_decode_num_accepted_tokens_per_pos", (*LABELS, "position")
-        yield self._counter(name, "Accepted drafted tokens by position.", labels, places)
-
-    def _request_counters(self) -> Iterator[Metric]:
-        ends = {(reason,): self.ends[reason] for reason in ENDS}
-        labels = (*LABELS, "finished_reason")
-        yield self._counter("request_success", "Completions by how they ended.", labels, ends)
-        yield self._counter(
-            "requests_without_first_token",
-            "Requests that ended before a token was delivered; time_to_first_token_seconds lacks "
-            "them.", labels, {(reason,): self.tokenless[reason] for reason in ("abort", "error")},
+            *(drafts if self.engine.args.speculative_config is not None else ()),
+            ("request_success", "Completions by how they ended.",
+             {reason: self.ends[reason] for reason in ENDS}, "finished_reason"),
+            ("requests_without_first_token",
+             "Requests that ended before a token was delivered; time_to_first_token_seconds lacks "
+             "them.", tokenless, "finished_reason"),
+            ("corrupted_requests", "Completions that ended because logits were not finite.",
+             self.num_corrupted),
         )  # fmt: skip
-        yield self._counter(
-            "corrupted_requests", "Completions that ended because logits were not finite.",
-            LABELS, {(): self.num_corrupted},
-        )  # fmt: skip
+        for row in rows:
+            yield self._family(CounterMetricFamily, *row)
+
+    def _family(
+        self, kind: Any, name: str, text: str, values: float | Mapping[str, float], label: str = ""
+    ) -> Metric:
+        """A family with one value, or with values by one more label.
+
+        A counter never decreases: Prometheus would take a decrease for a restart. The engine's can,
+        by tokens that a step of the same moment takes back.
+        """
+        family: Metric = kind(f"vllm:{name}", text, labels=(*LABELS, *filter(None, [label])))
+        for more, value in values.items() if isinstance(values, Mapping) else [(None, values)]:
+            if kind is CounterMetricFamily:
+                value = max(value, self._latest.get((name, more), 0))
+                self._latest[name, more] = value
+            family.add_metric([*self.labels, *filter(None, [more])], value)  # type: ignore[attr-defined]
+        return family
+
+    def _responses(self) -> Iterator[Metric]:
         refused = CounterMetricFamily(
             "vllm:admission_rejections", "Requests refused with 503.",
             labels=("model_name", "reason"),
@@ -203,28 +241,13 @@ class Metrics(Collector):
         for reason, count in self.gate.refused.items():
             refused.add_metric([self.labels[0], reason], count)
         yield refused
-        text = "Responses of the API; a stream counts when it begins."
         responses = CounterMetricFamily(
-            "http_requests", text, labels=("handler", "method", "status")
-        )
+            "http_requests", "Responses of the API; a stream counts when it begins.",
+            labels=("handler", "method", "status"),
+        )  # fmt: skip
         for place, count in self.responses.copy().items():
             responses.add_metric(place, count)
         yield responses
-
-    def _counter(
-        self, name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]
-    ) -> Metric:
-        """A counter family, with values by the labels after `LABELS` (a tuple).
-
-        A value never decreases: Prometheus would take a decrease for a restart. The engine's can,
-        by tokens that a step of the same moment takes back.
-        """
-        family = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
-        for more, value in values.items():
-            key = (name, *more)
-            self._latest[key] = value = max(value, self._latest.get(key, 0))
-            family.add_metric([*self.labels, *more], value)
-        return family
 
 
 class RequestObserver:

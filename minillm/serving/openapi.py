@@ -12,7 +12,7 @@ SCHEMAS = "#/components/schemas/"
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """The document of an application."""
+    """FastAPI's document with the bodies that routes parse themselves, and one form of errors."""
     made = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )

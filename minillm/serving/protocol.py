@@ -40,39 +40,20 @@ BEAMS = "beam search is not supported; use n with a temperature above 0"
 UNSUPPORTED = "it is not supported; leave it out"
 CHATS = "it is for /v1/chat/completions and messages; leave it out"
 VARIABLE = "it is not a field; if the chat template reads it, give it in chat_template_kwargs"
+REASONS: Mapping[str, str] = {
+    STRUCTURED: "json_schema regex ebnf grammar",
+    CHATS: "tools tool_choice parallel_tool_calls chat_template chat_template_kwargs "
+           "reasoning_effort",
+    FUNCTIONS: "functions function_call",
+    BEAMS: "use_beam_search length_penalty early_stopping",
+    VARIABLE: "enable_thinking thinking reasoning",
+    UNSUPPORTED: "structural_tag logits_processors documents thinking_token_budget verbosity "
+                 "prompt_embeds modalities audio prediction web_search_options",
+    "text cannot be inserted before a suffix; leave it out": "suffix",
+    "it is not supported; use n": "best_of",
+}  # fmt: skip
 CONSTRAINTS: Mapping[str, str] = MappingProxyType(
-    {
-        "json_schema": STRUCTURED,
-        "regex": STRUCTURED,
-        "ebnf": STRUCTURED,
-        "grammar": STRUCTURED,
-        "structural_tag": UNSUPPORTED,
-        "tools": CHATS,
-        "tool_choice": CHATS,
-        "functions": FUNCTIONS,
-        "function_call": FUNCTIONS,
-        "parallel_tool_calls": CHATS,
-        "use_beam_search": BEAMS,
-        "length_penalty": BEAMS,
-        "early_stopping": BEAMS,
-        "logits_processors": UNSUPPORTED,
-        "documents": UNSUPPORTED,
-        "chat_template": CHATS,
-        "chat_template_kwargs": CHATS,
-        "reasoning_effort": CHATS,
-        "enable_thinking": VARIABLE,
-        "thinking": VARIABLE,
-        "reasoning": VARIABLE,
-        "thinking_token_budget": UNSUPPORTED,
-        "verbosity": UNSUPPORTED,
-        "prompt_embeds": UNSUPPORTED,
-        "modalities": UNSUPPORTED,
-        "audio": UNSUPPORTED,
-        "prediction": UNSUPPORTED,
-        "web_search_options": UNSUPPORTED,
-        "suffix": "text cannot be inserted before a suffix; leave it out",
-        "best_of": "it is not supported; use n",
-    }
+    {name: reason for reason, names in REASONS.items() for name in names.split()}
 )
 HARMLESS: Mapping[str, Sequence[Any]] = MappingProxyType(
     {"tool_choice": ("none", "auto"), "best_of": (1,), "early_stopping": (False,)}
@@ -363,7 +344,7 @@ def entry_of(data: Any, path: Sequence[int | str]) -> str:
 
 
 def sentence(name: str, message: str, given: object) -> str:
-    """One error in words."""
+    """One of pydantic's errors in words, with the value that was given."""
     if message.startswith("Value error, "):
         return message.removeprefix("Value error, ")
     shown = repr(given)[:MAX_SHOWN] if isinstance(given, str | int | float | bool) else ""

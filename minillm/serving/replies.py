@@ -25,7 +25,7 @@ class Usage:
     queue_time: float = 0.0  # seconds until the first step, of the prompt that waited longest
 
     def body(self) -> dict[str, Any]:
-        """As in replies."""
+        """OpenAI's object `usage`, with the time in the queue."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -89,14 +89,7 @@ def text_choice(
             entries = [*extra.logprobs, *entries]  # type: ignore[list-item]
     if entries is not None:
         logprobs = text_logprobs(header, ids, entries, starts)
-    choice = {
-        "index": index,
-        "text": text,
-        "logprobs": logprobs,
-        "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason,
-    }
-    return choice | ({"token_ids": output.token_ids} if header.with_ids else {})
+    return choice(header, index, output, output.finish_reason, text=text, logprobs=logprobs)
 
 
 def chat_choice(
@@ -104,14 +97,9 @@ def chat_choice(
 ) -> dict[str, Any]:
     """One choice of a chat completion; `parser` divides the text, if it is not content alone."""
     message = {"role": "assistant", "content": output.text, "refusal": None}
-    choice = {
-        "index": index,
-        "message": message if parser is None else parser.message(output.text),
-        "logprobs": chat_logprobs(output, header),
-        "finish_reason": finish_reason(output, parser),
-        "stop_reason": output.stop_reason,
-    }
-    return choice | ({"token_ids": output.token_ids} if header.with_ids else {})
+    if parser is not None:
+        message = parser.message(output.text)
+    return parsed(header, index, output, parser, message=message)
 
 
 def chat_delta(
@@ -121,29 +109,30 @@ def chat_delta(
     delta = {"content": output.text} if output.text or not output.finish_reason else {}
     if parser is not None:
         delta = parser.feed(output.text, ended=output.finish_reason is not None)
-    choice = {
-        "index": index,
-        "delta": delta,
-        "logprobs": chat_logprobs(output, header),
-        "finish_reason": finish_reason(output, parser),
-        "stop_reason": output.stop_reason,
-    }
-    return choice | ({"token_ids": output.token_ids} if header.with_ids else {})
+    return parsed(header, index, output, parser, delta=delta)
 
 
-def finish_reason(output: CompletionOutput, parser: ReplyParser | None) -> str | None:
-    """Why a chat completion has ended, after its text was parsed."""
-    return output.finish_reason if parser is None else parser.finish_reason(output.finish_reason)
+def parsed(
+    header: Header, index: int, output: CompletionOutput, parser: ReplyParser | None, **own: Any
+) -> dict[str, Any]:
+    """A choice of a chat whose text was parsed."""
+    reason = output.finish_reason if parser is None else parser.finish_reason(output.finish_reason)
+    return choice(header, index, output, reason, **own, logprobs=chat_logprobs(output, header))
+
+
+def choice(
+    header: Header, index: int, output: CompletionOutput, finish_reason: str | None, **own: Any
+) -> dict[str, Any]:
+    """A choice with its `own` fields, at OpenAI's place."""
+    made = {"index": index, **own, "finish_reason": finish_reason}
+    made["stop_reason"] = output.stop_reason
+    return made | ({"token_ids": output.token_ids} if header.with_ids else {})
 
 
 def first_delta(index: int) -> dict[str, Any]:
     """The choice of a chat stream's first frame, sent when the first token exists."""
-    return {
-        "index": index,
-        "delta": {"role": "assistant", "content": ""},
-        "logprobs": None,
-        "finish_reason": None,
-    }
+    delta = {"role": "assistant", "content": ""}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 # ---- log-probabilities -------------------------------------------------------------------------

@@ -7,7 +7,7 @@ other requests, and say what the prefix cache holds. They answer only with `--en
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from types import MappingProxyType
@@ -265,9 +265,5 @@ class RequestTrace:
             raise ApiError(400, f"last is {given[:20]!r}; it must be from 1 to {MOST:,}.")
         trace, last = self.engine.trace, int(given)
         lines = await asyncio.to_thread(lambda: list(trace_lines(trace, last)))
-
-        def body() -> Iterator[bytes]:
-            for line in lines:
-                yield line + b"\n"
-
-        return StreamingResponse(body(), media_type="application/jsonl")
+        body = (line + b"\n" for line in lines)
+        return StreamingResponse(body, media_type="application/jsonl")

@@ -20,6 +20,8 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from itertools import count
+from operator import attrgetter
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
@@ -30,8 +32,7 @@ from minillm.errors import EngineDeadError, InvalidRequestError, MinillmError, i
 from minillm.execution.executor import RemoteExecutor
 from minillm.scheduling.request import Request
 from minillm.serving.stat_logger import StatLogger
-from minillm.serving.threads import show_name
-from minillm.serving.ticket import Result, Ticket, deliver, ticket_key
+from minillm.serving.ticket import Result, Ticket, deliver
 
 SHUT_DOWN = "This engine was shut down; make a new one."
 FORKED = (
@@ -40,6 +41,7 @@ FORKED = (
 DRAINED = "This engine was told to drain, so it takes no new requests; make a new one."
 STOP_TIMEOUT = 30.0  # seconds that `stop` waits for the running step
 MAX_CLEANUP_ATTEMPTS = 3  # another kill or a MemoryError may interrupt one
+THIS_THREAD = Path("/proc/thread-self/comm")
 GC_THRESHOLD = 20_000  # new objects between two collections of the youngest generation
 
 
@@ -93,9 +95,8 @@ class StepThread:
         self._stats: StatLogger | None = None
         self._cause: BaseException | None = None  # the error that ended the thread, if any
         made: Future[None] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(make_engine, made), name="minillm-steps", daemon=True
-        )
+        arguments = make_engine, made
+        self._thread = threading.Thread(None, self._run, "minillm-steps", arguments, daemon=True)
         self._thread.start()
         try:
             made.result()  # raises the error of creating the engine
@@ -196,7 +197,8 @@ class StepThread:
     # ---- the step loop -------------------------------------------------------------------
 
     def _run(self, make_engine: Callable[[], Engine], made: "Future[None]") -> None:
-        show_name()
+        with suppress(OSError):  # its name in `top -H` and `perf`, as in Python 3.14; on Linux
+            THIS_THREAD.write_text(threading.current_thread().name)
         try:
             self.engine = make_engine()
         except BaseException as error:
@@ -277,15 +279,11 @@ class StepThread:
         if self._draining:
             self._finish(ticket, EngineDeadError(DRAINED))
         elif ticket.request_id in self._tickets:
-            self._finish(
-                ticket,
-                InvalidRequestError(
-                    f"There is already an unfinished request with the id {ticket.request_id!r}."
-                ),
-            )
+            text = f"There is already an unfinished request with the id {ticket.request_id!r}."
+            self._finish(ticket, InvalidRequestError(text))
         else:
             self._tickets[ticket.request_id] = ticket
-            insort(self._queue, ticket, key=ticket_key)
+            insort(self._queue, ticket, key=attrgetter("key"))
 
     def _ready(self, ticket: Ticket, request: Request | Exception) -> None:
         if not self._knows(ticket):
@@ -339,7 +337,7 @@ class StepThread:
     def _forget(self, ticket: Ticket) -> None:
         del self._tickets[ticket.request_id]
         if self._held.pop(ticket.request_id, None) is None:
-            del self._queue[bisect_left(self._queue, ticket.key, key=ticket_key)]
+            del self._queue[bisect_left(self._queue, ticket.key, key=attrgetter("key"))]
         elif ticket.live is not None:
             self._num_tokens += ticket.live.num_tokens
 

@@ -9,7 +9,7 @@ from minillm.api.sampling_params import RequestOutputKind, SamplingParams
 from minillm.engine.live_request import LiveRequest
 from minillm.scheduling.request import Request
 
-Key = tuple[int, int]  # priority, arrival
+Key = tuple[int, int]  # priority, arrival: smaller keys are earlier in the queue
 Result = RequestOutput | Exception
 
 
@@ -22,22 +22,9 @@ class Ticket:
     """
 
     __slots__ = (
-        "arrival",
-        "compiles",
-        "ended",
-        "key",
-        "kind",
-        "live",
-        "loop",
-        "num_completions",
-        "prompt",
-        "request",
-        "request_id",
-        "result",
-        "seen",
-        "waiter",
-        "wanted",
-    )
+        "arrival", "compiles", "ended", "key", "kind", "live", "loop", "num_completions", "prompt",
+        "request", "request_id", "result", "seen", "waiter", "wanted",
+    )  # fmt: skip
 
     def __init__(self, request_id: str, key: Key, params: SamplingParams, prompt: str | None):
         self.request_id, self.key = request_id, key
@@ -89,11 +76,6 @@ class Ticket:
             finished=True,
             metrics=RequestMetrics(queue_time=waited, e2e=waited),
         )
-
-
-def ticket_key(ticket: Ticket) -> Key:
-    """The sort key of the queue; smaller keys first."""
-    return ticket.key
 
 
 def deliver(results: Iterable[tuple[Ticket, Result]]) -> None:

@@ -84,10 +84,6 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -138,7 +134,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     functions: dict[str, Callable[..., Any]] = {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
         "namespace": _SafeNamespace,
         "dict": _new_dict,
     }

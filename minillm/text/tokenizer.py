@@ -98,7 +98,8 @@ class Tokenizer:
             max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
         """Largest token id plus one. The logit width of a model is often larger."""
-        self.eos_token_id: int | None = self._named_id("eos_token")
+        eos = self.special_tokens.get("eos_token")
+        self.eos_token_id: int | None = None if eos is None else backend.token_to_id(eos)
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, t in added.items() if t.special)
         """Ids of special tokens, which ``skip_special_tokens`` leaves out of the text."""
@@ -106,7 +107,8 @@ class Tokenizer:
         """The byte of each ``<0xXX>`` token; empty without byte fallback."""
         self.token_bytes: TokenBytes | None = None
         """The bytes of each token if the decoder is ``ByteLevel``, else None."""
-        if backend.decoder is not None and _state(backend.decoder).get("type") == "ByteLevel":
+        decoder = backend.decoder
+        if decoder is not None and json.loads(decoder.__getstate__()).get("type") == "ByteLevel":
             self.token_bytes = TokenBytes(self)
 
     @classmethod
@@ -138,10 +140,6 @@ class Tokenizer:
             named, unnamed = _special_tokens(folder, config)
             _add_missing_tokens(backend, folder, config, named, unnamed)
             return cls(backend, str(path), named, _chat_template_source(folder, config))
-
-    def _named_id(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self._backend.token_to_id(token)
 
     def same_tokens(self, other: "Tokenizer") -> bool:
         """Whether both vocabularies are the same."""
@@ -389,8 +387,3 @@ def _byte_fallback(backend: tokenizers.Tokenizer) -> dict[int, int]:
 
 def _has_decoder(backend: tokenizers.Tokenizer, name: str) -> bool:
     return backend.decoder is not None and name.encode() in backend.decoder.__getstate__()
-
-
-def _state(decoder: tokenizers.decoders.Decoder) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(decoder.__getstate__())
-    return state

@@ -17,6 +17,7 @@ from minillm.api.sampling_params import RequestOutputKind
 from minillm.engine.completion import Completion
 from minillm.engine.live_request import LiveRequest
 from minillm.scheduling.request import Request, Sequence
+from minillm.serving import stat_logger
 from minillm.text.stop import StopStrings
 from minillm.text.tokenizer import Tokenizer
 from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens
@@ -136,7 +137,7 @@ def params_of(**changed: Any) -> SamplingParams:
     return SamplingParams(**(values | changed))
 
 
-def test_deltas_of_a_stream_join_to_the_whole(folder: Path) -> None:
+def test_deltas_of_a_stream_join_to_what_generate_gives(folder: Path) -> None:
     with make(folder) as llm:
         (right,) = llm.generate([PROMPTS[0]], params_of(), use_tqdm=False)
         outputs = list(llm.stream(PROMPTS[0], params_of(output_kind=DELTA)))
@@ -148,15 +149,11 @@ def test_deltas_of_a_stream_join_to_the_whole(folder: Path) -> None:
         assert whole.outputs == right.outputs
         assert whole.prompt_logprobs == right.prompt_logprobs
         assert whole.finished
+        for kind in RequestOutputKind:
+            params = params_of(output_kind=kind)
+            (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+            assert output.outputs == right.outputs
         assert_idle(llm.engine)
-
-
-@pytest.mark.parametrize("kind", RequestOutputKind)
-def test_generate_gives_everything_in_any_case(folder: Path, kind: RequestOutputKind) -> None:
-    with make(folder) as llm:
-        (right,) = llm.generate([PROMPTS[1]], params_of(), use_tqdm=False)
-        (output,) = llm.generate([PROMPTS[1]], params_of(output_kind=kind), use_tqdm=False)
-        assert output.outputs == right.outputs
 
 
 # ---- what outputs share ------------------------------------------------------------------------
@@ -262,14 +259,16 @@ def test_generate_explains_nothing_that_is_not_read(
 # ---- the log -----------------------------------------------------------------------------------
 
 
-def test_a_line_is_logged_when_it_is_time(
-    caplog: pytest.LogCaptureFixture, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from minillm.serving import stat_logger
-
+@pytest.fixture
+def now(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of the log."""
     caplog.set_level(logging.INFO, "minillm.serving.stat_logger")
-    now = [100.0]
-    monkeypatch.setattr(stat_logger, "perf_counter", lambda: now[0])
+    seconds = [100.0]
+    monkeypatch.setattr(stat_logger, "perf_counter", lambda: seconds[0])
+    return seconds
+
+
+def test_a_line_is_logged_when_it_is_time(caplog, folder, now):
     with make(folder) as llm:
         log = stat_logger.StatLogger(llm.engine.scheduler.counters)
         params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -283,15 +282,8 @@ def test_a_line_is_logged_when_it_is_time(
     assert line.startswith("0 sequences running, 0 waiting; 2 prompt and 0 new tokens/s; 0.0% of")
 
 
-def test_drafts_have_a_line_of_their_own_in_the_words_of_vllm(
-    caplog: pytest.LogCaptureFixture, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_have_a_line_of_their_own_in_the_words_of_vllm(caplog, folder, now):
     """Both lines are about what was done since the line before."""
-    from minillm.serving import stat_logger
-
-    caplog.set_level(logging.INFO, "minillm.serving.stat_logger")
-    now = [100.0]
-    monkeypatch.setattr(stat_logger, "perf_counter", lambda: now[0])
     with make(folder, **speculating(Truth(folder))) as llm:
         log = stat_logger.StatLogger(llm.engine.scheduler.counters)
         for count in (11, 6):  # 1, then 5 per step; 1, then 5

@@ -174,42 +174,6 @@ def test_async_streaming():
     engine.shutdown()
 
 
-SCRIPT = """
-import asyncio
-from minillm import AsyncEngineArgs
-from minillm import AsyncLLMEngine, SamplingParams
-
-engine_args = AsyncEngineArgs(model="tiny", tensor_parallel_size=1, gpu_memory_utilization=0.5,
-                              max_model_len=512, enable_prefix_caching=True)
-engine = AsyncLLMEngine.from_engine_args(engine_args)
-
-async def generate_stream(prompt, request_id):
-    sampling_params = SamplingParams(temperature=0.7, max_tokens=8)
-    async for output in engine.generate(prompt, sampling_params, request_id):
-        if output.finished:
-            print(request_id, len(output.outputs[0].token_ids))
-
-async def main():
-    await asyncio.gather(*[generate_stream("def f(x):", f"req-{i}") for i in range(4)])
-
-if __name__ == "__main__":
-    asyncio.run(main())
-"""
-
-
-def test_a_script_that_never_shuts_the_engine_down():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(line.split()[0] for line in done.stdout.splitlines()) == [
-        "req-0",
-        "req-1",
-        "req-2",
-        "req-3",
-    ]
-
-
 def test_importing_the_arguments_costs_no_torch():
     code = (
         "import sys; from minillm import AsyncEngineArgs, EngineArgs; "

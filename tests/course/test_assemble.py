@@ -48,19 +48,23 @@ def run(folder: Path, monkeypatch, capsys, prompts: tuple[str, ...] = ()) -> tup
     return status, capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("parts", "says"), [
-    (("e03.1",), ["rows of e03.1", "one request at a time", "computed every time"]),
-    (("e03.1", "e06.1"), ["rows of e03.1", "scheduler of e06.1"]),
-    (("e07.1",), ["blocks of e07.1", "one request at a time", "second answer (equal"]),
-    (PARTS, ["blocks of e07.1", "scheduler of e06.1", "tree of e09.1"]),
+MINE = "request 0 (equal to LLM.generate):\ndef add(a, b):"
+
+
+@pytest.mark.parametrize(("parts", "prompts", "says"), [
+    (("e03.1",), ("def add(a, b):",), ["rows of e03.1", "one request at a time", MINE]),
+    (("e03.1", "e06.1"), (), ["rows of e03.1", "scheduler of e06.1", "computed every time"]),
+    (("e07.1",), (), ["blocks of e07.1", "one request at a time", "second answer (equal"]),
+    (PARTS, (), ["blocks of e07.1", "scheduler of e06.1", "tree of e09.1"]),
 ])  # fmt: skip
-def test_texts_are_those_of_the_real_engine(parts, says, tmp_path, monkeypatch, capsys):
+def test_texts_are_those_of_the_real_engine(parts, prompts, says, tmp_path, monkeypatch, capsys):
     session = session_with(tmp_path, {name: solution(name) for name in parts})
     file, lines = assemble(session)
     assert lines[0].endswith(f"has {', '.join(parts)}.")
     assert len(lines) == 1 + len(PARTS) - len(parts)
-    status, text = run(file.parent, monkeypatch, capsys)
+    status, text = run(file.parent, monkeypatch, capsys, prompts)
     assert status == 0, text
+    assert ("request 1" in text) == (not prompts)
     assert all(part in text for part in says), text
     assert "tokens are equal" not in text
 
@@ -132,8 +136,13 @@ def test_the_command_and_the_notebook_run_it(tmp_path, monkeypatch, capfd):
     engine()
     assert "needs e03.1" in capfd.readouterr().out
     session_with(tmp_path, {"e03.1": solution("e03.1")})
+    own = tmp_path / "engine" / "engine.py"
+    own.parent.mkdir()
+    own.write_text("import sys\nprint(sys.argv[1:])\nsys.exit(len(sys.argv) > 2)\n")
     assert main(["engine", "def add(a, b):"]) == 0
-    text = capfd.readouterr().out
-    assert "request 0 (equal to LLM.generate):\ndef add(a, b):" in text
-    assert "request 1" not in text
+    assert "['def add(a, b):']" in capfd.readouterr().out
+    assert main(["engine", "two", "words"]) == 1
+    capfd.readouterr()
+    engine("x")
+    assert "['x']" in capfd.readouterr().out
     assert json.loads((tmp_path / "progress.json").read_text())["exercises"]["e03.1"]["passed"]

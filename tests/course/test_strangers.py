@@ -58,11 +58,11 @@ def strangers(exercise: Exercise) -> Iterator[tuple[str, str, Expected]]:
 
 
 def parameters() -> Iterator[Any]:
-    """All of them. Not slow are of each exercise the first right one and the first that is told
-    something. Mistakes are named of toys in test_grader.py, and the known ones in the run of the
-    marker `mutation`."""
+    """All of them. Not slow is of each exercise the first that is told something: that right ones
+    pass is seen with `alternate.py` in test_verify_exercises.py, and that mistakes are named with
+    toys in test_grader.py, and with the known ones in the run of the marker `mutation`."""
     long = "e10.2-no_guard", "e11.1-a_row_in_pieces", "e11.2-pages_gathered_on_the_host"
-    seen = {(each, "named") for each in load_manifest()}
+    seen = {(each, kind) for each in load_manifest() for kind in ("named", "right")}
     for exercise in load_manifest().values():
         for name, source, expected in strangers(exercise):
             kind = exercise.id, name.partition("-")[0]

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.api.outputs import RequestOutput
 from minillm.errors import Failure
 from minillm.execution import collect, runner
 from minillm.execution.state import SequenceRow
@@ -35,13 +34,6 @@ def overlapped(folder: Path, monkeypatch: Any, graphs: bool, **fields: Any) -> L
     return llm
 
 
-def everything(output: RequestOutput) -> list[Any]:
-    """What a user sees, but for times."""
-    ends = [(each.finish_reason, each.stop_reason, each.text) for each in output.outputs]
-    numbers = [each.logprobs for each in output.outputs], output.prompt_logprobs
-    return [tokens(output), ends, numbers]
-
-
 KINDS: dict[str, dict[str, Any]] = {
     "as they are": {},
     "ends by tokens": {"ignore_eos": False, "stop_token_ids": list(range(0, 256, 7))},
@@ -53,18 +45,9 @@ def requests(kind: str) -> list[SamplingParams]:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> Any:
-    known: dict[str, Any] = {}
-
-    def of(kind: str) -> list[list[Any]]:
-        if kind not in known:
-            llm = make(folder, async_scheduling=False)
-            known[kind] = list(
-                map(everything, llm.generate(PROMPTS, requests(kind), use_tqdm=False))
-            )
-        return known[kind]
-
-    return of
+def expected(folder: Path) -> list[list[list[int]]]:
+    llm = make(folder, async_scheduling=False)
+    return list(map(tokens, llm.generate(PROMPTS, requests("as they are"), use_tqdm=False)))
 
 
 def test_metrics_are_those_of_the_trace(folder, monkeypatch):
@@ -121,16 +104,15 @@ def test_aborts_between_steps(folder, expected, monkeypatch, at, graphs):
     replacement = engine.add(engine.make_request("4", None, PROMPTS[4], params[4]))
     while engine.has_work:
         engine.step()
-    right = expected("as they are")
     for index, live in enumerate(lives):
-        have, (want,) = tokens(live.output())[0], right[index][0]
+        have, (want,) = tokens(live.output())[0], expected[index]
         if index in (4, 7):
             assert reasons(live.output()) == {"abort"}
             assert len(have) == min(at, len(want))
             assert have == want[: len(have)]
         else:
             assert have == want
-    assert tokens(replacement.output()) == right[4][0]
+    assert tokens(replacement.output()) == expected[4]
     assert_idle(engine)
 
 
@@ -225,8 +207,8 @@ def test_a_sample_that_fails_ends_its_request_only(folder, expected, monkeypatch
         lambda value: Failure("Planted.", "model") if value != value else None,
     )
     outputs = llm.generate(PROMPTS, requests("as they are"), use_tqdm=False)
-    for index, (output, right) in enumerate(zip(outputs, expected("as they are"), strict=True)):
-        (have,), (want,) = tokens(output), right[0]
+    for index, (output, right) in enumerate(zip(outputs, expected, strict=True)):
+        (have,), (want,) = tokens(output), right
         if index == 5:
             assert (output.outputs[0].finish_reason, output.outputs[0].error) == (
                 "error",

@@ -310,7 +310,6 @@ MISTAKES = [  # (of what, arguments, what the error says)
     ("drafts", {"survival": 0.5}, "survival is 0.5"),
     ("drafts", {"survival": (0.5, 0.6)}, "that do not rise"),
     ("drafts", {"survival": (NAN,)}, "survival is"),
-    ("drafts", {"survival": (0.5,), "drafts": 4}, "drafts is 4; it must be a Drafts"),
     ("add", {"prompt": 0}, "0 prompt tokens"),
     ("add", {"new": 0}, "0 new tokens and"),
     ("add", {"new": 5, "max_tokens": 4}, "max_tokens 4; each"),

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -333,30 +333,40 @@ def _reference(cell: Cell) -> "Reference":
 
 
 def reference_of(cell: Cell) -> "Reference":
-    """What the requests of a cell get alone; computed once in a process."""
-    return _reference(cell.alone())
+    """What the requests of a cell get alone; computed once, before a test breaks anything."""
+    found = _reference(cell.alone())
+    assert found.known
+    return found
 
 
 class Reference:
-    """Each request alone, by the plainest engine."""
+    """Each request alone, by the plainest engine; its answers are computed when first asked for."""
 
     def __init__(self, cell: Cell) -> None:
         kinds = {"bytes": tuple(KINDS), "embedded": SOME}.get(cell.model, WITHOUT_TEXT)
-        with on(cell.path):
+        self.path = cell.path
+        with on(self.path):
             self.llm = make(folder_of(cell.model), **cell.fields())
             self.jobs = jobs_of(self.llm, kinds)
-            self.outputs = {job.kind: generate(self.llm, [job])[0] for job in self.jobs}
-            self.known = self._known()
+
+    @cached_property
+    def outputs(self) -> dict[str, RequestOutput]:
+        """By kind."""
+        with on(self.path):
+            found = {job.kind: generate(self.llm, [job])[0] for job in self.jobs}
         counters = self.llm.engine.scheduler.counters
         assert counters.num_drafts == counters.num_mixed_steps == counters.num_cached_tokens == 0
+        return found
 
-    def _known(self) -> Known:
+    @cached_property
+    def known(self) -> Known:
         """The tokens of each completion, and those that would follow its stop text."""
         known = {}
         for job in self.jobs:
             output, free = self.outputs[job.kind], without_stop(job.params)
             if free != job.params:
-                (output,) = generate(self.llm, [replace(job, params=free)])
+                with on(self.path):
+                    (output,) = generate(self.llm, [replace(job, params=free)])
             for one in output.outputs:
                 key = job.ids, job.params.seed, one.index, repr(job.params)
                 known[key] = list(one.token_ids)

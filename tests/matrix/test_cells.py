@@ -20,7 +20,10 @@ from tests.matrix.table import all_pairs, allowed, pairs, random_cells, table
 
 TABLES = 2  # slow ones, each of which has what the one of `make test` has, and more
 # Ranks that take four seconds and more of few processors; two of two stages stay.
-MANY = ("tp 4", "tp 6", "tp 8", "tp 3, pp 2", "experts 4", "experts 2, pp 2", "copies 3")
+MANY = (
+    *("tp 3", "tp 4", "tp 6", "tp 8", "tp 3, pp 2"),
+    *("experts 4", "experts 2, pp 2", "copies 2", "copies 3"),
+)
 EXACT, FAST = "exact float32", "exact bfloat16"
 INT8 = {  # keys and values in 8 bits, in both kinds of pages and of arithmetic
     Cell("llama", EXACT, chunk=7, cache="hash", pool="swap", kv="int8"),

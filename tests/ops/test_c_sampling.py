@@ -229,7 +229,7 @@ def test_of_equal_sums_the_lowest_id(c):
 def test_draws_follow_the_exact_dist(params):
     """With the library that this processor uses; against float64, without the sampler's torch."""
     c = built("native", "F32")
-    logits, draws = draw(1, 150, seed=3), 20_000
+    logits, draws = draw(1, 150, seed=3), 10_000
     counts = np.bincount(
         tokens(c, logits.expand(draws, -1), [row(seed, **params) for seed in range(draws)]),
         minlength=150,

@@ -4,6 +4,7 @@ depend on nothing but its position. In plain torch, which defines them, and in C
 import math
 import random
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from minillm.ops.batch import Batch, Pages, Prologue
 from minillm_kernels import int8_cache, reference
 from tests.ops import small_decoders
 from tests.ops.c_variants import ELEMENTS, PATHS, built, parameters, use, with_threads
+from tests.pairs import some
 
 TILE = 64
 INT8_PATHS = (*PATHS, "baseline")  # of PRODUCT_PATHS
@@ -249,8 +251,10 @@ def test_every_element_is_within_its_bound(seed: int, sizes: str) -> None:
     check_bounds(random_case(seed, sizes, torch.float32, "plain"))
 
 
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("length", [64, 129, 700, 1100])
+@pytest.mark.parametrize(
+    ("length", "window"),
+    some([(64, None), (129, 70), (700, None)], product([64, 129, 700, 1100], [None, 70])),
+)
 def test_the_bits_of_a_query_do_not_depend_on_the_others(length: int, window: int | None) -> None:
     """Whole = in chunks = drafts that are verified = decode."""
     case = make_case(length, [length, 90], [40, 20], 32, window=window, steep=3)

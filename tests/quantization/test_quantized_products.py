@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minillm.lab.quantise.grid import round_asymmetric
+from minillm.lab.quantise.grid import Grid, round_to_grid
 from minillm.ops import c_library, cpu
 from minillm.ops.cpu_quantized import quantized_linear, whole_numbers
 from minillm.quantization.panels import arranged
@@ -38,6 +38,10 @@ def with_outliers(x: torch.Tensor) -> torch.Tensor:
     """Every other row with some channels that are a hundred times larger, as in real models."""
     x[::2, 5::100] *= 100
     return x
+
+
+def round_asymmetric(weight: torch.Tensor, bits: int, group: int, scales=torch.float16):
+    return round_to_grid(weight, Grid(bits, False, scales), group)
 
 
 def with_minima(weight: torch.Tensor, scales: torch.dtype) -> Quantized:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
+from itertools import product
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from minillm.sampling.logprobs import describe, token_logprobs
 from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
 from minillm.sampling.segments import Segments
 from minillm_kernels import reference
+from tests.pairs import some
 from tests.sampling.sampling_rows import edit_logits, scale_logits, truncate_row
 
 EMPTY = torch.zeros(1, 0, dtype=torch.int64)
@@ -229,8 +231,11 @@ def exact_distribution(logits: torch.Tensor, request: SamplingRow) -> np.ndarray
     return p / p.sum()
 
 
-@pytest.mark.parametrize("axis", ["seed", "sample_index", "position"])
-@pytest.mark.parametrize("params", SETTINGS)
+AXES = ("seed", "sample_index", "position")
+IN_TURN = [(AXES[i % 3], params) for i, params in enumerate(SETTINGS)]
+
+
+@pytest.mark.parametrize(("axis", "params"), some(IN_TURN, product(AXES, SETTINGS)))
 def test_draws_follow_the_exact_distribution(params, axis):
     draws = 10_000
     logits = random_logits(7, 1, 40)
@@ -476,7 +481,7 @@ def anew(logits: torch.Tensor, requests: list[SamplingRow]) -> list[int]:
 
 
 def test_a_sampler_that_is_kept_chooses_as_one_that_is_made_anew():
-    """Eighteen sequences over 150 steps: rows come, go and move, and histories outgrow their room.
+    """Eighteen sequences over 90 steps: rows come, go and move, and histories outgrow their room.
     Few different logits make penalties, bans and words matter."""
     dice = np.random.default_rng(0)
     sampler, vocab = kept_sampler(20), 40
@@ -485,7 +490,7 @@ def test_a_sampler_that_is_kept_chooses_as_one_that_is_made_anew():
     places = {index: index for index in outputs}
     for row, index in enumerate(outputs):
         sampler.set_row(row, held.setdefault(index, kept_request(index, [])))
-    for step in range(150):
+    for step in range(90):
         if step % 29 == 5:  # a sequence ends, and the last one moves to its row
             gone, last = dice.choice(list(places)), max(places, key=places.get)
             row = places.pop(gone)
@@ -538,15 +543,19 @@ def check_rows(sampler: Sampler, requests: dict[int, SamplingRow], drafts: list[
 FOLLOW = ("repetition_penalty", "presence_penalty", "bad_words", "structured_outputs")
 MASKS = ({}, ALLOWED, dict(structured_outputs={"regex": "x"}))
 BESIDE = [
-    pytest.param(index, beside, id="+".join([*KINDS[index], *beside]))
+    pytest.param(
+        *(index, beside, c),
+        id="+".join([*KINDS[index], *beside, "C" if c else "torch"]),
+        marks=[pytest.mark.slow] * (bool(beside) and not c),
+    )
     for index in range(2, len(KINDS))
     for beside in MASKS
+    for c in (True, False)
     if KINDS[index].keys().isdisjoint(beside)
 ]
 
 
-@pytest.mark.parametrize("c", [True, False])
-@pytest.mark.parametrize(("index", "beside"), BESIDE)
+@pytest.mark.parametrize(("index", "beside", "c"), BESIDE)
 def test_an_edit_moves_with_its_row_and_ends_with_it(index, beside, c, monkeypatch):
     """Every edit, alone and beside a mask, in C and without: moved to a row that had any other,
     followed by tokens and by drafts that are rejected, dropped, and its row used again."""

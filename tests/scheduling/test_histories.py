@@ -89,12 +89,12 @@ class Kind:
 
 
 KINDS = {
-    "plain": Kind(World, 100, 2000, SEEN, 2000),
-    "ahead": Kind(AheadWorld, 80, 500, SEEN_AHEAD, 500),
-    "ahead, late": Kind(LateWorld, 80, 500, SEEN_AHEAD, 500),
+    "plain": Kind(World, 60, 2000, SEEN, 2000),
+    "ahead": Kind(AheadWorld, 40, 500, SEEN_AHEAD, 500),
+    "ahead, late": Kind(LateWorld, 40, 500, SEEN_AHEAD, 500),
     "stages": Kind(StagesWorld, 60, 120, SEEN_IN_STAGES, 120),
     "stages, late": Kind(LateStagesWorld, 60, 120, SEEN_IN_STAGES, 120),
-    "drafts": Kind(World, 40, 2000, SEEN_DRAFTED, 250, True),
+    "drafts": Kind(World, 25, 2000, SEEN_DRAFTED, 250, True),
     "drafts, ahead": Kind(AheadWorld, 20, 500, SEEN_DRAFTED_AHEAD, 250, True),
     "drafts, late": Kind(LateWorld, 20, 500, SEEN_DRAFTED_AHEAD, 250, True),
 }

@@ -11,6 +11,8 @@ import pytest
 
 from minillm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
 from minillm.api.outputs import RequestOutput
+from minillm.engine.loop import Engine
+from minillm.serving import async_engine
 from minillm.serving.request_stream import RequestStream
 from tests.engine.small import BLOCK_SIZE, assert_idle
 
@@ -69,6 +71,22 @@ async def idle(engine: AsyncLLMEngine) -> None:
     steps = engine._steps
     assert (steps._tickets, steps._queue, steps._held) == ({}, [], {})
     assert engine.num_unfinished == 0
+
+
+def hold_tokeniser(patch: pytest.MonkeyPatch, name: str) -> tuple[threading.Event, threading.Event]:
+    """The prompt "long" is tokenised in a thread, where the request `name` sets the first event and
+    waits for the second."""
+    entered, go, make_request = threading.Event(), threading.Event(), Engine.make_request
+
+    def slow(self: Engine, request_id: str, *rest: Any) -> Any:
+        if request_id == name:
+            entered.set()
+            assert go.wait(LIMIT)
+        return make_request(self, request_id, *rest)
+
+    patch.setattr(Engine, "make_request", slow)
+    patch.setattr(async_engine, "is_long", lambda text, ids: text == "long")
+    return entered, go
 
 
 class Gate:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,7 @@ class Served:
         self.engine = engine
         self.app = build_app(engine, settings)
         self.parts: Server = self.app.state.server
+        self.pool = ThreadPoolExecutor(4)  # of `begin`
         ready = threading.Event()
         listening = bound_socket("127.0.0.1", 0)
         self.port: int = listening.getsockname()[1]
@@ -138,6 +140,10 @@ class Served:
         finally:
             made.close()
 
+    def begin(self, path: str, body: Any) -> "Future[Reply]":
+        """Send a request in a thread; its reply is the result."""
+        return self.pool.submit(self.send, path, body)
+
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
         """A completion, which must succeed."""
         reply = self.send("/v1/completions", {"prompt": prompt, "temperature": 0} | fields)
@@ -203,6 +209,16 @@ def joined(frames: list[dict[str, Any]], chat: bool = False) -> dict[int, str]:
             new = choice["delta"].get("content", "") if chat else choice["text"]
             texts[choice["index"]] = texts.get(choice["index"], "") + new
     return texts
+
+
+@contextmanager
+def serving(engine: AsyncLLMEngine, **settings: Any) -> Iterator[Served]:
+    """A server of an engine, which goes on afterwards."""
+    made = Served(engine, Settings(**({"names": ("small",)} | settings)))
+    try:
+        yield made
+    finally:
+        made.end()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ DRIVER = shutil.which("chromedriver")
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[PlaygroundServer]:
+def scripted() -> Iterator[PlaygroundServer]:
     running = PlaygroundServer()
     yield running
     running.shutdown()
@@ -42,11 +42,11 @@ def driver() -> Iterator[Any]:
 
 
 @pytest.fixture
-def tab(driver: Any, server: PlaygroundServer) -> Iterator[Any]:
+def tab(driver: Any, scripted: PlaygroundServer) -> Iterator[Any]:
     """Opens the page of a script; in the end no script may have failed, and nothing is blocked."""
     resize(driver, 1300, 1000)
     prefer(driver, "light")
-    yield lambda script: Tab(driver, server, script)
+    yield lambda script: Tab(driver, scripted, script)
     log = driver.get_log("browser")
     # A refused request is a line of the network, and a hint about forms is a line for its author.
     assert [e for e in log if e["source"] != "network" and e["level"] != "DEBUG"] == []

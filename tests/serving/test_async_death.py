@@ -18,9 +18,17 @@ from minillm.engine.live_request import LiveRequest
 from minillm.engine.loop import Engine
 from minillm.errors import ConfigError, EngineDeadError, ModelNotFoundError
 from minillm.scheduling.scheduler import Scheduler
-from minillm.serving import async_engine
-from minillm.serving.step_thread import StepThread
-from tests.serving.async_small import GREEDY, LIMIT, LONG, Gate, last, make_async, run
+from minillm.serving.step_thread import THIS_THREAD, StepThread
+from tests.serving.async_small import (
+    GREEDY,
+    LIMIT,
+    LONG,
+    Gate,
+    hold_tokeniser,
+    last,
+    make_async,
+    run,
+)
 
 PROMPTS = [[5 + i, 60, 7, 99 - i, 12 + 2 * i] for i in range(8)]
 
@@ -146,52 +154,40 @@ async def every_call(engine: AsyncLLMEngine) -> list[EngineDeadError]:
 
 
 @pytest.mark.parametrize("kill", KILLS)
-def test_a_killed_thread_tells_everybody(folder, monkeypatch, kill):
+async def test_a_killed_thread_tells_everybody(folder, monkeypatch, kill):
     engine = make_async(folder, max_num_requests=3, max_num_seqs=2)
     gate, (strike, message) = Gate(engine, monkeypatch), KILLS[kill]
-    release = threading.Event()
-    make_request = Engine.make_request
-
-    def slow(self: Engine, request_id: str, *rest: Any) -> Any:
-        assert request_id != "tokenising" or release.wait(LIMIT)
-        return make_request(self, request_id, *rest)
-
-    monkeypatch.setattr(Engine, "make_request", slow)
-    monkeypatch.setattr(async_engine, "is_long", lambda text, ids: text == "long")
-
-    async def main() -> None:
-        # Running, queued, outside, tokenising; one that nobody reads at the moment, and a drain.
-        streams = [engine.generate(p, LONG, str(i)) for i, p in enumerate(PROMPTS[:5])]
-        streams.append(engine.generate("long", LONG, "tokenising"))
-        gate.pace = asyncio.get_running_loop()
-        unread = engine.generate(PROMPTS[6], LONG, "unread")
-        await anext(unread)
-        waiting = [asyncio.create_task(read_dead(stream)) for stream in streams]
+    _, release = hold_tokeniser(monkeypatch, "tokenising")
+    # Running, queued, outside, tokenising; one that nobody reads at the moment, and a drain.
+    streams = [engine.generate(p, LONG, str(i)) for i, p in enumerate(PROMPTS[:5])]
+    streams.append(engine.generate("long", LONG, "tokenising"))
+    gate.pace = asyncio.get_running_loop()
+    unread = engine.generate(PROMPTS[6], LONG, "unread")
+    await anext(unread)
+    waiting = [asyncio.create_task(read_dead(stream)) for stream in streams]
+    await asyncio.sleep(0)
+    gate.pace = None
+    gate.shut()
+    await gate.reached()
+    waiting.append(asyncio.create_task(dead_call(engine.drain())))
+    with monkeypatch.context() as patch:
+        strike(engine, patch)
         await asyncio.sleep(0)
-        gate.pace = None
-        gate.shut()
-        await gate.reached()
-        waiting.append(asyncio.create_task(dead_call(engine.drain())))
-        with monkeypatch.context() as patch:
-            strike(engine, patch)
-            await asyncio.sleep(0)
-            gate.open()
-            errors = [await asyncio.wait_for(task, LIMIT) for task in waiting]
-        errors.append(await read_dead(unread))
-        release.set()
-        errors += await every_call(engine)
-        engine._steps._thread.join(LIMIT)
-        assert not engine._steps._thread.is_alive()
-        assert {str(error) for error in errors} == {message}
-        assert len({id(error) for error in errors}) == len(errors), "an error was shared"
-        assert (engine.is_running, engine.errored) == (False, True)
-        assert str(engine.dead_error) == message
-        assert engine.dead_error.__cause__ is not None
-        assert engine.num_unfinished == 0
-        engine.shutdown()
-        assert (engine.is_running, engine.errored) == (False, True)
-
-    run(main())
+        gate.open()
+        errors = [await asyncio.wait_for(task, LIMIT) for task in waiting]
+    errors.append(await read_dead(unread))
+    release.set()
+    errors += await every_call(engine)
+    engine._steps._thread.join(LIMIT)
+    assert not engine._steps._thread.is_alive()
+    assert {str(error) for error in errors} == {message}
+    assert len({id(error) for error in errors}) == len(errors), "an error was shared"
+    assert (engine.is_running, engine.errored) == (False, True)
+    assert str(engine.dead_error) == message
+    assert engine.dead_error.__cause__ is not None
+    assert engine.num_unfinished == 0
+    engine.shutdown()
+    assert (engine.is_running, engine.errored) == (False, True)
 
 
 async def dead_call(call: Any) -> EngineDeadError:
@@ -200,21 +196,17 @@ async def dead_call(call: Any) -> EngineDeadError:
     return caught.value
 
 
-def test_a_thread_that_is_killed_while_idle_tells_the_next_one(folder):
+async def test_a_thread_that_is_killed_while_idle_tells_the_next_one(folder):
     """It is noticed with the next command, which the thread has already taken."""
     engine = make_async(folder)
-
-    async def main() -> None:
-        await last(engine.generate(PROMPTS[0], GREEDY, "a"))
-        inject(engine)
-        results = await asyncio.gather(
-            *(last(engine.generate(p, GREEDY, str(i))) for i, p in enumerate(PROMPTS)),
-            engine.reset_prefix_cache(),
-            return_exceptions=True,
-        )
-        assert {str(result) for result in results} == {"The engine's thread ended: SystemExit"}
-
-    run(main())
+    await last(engine.generate(PROMPTS[0], GREEDY, "a"))
+    inject(engine)
+    results = await asyncio.gather(
+        *(last(engine.generate(p, GREEDY, str(i))) for i, p in enumerate(PROMPTS)),
+        engine.reset_prefix_cache(),
+        return_exceptions=True,
+    )
+    assert {str(result) for result in results} == {"The engine's thread ended: SystemExit"}
 
 
 def test_a_kill_at_any_moment_leaves_nobody_waiting(folder):
@@ -289,6 +281,9 @@ def test_all_of_the_engine_happens_in_one_thread(folder: Path, monkeypatch: Any)
         monkeypatch.setattr(Engine, what, noted)
     engine = make_async(folder)
     assert run(last(engine.generate(PROMPTS[0], GREEDY, "a"))).finished
+    if THIS_THREAD.exists():  # the system shows names of threads
+        shown = {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
+        assert "minillm-steps" in shown
     engine.shutdown()
     assert names == {"minillm-steps"}
 

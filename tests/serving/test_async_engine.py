@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from minillm import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, SamplingParams
+from minillm import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, SamplingParams
 from minillm.api.outputs import RequestOutput
 from minillm.engine.live_request import LiveRequest
 from minillm.engine.loop import Engine
@@ -26,13 +26,14 @@ from minillm.errors import (
 )
 from minillm.serving import async_engine
 from minillm.serving.request_stream import RequestStream
-from tests.engine.small import EOS, make, reasons, tokens
+from tests.engine.small import EOS, reasons, tokens
 from tests.pairs import some
 from tests.serving.async_small import (
     GREEDY,
     LIMIT,
     LONG,
     Gate,
+    hold_tokeniser,
     idle,
     in_thread,
     last,
@@ -45,9 +46,9 @@ TEXTS = ["a text", "another text, longer", "x"]
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> Callable[..., list[list[int]]]:
+def expected(llm: LLM) -> Callable[..., list[list[int]]]:
     """The tokens that `LLM.generate` gives."""
-    llm, known = make(folder), {}
+    known: dict[Any, list[list[int]]] = {}
 
     def answer(prompt: Any, params: SamplingParams = GREEDY) -> list[list[int]]:
         key = (str(prompt), params.max_tokens)
@@ -61,30 +62,24 @@ def expected(folder: Path) -> Callable[..., list[list[int]]]:
 # ---- streams -----------------------------------------------------------------------------------
 
 
-def test_outputs_are_those_of_llm_generate(engine, expected):
-    async def main() -> None:
-        streams = [engine.generate(p, GREEDY, str(i)) for i, p in enumerate(PROMPTS + TEXTS)]
-        outputs = await asyncio.gather(*map(last, streams))
-        for number, (prompt, output) in enumerate(zip(PROMPTS + TEXTS, outputs, strict=True)):
-            assert output.request_id == str(number)
-            assert tokens(output) == expected(prompt)
-            assert output.prompt == (prompt if isinstance(prompt, str) else None)
-        await idle(engine)
-
-    run(main())
+async def test_outputs_are_those_of_llm_generate(engine, expected):
+    streams = [engine.generate(p, GREEDY, str(i)) for i, p in enumerate(PROMPTS + TEXTS)]
+    outputs = await asyncio.gather(*map(last, streams))
+    for number, (prompt, output) in enumerate(zip(PROMPTS + TEXTS, outputs, strict=True)):
+        assert output.request_id == str(number)
+        assert tokens(output) == expected(prompt)
+        assert output.prompt == (prompt if isinstance(prompt, str) else None)
+    await idle(engine)
 
 
-def test_a_stream_is_read_once(engine):
-    async def main() -> None:
-        stream = engine.generate(PROMPTS[0], GREEDY, "a")
-        async for _ in stream:
-            break
-        assert (await last(stream)).finished  # it goes on where it was left
-        assert [output async for output in AnyIterator(stream)] == []
-        with pytest.raises(InvalidRequestError, match="This stream has ended; call generate"):
-            await last(stream)
-
-    run(main())
+async def test_a_stream_is_read_once(engine):
+    stream = engine.generate(PROMPTS[0], GREEDY, "a")
+    async for _ in stream:
+        break
+    assert (await last(stream)).finished  # it goes on where it was left
+    assert [output async for output in AnyIterator(stream)] == []
+    with pytest.raises(InvalidRequestError, match="This stream has ended; call generate"):
+        await last(stream)
 
 
 class AnyIterator:
@@ -97,16 +92,13 @@ class AnyIterator:
         return type("It", (), {"__anext__": self.stream.__anext__})()  # type: ignore[return-value]
 
 
-def test_two_readers_at_once_are_refused_and_the_first_is_not_disturbed(engine, expected):
-    async def main() -> None:
-        stream = engine.generate(PROMPTS[0], GREEDY, "a")
-        first = asyncio.create_task(last(stream))
-        await asyncio.sleep(0)
-        with pytest.raises(InvalidRequestError, match="already being read"):
-            await anext(stream)
-        assert tokens(await first) == expected(PROMPTS[0])
-
-    run(main())
+async def test_two_readers_at_once_are_refused_and_the_first_is_not_disturbed(engine, expected):
+    stream = engine.generate(PROMPTS[0], GREEDY, "a")
+    first = asyncio.create_task(last(stream))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequestError, match="already being read"):
+        await anext(stream)
+    assert tokens(await first) == expected(PROMPTS[0])
 
 
 def test_a_stream_stays_in_its_event_loop(engine):
@@ -189,25 +181,23 @@ async def close_under_a_reader(engine: AsyncLLMEngine, gate: Gate) -> None:
 @pytest.mark.parametrize(
     "leave", [break_off, close, drop_a_cycle, cancel, time_out, close_under_a_reader]
 )
-def test_who_leaves_is_aborted_at_once_and_disturbs_nobody(engine, expected, leave, monkeypatch):
+async def test_who_leaves_is_aborted_at_once_and_disturbs_nobody(
+    engine, expected, leave, monkeypatch
+):
     aborted, abort, gate = [], engine._engine.abort, Gate(engine, monkeypatch)
     monkeypatch.setattr(engine._engine, "abort", lambda x: aborted.append(x) or abort(x))
-
-    async def main() -> None:
-        gate.pace = asyncio.get_running_loop()
-        other = asyncio.create_task(last(engine.generate(PROMPTS[1], LONG, "other")))
-        await leave(engine, gate)
-        # Its id is free for whoever comes next.
-        again = await last(engine.generate(PROMPTS[0], GREEDY, "left"))
-        assert aborted == ["left"]
-        assert tokens(again) == expected(PROMPTS[0])
-        assert tokens(await other) == expected(PROMPTS[1], LONG)
-        await idle(engine)
-
-    run(main())
+    gate.pace = asyncio.get_running_loop()
+    other = asyncio.create_task(last(engine.generate(PROMPTS[1], LONG, "other")))
+    await leave(engine, gate)
+    # Its id is free for whoever comes next.
+    again = await last(engine.generate(PROMPTS[0], GREEDY, "left"))
+    assert aborted == ["left"]
+    assert tokens(again) == expected(PROMPTS[0])
+    assert tokens(await other) == expected(PROMPTS[1], LONG)
+    await idle(engine)
 
 
-def test_a_slow_reader_costs_one_output_and_delays_nobody(engine, expected, monkeypatch):
+async def test_a_slow_reader_costs_one_output_and_delays_nobody(engine, expected, monkeypatch):
     gate = Gate(engine, monkeypatch)
     made, output = [], LiveRequest.output
 
@@ -216,69 +206,51 @@ def test_a_slow_reader_costs_one_output_and_delays_nobody(engine, expected, monk
         return output(live, delta)
 
     monkeypatch.setattr(LiveRequest, "output", counted)
-
-    async def main() -> None:
-        gate.pace = asyncio.get_running_loop()
-        slow = engine.generate(PROMPTS[0], LONG, "slow")
-        first = await anext(slow)
-        others = [engine.generate(p, LONG, str(i)) for i, p in enumerate(PROMPTS[1:5])]
-        for index, other in enumerate(await asyncio.gather(*map(last, others))):
-            assert tokens(other) == expected(PROMPTS[1 + index], LONG)
-        while engine.num_unfinished:
-            await asyncio.sleep(0.001)
-        rest = [each async for each in slow]
-        assert len(rest) == 1, "outputs piled up"
-        assert tokens(rest[0]) == expected(PROMPTS[0], LONG)
-        assert len(first.outputs[0].token_ids) < LONG.max_tokens
-        assert made.count("slow") == 2, "outputs were made that nobody wanted"
-        await idle(engine)
-
-    run(main())
+    gate.pace = asyncio.get_running_loop()
+    slow = engine.generate(PROMPTS[0], LONG, "slow")
+    first = await anext(slow)
+    others = [engine.generate(p, LONG, str(i)) for i, p in enumerate(PROMPTS[1:5])]
+    for index, other in enumerate(await asyncio.gather(*map(last, others))):
+        assert tokens(other) == expected(PROMPTS[1 + index], LONG)
+    while engine.num_unfinished:
+        await asyncio.sleep(0.001)
+    rest = [each async for each in slow]
+    assert len(rest) == 1, "outputs piled up"
+    assert tokens(rest[0]) == expected(PROMPTS[0], LONG)
+    assert len(first.outputs[0].token_ids) < LONG.max_tokens
+    assert made.count("slow") == 2, "outputs were made that nobody wanted"
+    await idle(engine)
 
 
 # ---- abort -------------------------------------------------------------------------------------
 
 
-def test_an_abort_gives_a_last_output_wherever_the_request_is(engine_of, monkeypatch):
+async def test_an_abort_gives_a_last_output_wherever_the_request_is(engine_of, monkeypatch):
     engine = engine_of(max_num_requests=2, max_num_seqs=1)
-    gate, entered, go = Gate(engine, monkeypatch), threading.Event(), threading.Event()
-    make_request = Engine.make_request
-
-    def slow(self: Engine, request_id: str, *rest: Any) -> Any:
-        if request_id == "tokenising":
-            entered.set()
-            assert go.wait(LIMIT)
-        return make_request(self, request_id, *rest)
-
-    monkeypatch.setattr(Engine, "make_request", slow)
-    monkeypatch.setattr(async_engine, "is_long", lambda text, ids: text == "long")
-
-    async def main() -> None:
-        params = SamplingParams(n=1, temperature=0, max_tokens=40, ignore_eos=True)
-        names = ["running", "queued", "outside", "tokenising"]
-        prompts: list[Any] = [PROMPTS[0], PROMPTS[1], "text", "long"]
-        streams = {n: engine.generate(p, params, n) for n, p in zip(names, prompts, strict=True)}
-        gate.pace = asyncio.get_running_loop()
-        await anext(streams["running"])
-        gate.shut()
-        rest = {name: asyncio.create_task(last(stream)) for name, stream in streams.items()}
-        assert await asyncio.to_thread(entered.wait, LIMIT)
-        gate.open()
-        await engine.abort(n for n in ["unknown", *names, *names])
-        outputs = [await rest[name] for name in names]
-        code = engine._engine.encode("text")
-        for name, prompt, output in zip(names, prompts, outputs, strict=True):
-            assert (output.request_id, output.finished) == (name, True)
-            assert reasons(output) == {"abort"}
-            assert output.prompt == (prompt if isinstance(prompt, str) else None)
-            ids = [] if name == "tokenising" else prompt
-            assert output.prompt_token_ids == (code if ids == "text" else ids)
-            assert bool(output.outputs[0].token_ids) == (name == "running")
-        go.set()
-        await engine.abort("running")
-        await idle(engine)
-
-    run(main())
+    gate, (entered, go) = Gate(engine, monkeypatch), hold_tokeniser(monkeypatch, "tokenising")
+    params = SamplingParams(n=1, temperature=0, max_tokens=40, ignore_eos=True)
+    names = ["running", "queued", "outside", "tokenising"]
+    prompts: list[Any] = [PROMPTS[0], PROMPTS[1], "text", "long"]
+    streams = {n: engine.generate(p, params, n) for n, p in zip(names, prompts, strict=True)}
+    gate.pace = asyncio.get_running_loop()
+    await anext(streams["running"])
+    gate.shut()
+    rest = {name: asyncio.create_task(last(stream)) for name, stream in streams.items()}
+    assert await asyncio.to_thread(entered.wait, LIMIT)
+    gate.open()
+    await engine.abort(n for n in ["unknown", *names, *names])
+    outputs = [await rest[name] for name in names]
+    code = engine._engine.encode("text")
+    for name, prompt, output in zip(names, prompts, outputs, strict=True):
+        assert (output.request_id, output.finished) == (name, True)
+        assert reasons(output) == {"abort"}
+        assert output.prompt == (prompt if isinstance(prompt, str) else None)
+        ids = [] if name == "tokenising" else prompt
+        assert output.prompt_token_ids == (code if ids == "text" else ids)
+        assert bool(output.outputs[0].token_ids) == (name == "running")
+    go.set()
+    await engine.abort("running")
+    await idle(engine)
 
 
 # ---- one bad request harms no other -------------------------------------------------------------
@@ -314,25 +286,21 @@ def lasting(folder: Path) -> Iterator[AsyncLLMEngine]:
 
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("bad", BAD)
-def test_a_bad_request_fails_alone(lasting, expected, monkeypatch, bad, long):
+async def test_a_bad_request_fails_alone(lasting, expected, monkeypatch, bad, long):
     engine, (arguments, message) = lasting, BAD[bad]
     monkeypatch.setattr(async_engine, "is_long", lambda text, ids: long)
-
-    async def main() -> None:
-        good = engine.generate(PROMPTS[0], LONG, "good")
-        await anext(good)
-        full = {"prompt": PROMPTS[1], "sampling_params": GREEDY, "request_id": "bad"} | arguments
-        stream = engine.generate(**full)
-        later = engine.generate(PROMPTS[2], GREEDY, "later")
-        with pytest.raises(InvalidRequestError, match=message):
-            await anext(stream)
-        with pytest.raises(StopAsyncIteration):
-            await anext(stream)
-        assert tokens(await last(later)) == expected(PROMPTS[2])
-        assert tokens(await last(good)) == expected(PROMPTS[0], LONG)
-        await idle(engine)
-
-    run(main())
+    good = engine.generate(PROMPTS[0], LONG, "good")
+    await anext(good)
+    full = {"prompt": PROMPTS[1], "sampling_params": GREEDY, "request_id": "bad"} | arguments
+    stream = engine.generate(**full)
+    later = engine.generate(PROMPTS[2], GREEDY, "later")
+    with pytest.raises(InvalidRequestError, match=message):
+        await anext(stream)
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    assert tokens(await last(later)) == expected(PROMPTS[2])
+    assert tokens(await last(good)) == expected(PROMPTS[0], LONG)
+    await idle(engine)
 
 
 # ---- who waits outside ---------------------------------------------------------------------------
@@ -353,83 +321,64 @@ def watch_adds(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> tuple
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_the_engine_holds_four_and_the_others_wait_in_order(
+async def test_the_engine_holds_four_and_the_others_wait_in_order(
     engine_of, expected, monkeypatch, policy
 ):
     engine = engine_of(max_num_requests=4, scheduling_policy=policy)
     gate, (order, held) = Gate(engine, monkeypatch), watch_adds(engine, monkeypatch)
     urgency = [(7 * i) % 5 if policy == "priority" else 0 for i in range(len(PROMPTS))]
-
-    async def main() -> None:
-        gate.shut()
-        tasks = [asyncio.create_task(last(engine.generate(p, GREEDY, str(i), urgency[i])))
-                 for i, p in enumerate(PROMPTS)]  # fmt: skip
-        await gate.reached()
-        assert engine.num_unfinished == len(PROMPTS)
-        inside = list(order)
-        tasks[9].cancel()
-        gate.open()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert isinstance(results[9], asyncio.CancelledError)
-        outside = sorted(set(range(20)) - {9} - set(map(int, inside)), key=lambda i: urgency[i])
-        assert order == inside + list(map(str, outside))
-        assert len(inside) <= 4 == max(held)
-        for prompt, result in zip(PROMPTS, results, strict=True):
-            if not isinstance(result, asyncio.CancelledError):
-                assert tokens(result) == expected(prompt)
-        await idle(engine)
-
-    run(main())
+    gate.shut()
+    tasks = [asyncio.create_task(last(engine.generate(p, GREEDY, str(i), urgency[i])))
+             for i, p in enumerate(PROMPTS)]  # fmt: skip
+    await gate.reached()
+    assert engine.num_unfinished == len(PROMPTS)
+    inside = list(order)
+    tasks[9].cancel()
+    gate.open()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(results[9], asyncio.CancelledError)
+    outside = sorted(set(range(20)) - {9} - set(map(int, inside)), key=lambda i: urgency[i])
+    assert order == inside + list(map(str, outside))
+    assert len(inside) <= 4 == max(held)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        if not isinstance(result, asyncio.CancelledError):
+            assert tokens(result) == expected(prompt)
+    await idle(engine)
 
 
-def test_a_long_text_keeps_its_place(engine, monkeypatch):
+async def test_a_long_text_keeps_its_place(engine, monkeypatch):
     order, _ = watch_adds(engine, monkeypatch)
-    go, make_request = threading.Event(), Engine.make_request
-
-    def slow(self: Engine, request_id: str, *rest: Any) -> Any:
-        assert request_id != "long" or go.wait(LIMIT)
-        return make_request(self, request_id, *rest)
-
-    monkeypatch.setattr(Engine, "make_request", slow)
-    monkeypatch.setattr(async_engine, "is_long", lambda text, ids: text == "long")
-
-    async def main() -> None:
-        names = ["first", "long", "short", "last"]
-        tasks = []
-        for name in names:
-            tasks.append(asyncio.create_task(last(engine.generate(name, GREEDY, name))))
-            await asyncio.sleep(0)
-        await tasks[0]
-        assert order == ["first"]
-        assert engine.num_unfinished == 3
-        go.set()
-        outputs = await asyncio.gather(*tasks)
-        assert order == names
-        assert outputs[1].metrics.queue_time >= 0
-        assert all(output.metrics.ttft > 0 for output in outputs)
-
-    run(main())
+    _, go = hold_tokeniser(monkeypatch, "long")
+    names = ["first", "long", "short", "last"]
+    tasks = []
+    for name in names:
+        tasks.append(asyncio.create_task(last(engine.generate(name, GREEDY, name))))
+        await asyncio.sleep(0)
+    await tasks[0]
+    assert order == ["first"]
+    assert engine.num_unfinished == 3
+    go.set()
+    outputs = await asyncio.gather(*tasks)
+    assert order == names
+    assert outputs[1].metrics.queue_time >= 0
+    assert all(output.metrics.ttft > 0 for output in outputs)
 
 
-def test_a_tokeniser_that_cannot_start_holds_up_nobody(engine, expected, monkeypatch):
+async def test_a_tokeniser_that_cannot_start_holds_up_nobody(engine, expected, monkeypatch):
     monkeypatch.setattr(async_engine, "is_long", lambda text, ids: text == "long")
 
     def refuse(*rest: Any) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(engine._tokenisers, "submit", refuse)
-
-    async def main() -> None:
-        with pytest.raises(RuntimeError, match="new thread"):
-            await last(engine.generate("long", GREEDY, "a"))
-        output = await last(engine.generate(PROMPTS[0], GREEDY, "a"))
-        assert tokens(output) == expected(PROMPTS[0])
-        await idle(engine)
-
-    run(main())
+    with pytest.raises(RuntimeError, match="new thread"):
+        await last(engine.generate("long", GREEDY, "a"))
+    output = await last(engine.generate(PROMPTS[0], GREEDY, "a"))
+    assert tokens(output) == expected(PROMPTS[0])
+    await idle(engine)
 
 
-def test_really_long_prompts_do_not_stop_the_event_loop(engine_of, monkeypatch):
+async def test_really_long_prompts_do_not_stop_the_event_loop(engine_of, monkeypatch):
     """They are made in another thread."""
     engine = engine_of(max_model_len=128)
     threads, make_request = {}, Engine.make_request
@@ -440,87 +389,71 @@ def test_really_long_prompts_do_not_stop_the_event_loop(engine_of, monkeypatch):
 
     monkeypatch.setattr(Engine, "make_request", noted)
     prompts: dict[str, Any] = {"text": "a" * 5000, "ids": [7] * 20_000, "short": "a"}
-
-    async def main() -> None:
-        streams = [engine.generate(p, GREEDY, name) for name, p in prompts.items()]
-        results = await asyncio.gather(*map(last, streams), return_exceptions=True)
-        for result, length in zip(results, (5000, 20_000), strict=False):
-            assert isinstance(result, InvalidRequestError)
-            assert f"The prompt has {length} tokens" in str(result)
-        assert threads["short"] is threading.current_thread()
-        assert {threads["text"].name[:17], threads["ids"].name[:17]} == {"minillm-tokeniser"}
-        await idle(engine)
-
-    run(main())
+    streams = [engine.generate(p, GREEDY, name) for name, p in prompts.items()]
+    results = await asyncio.gather(*map(last, streams), return_exceptions=True)
+    for result, length in zip(results, (5000, 20_000), strict=False):
+        assert isinstance(result, InvalidRequestError)
+        assert f"The prompt has {length} tokens" in str(result)
+    assert threads["short"] is threading.current_thread()
+    assert {threads["text"].name[:17], threads["ids"].name[:17]} == {"minillm-tokeniser"}
+    await idle(engine)
 
 
 # ---- drain ---------------------------------------------------------------------------------------
 
 
-def test_a_drain_waits_for_all_and_refuses_new_ones(engine_of, expected):
+async def test_a_drain_waits_for_all_and_refuses_new_ones(engine_of, expected):
     engine = engine_of(max_num_requests=2)
-
-    async def main() -> None:
-        tasks = [
-            asyncio.create_task(last(engine.generate(p, GREEDY, str(i))))
-            for i, p in enumerate(PROMPTS[:6])
-        ]
-        await asyncio.sleep(0)
-        drains = [asyncio.create_task(engine.drain()) for _ in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(EngineDeadError, match="told to drain, so it takes no new requests"):
-            await last(engine.generate(PROMPTS[0], GREEDY, "late"))
-        assert await asyncio.gather(*drains) == [True, True]
-        assert all(task.done() for task in tasks), "a drain returned before a last output"
-        for prompt, task in zip(PROMPTS, tasks, strict=False):
-            assert tokens(task.result()) == expected(prompt)
-        assert await engine.drain(timeout=0.0) in (True, False)
-        assert engine.is_running
-        await engine.check_health()
-        await idle(engine)
-
-    run(main())
+    tasks = [
+        asyncio.create_task(last(engine.generate(p, GREEDY, str(i))))
+        for i, p in enumerate(PROMPTS[:6])
+    ]
+    await asyncio.sleep(0)
+    drains = [asyncio.create_task(engine.drain()) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(EngineDeadError, match="told to drain, so it takes no new requests"):
+        await last(engine.generate(PROMPTS[0], GREEDY, "late"))
+    assert await asyncio.gather(*drains) == [True, True]
+    assert all(task.done() for task in tasks), "a drain returned before a last output"
+    for prompt, task in zip(PROMPTS, tasks, strict=False):
+        assert tokens(task.result()) == expected(prompt)
+    assert await engine.drain(timeout=0.0) in (True, False)
+    assert engine.is_running
+    await engine.check_health()
+    await idle(engine)
 
 
 @pytest.mark.parametrize("timeout", [0, 0.01])
-def test_a_drain_aborts_the_rest_at_its_timeout(engine_of, monkeypatch, timeout):
+async def test_a_drain_aborts_the_rest_at_its_timeout(engine_of, monkeypatch, timeout):
     engine = engine_of(max_num_requests=2)
     gate = Gate(engine, monkeypatch)
-
-    async def main() -> None:
-        gate.shut()
-        tasks = [
-            asyncio.create_task(last(engine.generate(p, LONG, str(i))))
-            for i, p in enumerate(PROMPTS[:6])
-        ]
-        await gate.reached()
-        drain = asyncio.create_task(engine.drain(timeout))
-        await asyncio.sleep(2 * timeout + 0.01)
-        gate.open()
-        assert await drain is False
-        assert all("abort" in reasons(each) for each in await asyncio.gather(*tasks))
-        await idle(engine)
-
-    run(main())
+    gate.shut()
+    tasks = [
+        asyncio.create_task(last(engine.generate(p, LONG, str(i))))
+        for i, p in enumerate(PROMPTS[:6])
+    ]
+    await gate.reached()
+    drain = asyncio.create_task(engine.drain(timeout))
+    await asyncio.sleep(2 * timeout + 0.01)
+    gate.open()
+    assert await drain is False
+    assert all("abort" in reasons(each) for each in await asyncio.gather(*tasks))
+    await idle(engine)
 
 
-def test_a_drain_that_is_cancelled_harms_nobody(engine, expected, monkeypatch):
+async def test_a_drain_that_is_cancelled_harms_nobody(engine, expected, monkeypatch):
     gate = Gate(engine, monkeypatch)
-
-    async def main() -> None:
-        gate.shut()
-        task = asyncio.create_task(last(engine.generate(PROMPTS[0], GREEDY, "a")))
-        await gate.reached()
-        drain = asyncio.create_task(engine.drain())
-        await asyncio.sleep(0)
-        drain.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await drain
-        gate.open()
-        assert tokens(await task) == expected(PROMPTS[0])
-        assert await engine.drain()
-
-    run(main())
+    gate.shut()
+    task = asyncio.create_task(last(engine.generate(PROMPTS[0], GREEDY, "a")))
+    await gate.reached()
+    drain = asyncio.create_task(engine.drain())
+    await asyncio.sleep(0)
+    drain.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await drain
+    gate.open()
+    assert tokens(await task) == expected(PROMPTS[0])
+    assert await engine.drain()
 
 
 # ---- several event loops ------------------------------------------------------------------------
@@ -588,7 +521,7 @@ def test_the_requests_of_a_closed_event_loop_are_aborted(engine_of, expected, mo
 # ---- the end -------------------------------------------------------------------------------------
 
 
-def test_after_a_shutdown_everything_says_so(folder, monkeypatch):
+async def test_after_a_shutdown_everything_says_so(folder, monkeypatch):
     engine = make_async(folder, max_num_requests=1)
     gate = Gate(engine, monkeypatch)
 
@@ -598,44 +531,38 @@ def test_after_a_shutdown_everything_says_so(folder, monkeypatch):
             time.sleep(0.001)
         gate.open()
 
-    async def main() -> None:
-        gate.shut()
-        streams = [engine.generate(PROMPTS[i], LONG, str(i)) for i in range(3)]
-        tasks = [asyncio.create_task(last(stream)) for stream in streams]
-        drain = asyncio.create_task(engine.drain())
-        await gate.reached()
-        assert engine.is_running
-        assert engine.dead_error is None
-        threading.Thread(target=open_later).start()
-        engine.shutdown()
-        engine.shutdown()
-        assert (engine.is_running, engine.errored) == (False, False)
-        results = await asyncio.gather(*tasks, drain, return_exceptions=True)
-        for use in (
-            lambda: last(engine.generate(PROMPTS[0], GREEDY, "x")),
-            lambda: engine.abort("x"),
-            lambda: engine.drain(),
-            lambda: engine.check_health(),
-            lambda: engine.reset_prefix_cache(),
-        ):
-            results += await asyncio.gather(use(), return_exceptions=True)
-        for result in [*results, engine.dead_error]:
-            assert isinstance(result, EngineDeadError)
-            assert str(result) == "This engine was shut down; make a new one."
-        assert engine.num_unfinished == 0
-        with pytest.raises(EngineDeadError):
-            engine._engine.runner  # noqa: B018  (the memory was given back)
-
-    run(main())
+    gate.shut()
+    streams = [engine.generate(PROMPTS[i], LONG, str(i)) for i in range(3)]
+    tasks = [asyncio.create_task(last(stream)) for stream in streams]
+    drain = asyncio.create_task(engine.drain())
+    await gate.reached()
+    assert engine.is_running
+    assert engine.dead_error is None
+    threading.Thread(target=open_later).start()
+    engine.shutdown()
+    engine.shutdown()
+    assert (engine.is_running, engine.errored) == (False, False)
+    results = await asyncio.gather(*tasks, drain, return_exceptions=True)
+    for use in (
+        lambda: last(engine.generate(PROMPTS[0], GREEDY, "x")),
+        lambda: engine.abort("x"),
+        lambda: engine.drain(),
+        lambda: engine.check_health(),
+        lambda: engine.reset_prefix_cache(),
+    ):
+        results += await asyncio.gather(use(), return_exceptions=True)
+    for result in [*results, engine.dead_error]:
+        assert isinstance(result, EngineDeadError)
+        assert str(result) == "This engine was shut down; make a new one."
+    assert engine.num_unfinished == 0
+    with pytest.raises(EngineDeadError):
+        engine._engine.runner  # noqa: B018  (the memory was given back)
 
 
-def test_the_end_of_a_block_shuts_it_down(folder):
-    async def main() -> None:
-        async with make_async(folder) as engine:
-            await last(engine.generate(PROMPTS[0], GREEDY, "a"))
-        assert not engine.is_running
-
-    run(main())
+async def test_the_end_of_a_block_shuts_it_down(folder):
+    async with make_async(folder) as engine:
+        await last(engine.generate(PROMPTS[0], GREEDY, "a"))
+    assert not engine.is_running
 
 
 def test_an_engine_that_nobody_refers_to_ends_its_threads(folder, monkeypatch):
@@ -652,30 +579,23 @@ def test_an_engine_that_nobody_refers_to_ends_its_threads(folder, monkeypatch):
         assert not each.is_alive()
 
 
-def test_a_stream_keeps_its_engine(folder, expected):
-    async def main() -> None:
-        stream = make_async(folder).generate(PROMPTS[0], GREEDY, "a")
-        gc.collect()
-        assert tokens(await last(stream)) == expected(PROMPTS[0])
-
-    run(main())
+async def test_a_stream_keeps_its_engine(folder, expected):
+    stream = make_async(folder).generate(PROMPTS[0], GREEDY, "a")
+    gc.collect()
+    assert tokens(await last(stream)) == expected(PROMPTS[0])
 
 
 @pytest.mark.skipif(
     not hasattr(time, "pthread_getcpuclockid"), reason="the system tells no time of a thread"
 )
-def test_idle_costs_no_time(engine):
+async def test_idle_costs_no_time(engine):
     """The thread's own clock stands still."""
-
-    async def main() -> None:
-        await last(engine.generate(PROMPTS[0], GREEDY, "a"))
-        await idle(engine)
-        clock = time.pthread_getcpuclockid(engine._steps._thread.ident)
-        before = time.clock_gettime(clock)
-        await asyncio.sleep(0.3)
-        assert time.clock_gettime(clock) - before < 0.01
-
-    run(main())
+    await last(engine.generate(PROMPTS[0], GREEDY, "a"))
+    await idle(engine)
+    clock = time.pthread_getcpuclockid(engine._steps._thread.ident)
+    before = time.clock_gettime(clock)
+    await asyncio.sleep(0.3)
+    assert time.clock_gettime(clock) - before < 0.01
 
 
 EXITS = {
@@ -748,16 +668,13 @@ def test_arguments_without_a_meaning_warn(folder, name):
         AsyncEngineArgs(folder, **{name: "x"})
 
 
-def test_small_calls(engine):
-    async def main() -> None:
-        assert (await engine.get_tokenizer()).eos_token_id == EOS
-        long = [7] * 20
-        await last(engine.generate(long, GREEDY, "a"))
-        assert (await last(engine.generate(long, GREEDY, "b"))).num_cached_tokens
-        assert await engine.reset_prefix_cache() is True
-        assert not (await last(engine.generate(long, GREEDY, "c"))).num_cached_tokens
-        with pytest.raises(ZeroDivisionError):
-            await in_thread(engine, lambda: 1 / 0)
-        await engine.check_health()
-
-    run(main())
+async def test_small_calls(engine):
+    assert (await engine.get_tokenizer()).eos_token_id == EOS
+    long = [7] * 20
+    await last(engine.generate(long, GREEDY, "a"))
+    assert (await last(engine.generate(long, GREEDY, "b"))).num_cached_tokens
+    assert await engine.reset_prefix_cache() is True
+    assert not (await last(engine.generate(long, GREEDY, "c"))).num_cached_tokens
+    with pytest.raises(ZeroDivisionError):
+        await in_thread(engine, lambda: 1 / 0)
+    await engine.check_health()

@@ -5,7 +5,6 @@ import asyncio
 import gc
 import logging
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,11 @@ import pytest
 from minillm import RequestOutput, SamplingParams
 from minillm.api.outputs import joined
 from minillm.api.sampling_params import RequestOutputKind
-from minillm.engine.completion import Completion
 from minillm.engine.live_request import LiveRequest
 from minillm.serving import stat_logger
 from minillm.serving.request_stream import RequestStream
-from tests.engine.small import make, reasons, tokens
-from tests.serving.async_small import Gate, idle, make_async, run
+from tests.engine.small import reasons, tokens
+from tests.serving.async_small import Gate, idle, make_async
 
 PROMPTS = [[5 + i, 60, 7, 99 - i, 12 + 2 * i] * (1 + i % 3) for i in range(6)]
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -46,36 +44,28 @@ def told(output: RequestOutput) -> list[tuple[Any, ...]]:
     ] + [(len(output.prompt_logprobs or ()), output.finished)]
 
 
-def right_for(folder: Path, params: SamplingParams) -> list[RequestOutput]:
-    with make(folder) as llm:
-        return llm.generate(PROMPTS, params, use_tqdm=False)
-
-
-def test_deltas_join_to_what_generate_gives(engine, folder):
-    text = right_for(folder, params_of(n=1))[0].outputs[0].text
+async def test_deltas_join_to_what_generate_gives(engine, llm):
+    text = llm.generate(PROMPTS[:1], params_of(n=1), use_tqdm=False)[0].outputs[0].text
     settings: list[dict[str, Any]] = [
         {},
         {"stop": [text[4:6], "zz"]},
         {"stop": text[4:6], "include_stop_str_in_output": True, "min_tokens": 3},
     ]
-
-    async def main() -> None:
-        for setting in settings:
-            right = right_for(folder, params_of(**setting))
-            params = params_of(**setting, output_kind=DELTA)
-            for pause in (0, 0.003):
-                streams = [engine.generate(p, params, str(i)) for i, p in enumerate(PROMPTS)]
-                outputs = await asyncio.gather(*(whole(stream, pause) for stream in streams))
-                for have, want in zip(outputs, right, strict=True):
-                    assert told(have) == told(want)
-        await idle(engine)
-
-    run(main())
+    for setting in settings:
+        right = llm.generate(PROMPTS, params_of(**setting), use_tqdm=False)
+        params = params_of(**setting, output_kind=DELTA)
+        for pause in (0, 0.003):
+            streams = [engine.generate(p, params, str(i)) for i, p in enumerate(PROMPTS)]
+            outputs = await asyncio.gather(*(whole(stream, pause) for stream in streams))
+            for have, want in zip(outputs, right, strict=True):
+                assert told(have) == told(want)
+    await idle(engine)
 
 
-def test_a_delta_that_was_not_taken_is_joined_with_the_next(engine, folder, monkeypatch):
+async def test_a_delta_that_was_not_taken_is_joined_with_the_next(engine, llm, monkeypatch):
     """The consumer was woken, but another task keeps the loop busy until the request has ended."""
-    right, made, output = right_for(folder, params_of())[0], [], LiveRequest.output
+    (right,) = llm.generate(PROMPTS[:1], params_of(), use_tqdm=False)
+    made, output = [], LiveRequest.output
 
     def counted(live: LiveRequest, delta: bool) -> RequestOutput:
         made.append(delta)
@@ -83,89 +73,50 @@ def test_a_delta_that_was_not_taken_is_joined_with_the_next(engine, folder, monk
 
     monkeypatch.setattr(LiveRequest, "output", counted)
     gate = Gate(engine, monkeypatch)
-
-    async def main() -> None:
-        gate.shut()
-        stream = engine.generate(PROMPTS[0], params_of(output_kind=DELTA), "a")
-        reader = asyncio.create_task(whole(stream))
-        await gate.reached()
-        gate.open()
-        while engine.num_unfinished or len(made) < 2:
-            pass  # the loop turns no more
-        assert told(await reader) == told(right)
-        assert made == [True, True], "one for the waiting consumer, and the last"
-        await idle(engine)
-
-    run(main())
+    gate.shut()
+    stream = engine.generate(PROMPTS[0], params_of(output_kind=DELTA), "a")
+    reader = asyncio.create_task(whole(stream))
+    await gate.reached()
+    gate.open()
+    while engine.num_unfinished or len(made) < 2:
+        pass  # the loop turns no more
+    assert told(await reader) == told(right)
+    assert made == [True, True], "one for the waiting consumer, and the last"
+    await idle(engine)
 
 
-def test_one_output_at_the_end_and_none_is_made_before(engine, folder, monkeypatch):
-    right, made, output = right_for(folder, params_of())[0], [], LiveRequest.output
+async def test_one_output_at_the_end_and_none_is_made_before(engine, llm, monkeypatch):
+    (right,) = llm.generate(PROMPTS[:1], params_of(), use_tqdm=False)
+    made, output = [], LiveRequest.output
     monkeypatch.setattr(
         LiveRequest, "output", lambda live, delta: made.append(live) or output(live, delta)
     )
-
-    async def main() -> None:
-        params = params_of(output_kind=FINAL_ONLY)
-        outputs = [each async for each in engine.generate(PROMPTS[0], params, "a")]
-        assert [each.finished for each in outputs] == [True]
-        assert told(outputs[0]) == told(right)
-        assert len(made) == 1
-        await idle(engine)
-
-    run(main())
+    params = params_of(output_kind=FINAL_ONLY)
+    outputs = [each async for each in engine.generate(PROMPTS[0], params, "a")]
+    assert [each.finished for each in outputs] == [True]
+    assert told(outputs[0]) == told(right)
+    assert len(made) == 1
+    await idle(engine)
 
 
-def test_the_last_delta_of_an_aborted_request(engine, monkeypatch):
+async def test_the_last_delta_of_an_aborted_request(engine, monkeypatch):
     gate = Gate(engine, monkeypatch)
-
-    async def main() -> None:
-        gate.pace = asyncio.get_running_loop()
-        params = params_of(n=1, output_kind=DELTA, max_tokens=40, ignore_eos=True)
-        stream = engine.generate(PROMPTS[0], params, "a")
-        first = await anext(stream)
-        gate.shut()
-        await gate.reached()
-        (live,) = engine._engine._live.values()
-        abort = asyncio.create_task(engine.abort("a"))
-        await asyncio.sleep(0)
-        gate.open()
-        output = joined(first, await whole(stream))
-        await abort
-        assert reasons(output) == {"abort"}
-        assert tokens(output) == [live.completions[0].token_ids]
-        assert output.outputs[0].text == live.output().outputs[0].text
-        await idle(engine)
-
-    run(main())
-
-
-@pytest.mark.parametrize("kind", RequestOutputKind)
-def test_a_text_that_fails_hurts_its_own_request_only(engine, folder, monkeypatch, kind):
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, output_kind=kind)
-    right = right_for(folder, params)
-    write = Completion._detokenize
-
-    def broken(self: Completion, may_stop: bool = True) -> None:
-        if self._prompt_token_ids[0] == 6 and len(self.token_ids) > 3:
-            raise RuntimeError("planted")
-        write(self, may_stop)
-
-    monkeypatch.setattr(Completion, "_detokenize", broken)
-
-    async def main() -> None:
-        streams = [engine.generate(p, params, str(i)) for i, p in enumerate(PROMPTS)]
-        if kind is DELTA:
-            outputs = await asyncio.gather(*map(whole, streams))
-        else:
-            outputs = [[each async for each in stream][-1] for stream in streams]
-        assert reasons(outputs[1]) == {"error"}
-        assert "failed: RuntimeError: planted" in outputs[1].outputs[0].error
-        for number in (0, 2, 3, 4, 5):
-            assert told(outputs[number]) == told(right[number])
-        await idle(engine)
-
-    run(main())
+    gate.pace = asyncio.get_running_loop()
+    params = params_of(n=1, output_kind=DELTA, max_tokens=40, ignore_eos=True)
+    stream = engine.generate(PROMPTS[0], params, "a")
+    first = await anext(stream)
+    gate.shut()
+    await gate.reached()
+    (live,) = engine._engine._live.values()
+    abort = asyncio.create_task(engine.abort("a"))
+    await asyncio.sleep(0)
+    gate.open()
+    output = joined(first, await whole(stream))
+    await abort
+    assert reasons(output) == {"abort"}
+    assert tokens(output) == [live.completions[0].token_ids]
+    assert output.outputs[0].text == live.output().outputs[0].text
+    await idle(engine)
 
 
 def test_the_collector_is_relieved_while_an_engine_serves(folder):
@@ -183,15 +134,11 @@ def test_the_collector_is_relieved_while_an_engine_serves(folder):
 
 
 @pytest.mark.parametrize("disabled", [False, True])
-def test_stats_are_logged_unless_disabled(engine_of, monkeypatch, caplog, disabled):
+async def test_stats_are_logged_unless_disabled(engine_of, monkeypatch, caplog, disabled):
     monkeypatch.setattr(stat_logger, "INTERVAL", 0.0)
     caplog.set_level(logging.INFO, "minillm.serving.stat_logger")
     engine = engine_of(disable_log_stats=disabled)
-
-    async def main() -> None:
-        async for _ in engine.generate(PROMPTS[0], params_of(n=1), "a"):
-            pass
-
-    run(main())
+    async for _ in engine.generate(PROMPTS[0], params_of(n=1), "a"):
+        pass
     assert bool(caplog.messages) is not disabled
     assert disabled or caplog.messages[0].startswith("1 sequences running, 0 waiting;")

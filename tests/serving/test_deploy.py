@@ -11,14 +11,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from minillm.cli import main, serve
 from minillm.cli.app import build_parser
 from minillm.serving import openapi
 from minillm.serving.app import build_app
@@ -200,23 +198,14 @@ def test_systemd_accepts_the_unit(tmp_path):
     assert (done.returncode, done.stderr.strip()) == (0, "")
 
 
-def test_the_key_may_come_from_the_environment(monkeypatch):
-    seen = []
-
-    class Launch:
-        load = staticmethod(lambda arguments, quiet: SimpleNamespace(shutdown=lambda: None))
-        memory_line = staticmethod(lambda engine: "")
-        serve = staticmethod(lambda engine, settings, listener, say: seen.append(settings) or 0)
-
-    monkeypatch.setattr(serve, "import_server", lambda: Launch)
-    for key, arguments, keys in (
+def test_the_key_may_come_from_the_environment(settings_of, monkeypatch):
+    for key, options, keys in (
         ("secret", [], ("secret",)),
         ("secret", ["--api-key", "a", "--api-key", "b"], ("a", "b")),
         ("", [], ()),
     ):
         monkeypatch.setenv("MINILLM_API_KEY", key)
-        assert main(["serve", "--port", "0", *arguments]) == 0
-        assert seen.pop().api_keys == keys
+        assert settings_of(*options).api_keys == keys
 
 
 # ---- OpenAPI -----------------------------------------------------------------------------------

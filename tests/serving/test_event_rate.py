@@ -16,7 +16,7 @@ from minillm.serving import step_thread
 from minillm.serving.request_stream import RequestStream
 from minillm.serving.step_thread import StepThread
 from tests.engine.small import write_model
-from tests.serving.async_small import LIMIT, idle, in_thread, make_async, run
+from tests.serving.async_small import LIMIT, idle, in_thread, make_async
 
 POLL = 0.2  # seconds between two looks whether a stream waits for nothing
 PARAMS = SamplingParams(
@@ -80,37 +80,27 @@ async def sizes(
     ("per_second", "expected"),
     [(1e9, [1] * 12), (2 / 3, [1, 3, 3, 3, 2]), (2 / 5, [1, 5, 5, 1]), (1e-9, [1, 11])],
 )
-def test_both_streams_share_the_rate(engine, per_second, expected):
+async def test_both_streams_share_the_rate(engine, per_second, expected):
     engine.limit_outputs(per_second)
     both = threading.Event()
-
-    async def main() -> None:
-        engine._steps.call(both.wait)  # so that both streams begin with the same step
-        tasks = [
-            asyncio.create_task(
-                sizes(engine, engine.generate({"prompt_token_ids": ids}, PARAMS, name))
-            )
-            for name, ids in (("a", [5, 6, 7]), ("b", [8, 9]))
-        ]
-        await asyncio.sleep(0)
-        both.set()
-        assert await asyncio.gather(*tasks) == [expected, expected]
-        await idle(engine)
-
-    run(main())
+    engine._steps.call(both.wait)  # so that both streams begin with the same step
+    tasks = [
+        asyncio.create_task(sizes(engine, engine.generate({"prompt_token_ids": ids}, PARAMS, name)))
+        for name, ids in (("a", [5, 6, 7]), ("b", [8, 9]))
+    ]
+    await asyncio.sleep(0)
+    both.set()
+    assert await asyncio.gather(*tasks) == [expected, expected]
+    await idle(engine)
 
 
-def test_a_later_stream_has_its_first_output_at_once(engine: AsyncLLMEngine) -> None:
+async def test_a_later_stream_has_its_first_output_at_once(engine: AsyncLLMEngine) -> None:
     engine.limit_outputs(1e-9)
-
-    async def main() -> None:
-        begun, params = asyncio.Event(), replace(PARAMS, max_tokens=40)
-        first = engine.generate({"prompt_token_ids": [5, 6]}, params, "a")
-        reader = asyncio.create_task(sizes(engine, first, begun))
-        await begun.wait()
-        later = engine.generate({"prompt_token_ids": [8]}, PARAMS, "b")
-        assert await sizes(engine, later) == [1, 11]
-        assert await reader == [1, 39]
-        await idle(engine)
-
-    run(main())
+    begun, params = asyncio.Event(), replace(PARAMS, max_tokens=40)
+    first = engine.generate({"prompt_token_ids": [5, 6]}, params, "a")
+    reader = asyncio.create_task(sizes(engine, first, begun))
+    await begun.wait()
+    later = engine.generate({"prompt_token_ids": [8]}, PARAMS, "b")
+    assert await sizes(engine, later) == [1, 11]
+    assert await reader == [1, 39]
+    await idle(engine)

@@ -1,13 +1,12 @@
 """The text over HTTP is that of `LLM.generate`, whole and in a stream."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minillm import LLM, SamplingParams
-from tests.serving.http_small import DEFAULTS, Served, joined, served
+from tests.serving.http_small import Served, joined, served
 
 TEXTS = ["def fib(n):", "a", "Once upon a time there was", "äöü € 😀 x"]
 KINDS: dict[str, dict[str, Any]] = {
@@ -21,7 +20,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "logit_bias": {"temperature": 0.0, "logit_bias": {"70": 5.0, "71": -100.0}},
     "min_tokens": {"temperature": 0.0, "min_tokens": 10, "stop_token_ids": [80, 90, 100]},
 }  # fmt: skip
-NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+# Drafts, so that an event has several tokens; `LLM.generate` has none.
+ARGUMENTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -33,22 +33,13 @@ def params_of(fields: dict[str, Any], **more: Any) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, list[list[tuple[str, str | None]]]]:
+def expected(llm: LLM) -> dict[str, list[list[tuple[str, str | None]]]]:
     """By kind and prompt: text and finish_reason of each completion."""
-    llm = LLM(folder, **DEFAULTS)
     found = {}
     for kind, fields in KINDS.items():
         outputs = llm.generate(TEXTS, params_of(fields))
         found[kind] = [[(c.text, c.finish_reason) for c in each.outputs] for each in outputs]
-    llm.close()
     return found
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    """With drafts, so that an event has several tokens; `LLM.generate` has none."""
-    with served(folder, **NGRAM) as made:
-        yield made
 
 
 @every_kind
@@ -75,12 +66,10 @@ def test_the_frames_join_to_the_text_of_generate(server: Served, kind: str, expe
     assert len(ends) == len(flat), "a choice ended twice"
 
 
-def test_token_ids_are_a_prompt(server: Served, folder: Path) -> None:
+def test_token_ids_are_a_prompt(server: Served, llm: LLM) -> None:
     ids = [list(b"def fib(n):"), [5, 60, 7, 99, 12]]
-    llm = LLM(folder, **DEFAULTS)
     right = llm.generate([{"prompt_token_ids": each} for each in ids],
                          SamplingParams(temperature=0, max_tokens=12))  # fmt: skip
-    llm.close()
     texts = [each.outputs[0].text for each in right]
     got = server.complete(ids, max_tokens=12, return_token_ids=True)
     assert [each["text"] for each in got["choices"]] == texts
@@ -90,11 +79,9 @@ def test_token_ids_are_a_prompt(server: Served, folder: Path) -> None:
     assert server.complete(ids[1], max_tokens=12)["choices"][0]["text"] == texts[1]
 
 
-def test_a_chat_is_its_rendered_prompt(server: Served, folder: Path) -> None:
-    llm = LLM(folder, **DEFAULTS)
+def test_a_chat_is_its_rendered_prompt(server: Served, llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     right = llm.chat(messages, SamplingParams(temperature=0, max_tokens=16))[0].outputs[0].text
-    llm.close()
     assert server.chat("Hello", max_tokens=16)["choices"][0]["message"]["content"] == right
     frames = server.stream("/v1/chat/completions", {"messages": messages, "max_tokens": 16})
     assert joined(frames, chat=True) == {0: right}
@@ -104,7 +91,7 @@ def test_a_chat_is_its_rendered_prompt(server: Served, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("included", [False, True])
-def test_stop_strings_across_frames(server: Served, folder: Path, included: bool) -> None:
+def test_stop_strings_across_frames(server: Served, included: bool) -> None:
     """Each stop string is part of the text, and has up to four tokens."""
     whole = server.complete(TEXTS[0], max_tokens=40, ignore_eos=True)["choices"][0]["text"]
     readable = [i for i in range(len(whole) - 5) if "\ufffd" not in whole[i : i + 5]]
@@ -122,10 +109,8 @@ def test_stop_strings_across_frames(server: Served, folder: Path, included: bool
             assert joined(frames) == {0: right}
 
 
-def test_logprobs_are_those_of_generate(server: Served, folder: Path) -> None:
-    llm = LLM(folder, **DEFAULTS)
+def test_logprobs_are_those_of_generate(server: Served, llm: LLM) -> None:
     right = llm.generate(TEXTS[0], SamplingParams(temperature=0, max_tokens=8, logprobs=3))[0]
-    llm.close()
     got = server.complete(TEXTS[0], max_tokens=8, logprobs=3)["choices"][0]["logprobs"]
     entries, ids = right.outputs[0].logprobs, right.outputs[0].token_ids
     assert got["token_logprobs"] == pytest.approx(

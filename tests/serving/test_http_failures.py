@@ -1,80 +1,50 @@
 """Failures at the start and while running: one clear sentence each, and the right exit code."""
 
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minillm.text.tokenizer import Tokenizer
-from tests.serving.http_small import served, write_chat_model
+from tests.serving.http_small import served
 
 SECONDS = 90
 SERVE = (sys.executable, "-m", "minillm", "serve")
 
 
-def failed(arguments: Sequence[str], code: str = "") -> str:
-    """The message of a server that does not start: one line, and exit code 2."""
-    command = [*SERVE, *arguments]
-    if code:
-        command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 2, (done.returncode, done.stderr)
-    assert "Traceback" not in done.stderr
-    [line] = [each for each in done.stderr.splitlines() if "error:" in each]
-    assert line.endswith((".", "'")), line
-    return line
-
-
-def test_a_port_in_use(folder: Path) -> None:
+def test_what_cannot_start_is_one_sentence(folder, tmp_path, cli, monkeypatch):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        line = failed([str(folder), "--port", str(port)])
-    assert f"port {port}" in line
-    assert "Address already in use" in line
-
-
-@pytest.mark.slow
-def test_a_model_that_is_missing(tmp_path: Path) -> None:
-    assert "There is no folder" in failed([str(tmp_path / "nothing-here"), "--port", "0"])
-
-
-def test_a_template_that_is_missing(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "none.jinja"
-    line = failed([str(folder), "--port", "0", "--chat-template", str(file)])
-    assert "none.jinja" in line
-    assert "No such file" in line
-
-
-def test_a_package_that_is_missing(folder: Path) -> None:
-    code = (
-        "import sys; sys.modules['fastapi'] = None\n"
-        "from minillm.cli import main\n"
-        "sys.exit(main(['serve', *sys.argv[1:]]))"
-    )
-    line = failed([str(folder), "--port", "0"], code)
+        assert cli("serve", folder, "--port", port).refused(f"port {port}: Address already in use")
+    missing = tmp_path / "none"
+    shown = cli("serve", folder, "--port", 0, "--chat-template", missing)
+    assert shown.refused(f"{str(missing)!r} cannot be read: No such file")
+    shown = cli("serve", missing, "--port", 0)
+    assert shown.code == 2
+    assert "There is no folder" in shown.err.splitlines()[-1]
+    monkeypatch.delitem(sys.modules, "minillm.serving.launch")
+    monkeypatch.delattr("minillm.serving.launch")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     command = f"{sys.executable} -m pip install 'minillm-course[serve]'"
-    assert f"needs the package fastapi; install it with {command}." in line
+    needs = f"needs the package uvicorn; install it with {command}."
+    assert cli("serve", folder, "--port", 0).refused(needs)
 
 
 class Child:
     """`minillm serve` as a process."""
 
-    def __init__(self, folder: Path, *options: str, code: str = "", **pipes: Any):
+    def __init__(self, folder: Path, *options: str, **pipes: Any):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
-        command = [*SERVE] if not code else [sys.executable, "-c", code]
-        command += [str(folder), "--port", str(self.port), "--max-model-len", "64", *options]
+        command = [*SERVE, str(folder), "--port", str(self.port), "--max-model-len", "64", *options]
         self.process = subprocess.Popen(
             command, text=True, **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | pipes)
         )
@@ -137,83 +107,26 @@ def test_logs_on_a_full_disk(folder: Path) -> None:
     assert code in (0, 1, 120), "Python itself ends with 120 if it cannot flush"
 
 
-@pytest.mark.slow
-def test_a_step_thread_that_is_killed(folder: Path) -> None:
-    """The server says why, refuses further requests, and ends with code 1."""
-    code = (
-        "import sys\n"
-        "from minillm.engine.loop import Engine\n"
-        "step = Engine.step\n"
-        "def killed(engine):\n"
-        "    if engine.scheduler.counters.num_steps > 6: raise SystemExit('planted')\n"
-        "    return step(engine)\n"
-        "Engine.step = killed\n"
-        "from minillm.cli import main\n"
-        "sys.exit(main(['serve', *sys.argv[1:]]))"
-    )
-    child = Child(folder, code=code)
-    reply = child.get("/v1/completions", '{"prompt":"x","max_tokens":40,"ignore_eos":true}')
-    assert reply.startswith("HTTP/1.1 503"), reply
-    assert "The engine's thread ended: SystemExit: planted" in reply
-    status, error = child.end()
-    assert status == 1, error
-    assert "The server stops: The engine's thread ended: SystemExit: planted" in error
-    assert "Traceback" not in error
-
-
-@pytest.mark.slow
-def test_a_second_signal_aborts_what_runs(folder: Path) -> None:
-    """The request that the first signal lets finish gets a 503 at the second."""
-    code = (
-        "import sys, time\n"
-        "from minillm.engine.loop import Engine\n"
-        "step = Engine.step\n"
-        "def slow(engine):\n"
-        "    time.sleep(0.5 * bool(engine.scheduler.counters.num_steps > 6))\n"
-        "    return step(engine)\n"
-        "Engine.step = slow\n"
-        "from minillm.cli import main\n"
-        "sys.exit(main(['serve', *sys.argv[1:]]))"
-    )
-    child = Child(folder, code=code)
-    body = '{"prompt":"x","max_tokens":60,"ignore_eos":true}'
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(child.get, "/v1/completions", body)
-        while not re.search(r"^vllm:num_requests_running\S* 1", child.get("/metrics"), re.M):
-            time.sleep(0.05)
-        child.process.send_signal(signal.SIGTERM)
-        while "503" not in child.get("/v1/completions", body)[:20]:
-            time.sleep(0.05)
-        status, error = child.end(signal.SIGTERM)
-        assert waiting.result().startswith("HTTP/1.1 503"), waiting.result()
-    assert status == 0, error
-    assert "The server aborts 1 sequences." in error
-    assert "Traceback" not in error
-
-
-@pytest.mark.parametrize("long", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_tokenizer_that_raises(tmp_path, monkeypatch, caplog, stream, long):
+def test_a_tokenizer_that_raises(folder, monkeypatch, caplog):
     """A 500 without the error's text, which is in the log; the engine goes on."""
-    with served(write_chat_model(tmp_path), max_model_len=128) as server:
+
+    def fail(*args: Any, **more: Any) -> Any:
+        raise RuntimeError("/secret/path is broken")
+
+    with served(folder, max_model_len=128) as server:
         right = server.complete("x", max_tokens=4)["choices"][0]["text"]
-
-        def fail(*args: Any, **more: Any) -> Any:
-            raise RuntimeError("/secret/path is broken")
-
+        chat = {"messages": [{"role": "user", "content": "x"}]}
         with monkeypatch.context() as patch:
             patch.setattr(Tokenizer, "encode", fail)
-            prompt = ["x" * 60] * 2 if long else "x"
             for path, body in (
-                ("/v1/completions", {"prompt": prompt, "stream": stream}),
-                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}],
-                                          "stream": stream}),
+                ("/v1/completions", {"prompt": "x"}),
+                ("/v1/completions", {"prompt": ["x" * 60] * 2}),
+                ("/v1/chat/completions", chat),
                 ("/tokenize", {"prompt": "x"}),
-            ):  # fmt: skip
-                reply = server.send(path, body)
-                assert reply.status == 500
-                assert reply.message == (
-                    "The server failed (RuntimeError); its log has the details."
-                )
+            ):
+                for stream in (False, True):
+                    reply = server.send(path, body | {"stream": stream})
+                    text = "The server failed (RuntimeError); its log has the details."
+                    assert (reply.status, reply.message) == (500, text)
         assert "/secret/path is broken" in caplog.text
         assert server.complete("x", max_tokens=4)["choices"][0]["text"] == right

@@ -1,27 +1,25 @@
 """The shapes of replies and frames, on which clients stand."""
 
+import json
 import math
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from minillm import LLM
+from minillm.api.outputs import CompletionOutput
 from minillm.serving import event_stream
-from tests.serving.http_small import DEFAULTS, Served, joined, served
+from minillm.serving.event_stream import frame
+from minillm.serving.generation import ChoiceEvents
+from minillm.serving.replies import Header, Usage, chat_delta, text_choice
+from tests.serving.http_small import Served, joined
 
 KEYS = {"text_completion": "/v1/completions", "chat.completion.chunk": "/v1/chat/completions"}
 TEXT = "def fib(n):"
 MESSAGES = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    with served(folder) as made:
-        yield made
 
 
 def body_of(kind: str, **fields: Any) -> dict[str, Any]:
@@ -138,7 +136,7 @@ def test_a_token_whose_text_is_held_back_has_a_frame(server: Served) -> None:
     assert "".join(texts)
 
 
-def test_the_slice_of_lm_eval(server: Served, folder: Path) -> None:
+def test_the_slice_of_lm_eval(server: Served, llm: LLM) -> None:
     """`echo`, `max_tokens` 1 and `logprobs`: the harness drops the last entry, and compares floats
     for is_greedy."""
     context, text = "def fib", "def fib(n): x"
@@ -147,9 +145,7 @@ def test_the_slice_of_lm_eval(server: Served, folder: Path) -> None:
     assert got["token_logprobs"][0] is None
     assert got["top_logprobs"][0] is None
     values = got["token_logprobs"][len(context) : -1]
-    llm = LLM(folder, **DEFAULTS)
     scored = llm.score(text)[0]
-    llm.close()
     assert len(values) == len(text) - len(context)
     assert sum(got["token_logprobs"][1:-1]) == pytest.approx(scored.log_likelihood, abs=1e-3)
     for value, top in zip(got["token_logprobs"][1:], got["top_logprobs"][1:], strict=True):
@@ -212,3 +208,32 @@ def byte_id(server: Served, text: str) -> int:
     """The id of a one-token text."""
     [found] = server.send("/tokenize", {"prompt": text}).data["tokens"]
     return found
+
+
+# ---- events whose constant JSON was written before --------------------------------------------
+
+PIECES = ("", " a", '"text":""', 'quote " and \\ and \n', "é, \u2028, 漢字, 🙂", '","content":"')
+COMMON = Header(id='cmpl-"text":""\\', created=5, model='m"content":""', chat=False)
+
+
+def whole(header: Header, new: CompletionOutput, usage: Usage | None) -> bytes:
+    """The event, written at once."""
+    choice = chat_delta(header, 3, new) if header.chat else text_choice(header, 3, new)
+    return frame(header.piece([choice], usage))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("with_ids", [False, True])
+@pytest.mark.parametrize("usage", [None, Usage(prompt_tokens=7)])
+def test_events_equal_those_written_at_once(chat, with_ids, usage):
+    header = replace(COMMON, chat=chat, with_ids=with_ids)
+    events = ChoiceEvents(header, 3, usage)
+    for number, text in enumerate(PIECES):
+        if usage is not None:
+            usage.completion_tokens = number
+        new = CompletionOutput(3, text, [number])
+        made = events.event(new)
+        assert made == whole(header, new, usage)
+        assert (made[-2:], made.count(b"\n")) == (b"\n\n", 2)
+        choice = json.loads(made.removeprefix(b"data: "))["choices"][0]
+        assert (choice["delta"]["content"] if chat else choice["text"]) == text

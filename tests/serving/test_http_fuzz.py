@@ -4,10 +4,9 @@ generation after every hundred."""
 import json
 import random
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -21,7 +20,7 @@ from minillm.serving.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from tests.serving.http_small import Served, served, write_chat_model
+from tests.serving.http_small import Served
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest,
@@ -30,6 +29,7 @@ BODIES: dict[str, type[BaseModel]] = {
 GETS = ("/v1/models", "/v1/models/small", "/v1/models/..%2f..%2fetc", "/health", "/ping",
         "/version", "/load", "/tokenizer_info", "/openapi.json", "/", "/nothing",
         "/debug/requests/x", "/debug/trace", "/metrics")  # fmt: skip
+SETTINGS = {"max_waiting": 64}
 HEALTHY = {"prompt": "def fib(n):", "max_tokens": 8, "temperature": 0}
 LARGEST_REPLY = 400_000  # bytes; 64 prompts with n=16, 20 log-probabilities and 64 tokens is less
 TEXTS = ("", "x", "def f", "äöü€😀", "\x00", "a" * 300, "<eos>", "{{ 7*7 }}", "\u202e", "\ufffd")
@@ -254,13 +254,6 @@ def fuzz(
             assert healthy.status == 200, healthy.body
             assert healthy.data["choices"][0]["text"] == right
             server.assert_idle()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder: Path = write_chat_model(tmp_path_factory.mktemp("http-fuzz"))
-    with served(folder, {"max_waiting": 64}) as made:
-        yield made
 
 
 def test_two_hundred_requests(server: Served, caplog: pytest.LogCaptureFixture) -> None:

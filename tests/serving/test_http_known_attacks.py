@@ -2,17 +2,16 @@
 generation beside it is not changed. The names are those of the published bugs."""
 
 import json
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minillm.serving.guard import MAX_BODY
-from tests.serving.http_small import Reply, Served, served
+from tests.serving.http_small import Reply, Served
 
+SETTINGS = {"max_waiting": 32}
 C, CHAT = "/v1/completions", "/v1/chat/completions"
 HEALTHY = {"prompt": "def fib(n):", "max_tokens": 12, "ignore_eos": True, "temperature": 0,
            "logprobs": 2}  # fmt: skip
@@ -147,12 +146,6 @@ ATTACKS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    with served(folder, {"max_waiting": 32}) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def healthy(server: Served) -> dict[str, Any]:
     """The choice of a generation that nothing disturbs."""
     reply = server.send(C, HEALTHY)
@@ -177,18 +170,16 @@ def check_refusal(reply: Reply, folder: Path) -> None:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_is_refused_and_hurts_no_one(server, folder, healthy, name):
     path, body = ATTACKS[name]
-    found: list[Reply] = []
-    beside = threading.Thread(target=lambda: found.append(server.send(C, HEALTHY)))
-    beside.start()
+    beside = server.begin(C, HEALTHY)
     begin = time.monotonic()
     reply = server.send(path, body)
     assert time.monotonic() - begin < 20, "the server took too long to refuse"
-    beside.join()
+    undisturbed = beside.result(60)
     check_refusal(reply, folder)
     if path in (C, CHAT) and isinstance(body, dict):  # a stream is refused in the same way
         check_refusal(server.send(path, body | {"stream": True}), folder)
-    assert found[0].status == 200
-    choice = found[0].data["choices"][0]
+    assert undisturbed.status == 200
+    choice = undisturbed.data["choices"][0]
     for key in ("text", "finish_reason"):
         assert choice[key] == healthy[key]
     assert choice["logprobs"]["tokens"] == healthy["logprobs"]["tokens"]
@@ -226,14 +217,6 @@ def test_ignored_fields_are_named(server: Served) -> None:
     assert reply.headers["x-minillm-ignored"] == "nonsense"
     reply = server.send(C, p(**{"n" * 500_000: 1}))
     assert reply.headers["x-minillm-ignored"] == "n" * 80
-
-
-def test_a_template_is_not_the_clients(server: Served) -> None:
-    """User text is data: Jinja in a message is not executed."""
-    prompt = "{{ 7*7 }}{% for i in range(9) %}x{% endfor %}"
-    got = server.send("/tokenize", {"messages": [{"role": "user", "content": prompt}]})
-    text = server.send("/detokenize", {"tokens": got.data["tokens"]}).data["prompt"]
-    assert prompt in text
 
 
 def test_one_salt_does_not_see_anothers_cache(server: Served) -> None:

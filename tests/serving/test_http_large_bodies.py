@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,17 +11,11 @@ from hypothesis import strategies as st
 
 from minillm.serving import app, protocol
 from minillm.serving.guard import MAX_BODY
-from tests.serving.http_small import LIMIT, Reply, Served, served, write_chat_model
+from tests.serving.http_small import LIMIT, Served
 
 C, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = "some words " * 10_000
 TAIL = {"truncate_prompt_tokens": 8, "max_tokens": 1}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(write_chat_model(tmp_path_factory.mktemp("large"))) as made:
-        yield made
 
 
 def chat(text: str, **fields: Any) -> dict[str, Any]:
@@ -49,14 +43,11 @@ def test_others_are_served_while_a_large_body_is_read(server, monkeypatch, place
 
     where: Any = app if place == "parse" else server.parts.tokenizer
     monkeypatch.setattr(where, place, held(getattr(where, place)))
-    replies: list[Reply] = []
-    other = threading.Thread(target=lambda: replies.append(server.send(path, body)))
-    other.start()
+    other = server.begin(path, body)
     assert entered.wait(LIMIT)
     assert server.send("/health").status == 200
     answered.set()
-    other.join()
-    assert [each.status for each in replies] == [200]
+    assert other.result(LIMIT).status == 200
 
 
 def test_a_small_body_is_parsed_in_the_event_loop(server, monkeypatch):

@@ -2,37 +2,29 @@
 
 import json
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from minillm.cli.serve import bound_socket
 from minillm.serving import launch as server_module
 from minillm.serving.guard import MAX_BODY
+from minillm.serving.settings import Settings
 from tests.pairs import pairwise
-from tests.serving.http_small import Served, served
+from tests.serving.http_small import Served, served, serving
 
+ARGUMENTS = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
 LONG = {"max_tokens": 50, "ignore_eos": True, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    with served(folder, max_num_seqs=2, max_num_batched_tokens=16) as made:
-        yield made
-
-
 @pytest.fixture
-def paced(server: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def paced(server: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
     """Steps of 20 ms, so that a client can leave in the middle."""
-    step = server.engine._engine.step
-
-    def slow() -> object:
-        time.sleep(0.02)
-        return step()
-
-    monkeypatch.setattr(server.engine._engine, "step", slow)
+    slow_steps(server, monkeypatch)
     return server
 
 
@@ -152,9 +144,9 @@ def test_a_body_of_the_limit_is_read(server: Served) -> None:
 # ---- keys --------------------------------------------------------------------------------------
 
 
-def test_every_route_but_two_needs_a_key(folder: Path) -> None:
+def test_every_route_but_two_needs_a_key(server: Served) -> None:
     keys = ("first", "schlüssel")
-    with served(folder, {"api_keys": keys}) as server:
+    with serving(server.engine, api_keys=keys) as server:
         routes = {r.path for r in server.app.routes} | {"/openapi.json", "/nothing", "//health",
                   "/health/", "/health/..", "/v1/models/x", "/%68ealth/../load"}  # fmt: skip
         for path in sorted(routes - {"/health", "/"}):
@@ -171,21 +163,20 @@ def test_every_route_but_two_needs_a_key(folder: Path) -> None:
             for kind in ("Bearer", "bearer"):
                 header = f"{kind} {key}".encode().decode("latin-1")
                 assert server.send("/v1/models", headers={"authorization": header}).status == 200
+        metrics = server.send("/metrics", headers={"authorization": header}).body
+        for method in (b"GET", b"other"):  # such as PUT
+            line = b'http_requests_total{handler="none",method="%s",status="401"} '
+            assert line % method in metrics
 
 
 # ---- health ------------------------------------------------------------------------------------
 
 
-def test_health_depends_on_steps(folder: Path) -> None:
-    with served(folder, {"health_timeout": 0.3}) as server:
-        go, step = threading.Event(), server.engine._engine.step
-        go.set()
-
-        def gated() -> object:
-            go.wait(60)
-            return step()
-
-        server.engine._engine.step = gated  # type: ignore[method-assign]
+def test_health_depends_on_steps(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, step = threading.Event(), server.engine._engine.step
+    go.set()
+    monkeypatch.setattr(server.engine._engine, "step", lambda: go.wait(60) and step())
+    with serving(server.engine, health_timeout=0.3) as server:
         server.complete("x", max_tokens=2)
         time.sleep(0.6)  # idle for longer than the limit
         assert server.send("/health").status == 200
@@ -202,18 +193,24 @@ def test_health_depends_on_steps(folder: Path) -> None:
         go.set()
         server.wait_for(lambda: server.send("/health").status == 200, 10)
         wire.close()
+        server.assert_idle()
 
 
 # ---- the end -----------------------------------------------------------------------------------
 
 
-def test_a_drain_finishes_what_runs(folder: Path) -> None:
-    with served(folder, {"shutdown_timeout": 30}) as server:
+def both(server: Served) -> tuple[socket.socket, socket.socket]:
+    """A stream and a whole reply, which have begun."""
+    wires = (request(server, "/v1/completions", prompt="x", stream=True),
+             request(server, "/v1/completions", prompt="x"))  # fmt: skip
+    server.wait_for(lambda: server.engine.num_unfinished == 2)
+    return wires
+
+
+def test_a_drain_finishes_what_runs(paced: Served) -> None:
+    with serving(paced.engine, shutdown_timeout=30) as server:
         right = server.complete("x", **LONG)["choices"][0]["text"]
-        slow_steps(server)
-        wire = request(server, "/v1/completions", prompt="x", stream=True)
-        whole = request(server, "/v1/completions", prompt="x")
-        server.wait_for(lambda: server.engine.num_unfinished == 2)
+        wire, whole = both(server)
         server.http.handle_exit(15, None)
         reply = server.send("/v1/completions", {"prompt": "y"})
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
@@ -229,14 +226,19 @@ def test_a_drain_finishes_what_runs(folder: Path) -> None:
         assert not server.http.failed
 
 
-def test_a_drain_aborts_after_its_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("timeout", "signals"), [(0.3, 1), (300, 2)])
+def test_a_drain_aborts_after_its_time_and_at_a_second_signal(
+    server, monkeypatch, caplog, timeout, signals
+):
     monkeypatch.setattr(server_module, "ERROR_SECONDS", 0.5)
-    with served(folder, {"shutdown_timeout": 0.3}) as server:
-        slow_steps(server, 0.1)
-        wire = request(server, "/v1/completions", prompt="x", stream=True)
-        whole = request(server, "/v1/completions", prompt="x")
-        server.wait_for(lambda: server.engine.num_unfinished == 2)
+    slow_steps(server, monkeypatch, 0.1)
+    with serving(server.engine, shutdown_timeout=timeout) as server:
+        wire, whole = both(server)
         server.http.handle_exit(15, None)
+        if signals == 2:
+            time.sleep(0.3)
+            assert server.thread.is_alive()
+            server.http.handle_exit(15, None)
         got, replied = everything(wire), everything(whole)
         assert b'data: {"error":{"message":"The server is shutting down' in got
         assert got.count(b"data: [DONE]") == 1
@@ -244,27 +246,13 @@ def test_a_drain_aborts_after_its_time(folder: Path, monkeypatch: pytest.MonkeyP
         assert b"is shutting down" in replied
         server.thread.join(30)
         assert not server.thread.is_alive()
+        assert "The server aborts 2 sequences." in caplog.text
 
 
-def test_a_second_signal_ends_at_once(folder: Path) -> None:
-    with served(folder, {"shutdown_timeout": 300}) as server:
-        slow_steps(server, 0.3)
-        wire = request(server, "/v1/completions", prompt="x", stream=True)
-        server.wait_for(lambda: server.engine.num_unfinished == 1)
-        server.http.handle_exit(15, None)
-        time.sleep(0.3)
-        assert server.thread.is_alive()
-        begin = time.monotonic()
-        server.http.handle_exit(15, None)
-        server.thread.join(30)
-        assert time.monotonic() - begin < 3
-        wire.close()
-
-
-def test_a_dead_engine_ends_streams_and_the_server(folder, monkeypatch):
+def test_a_dead_engine_ends_streams_and_the_server(folder, monkeypatch, caplog):
     monkeypatch.setattr(server_module, "ERROR_SECONDS", 0.5)
     with served(folder) as server:
-        slow_steps(server, 0.05)
+        slow_steps(server, monkeypatch, 0.05)
         wire = request(server, "/v1/completions", prompt="x", stream=True)
         whole = request(server, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}])
         server.wait_for(lambda: server.engine.num_unfinished == 2)
@@ -285,9 +273,22 @@ def test_a_dead_engine_ends_streams_and_the_server(folder, monkeypatch):
         assert everything(whole).startswith(b"HTTP/1.1 503 ")
         server.thread.join(30)
         assert server.http.failed
+        assert "The server stops: The engine's thread ended: SystemExit: planted" in caplog.text
 
 
-def slow_steps(server: Served, seconds: float = 0.02) -> None:
+@pytest.mark.parametrize("dies", [False, True])
+def test_the_process_runs_with_quick_switches_and_says_how_it_ended(monkeypatch, dies):
+    seen: list[float] = []
+    server = SimpleNamespace(failed=dies, run=lambda sockets: seen.append(sys.getswitchinterval()))
+    monkeypatch.setattr(server_module, "HttpServer", lambda *_: server)
+    monkeypatch.setattr(server_module, "build_app", lambda *_: None)
+    engine: Any = None
+    with bound_socket("127.0.0.1", 0) as listening:
+        assert server_module.serve(engine, Settings(("small",)), listening, print) == dies
+    assert seen == [pytest.approx(server_module.SWITCH_SECONDS)]
+
+
+def slow_steps(server: Served, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
     """Make each step longer."""
     step = server.engine._engine.step
 
@@ -295,7 +296,7 @@ def slow_steps(server: Served, seconds: float = 0.02) -> None:
         time.sleep(seconds)
         return step()
 
-    server.engine._engine.step = slow  # type: ignore[method-assign]
+    monkeypatch.setattr(server.engine._engine, "step", slow)
 
 
 def everything(wire: socket.socket) -> bytes:

@@ -2,16 +2,15 @@
 
 import re
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minillm.structured.grammars import Grammars
-from tests.serving.http_small import Served, joined, served
+from tests.serving.http_small import Served, joined
 
 pytest.importorskip("llguidance")
+SETTINGS = {"max_waiting": 32, "request_trace": True}
 C, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA = {
     "type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22]}},
@@ -33,12 +32,6 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
                   r'\{\t?"ok"\t?:[^ \n]*\}'),
     "nothing": ({"response_format": {"type": "text"}}, r"[\s\S]*"),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    with served(folder, {"max_waiting": 32, "request_trace": True}) as made:
-        yield made
 
 
 @pytest.mark.parametrize("path", [C, CHAT])
@@ -103,17 +96,14 @@ def test_a_request_waits_for_its_constraint_and_others_do_not(server, monkeypatc
     """Its state says so; when it is compiled, it has its place in the queue."""
     go_on = compiling_waits(monkeypatch)
     body = {"prompt": "x", "structured_outputs": {"regex": "waits"}, "request_id": "slow"}
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(server.send(C, body)))
-    thread.start()
+    slow = server.begin(C, body)
     server.wait_for(lambda: server.engine.num_unfinished)
     server.complete("others", max_tokens=8)  # before it, though it came later
     told = server.send("/debug/requests/slow").data
     assert told["state"] == "waiting"
     assert told["events"][0]["reason"] == "its structured_outputs are not compiled yet"
     go_on.set()
-    thread.join()
-    assert found[0].data["choices"][0]["text"] == "waits"
+    assert slow.result(60).data["choices"][0]["text"] == "waits"
     server.assert_idle()
 
 
@@ -129,18 +119,14 @@ def test_a_client_that_leaves_while_its_constraint_is_compiled(server, monkeypat
 
 def test_a_grammar_that_exceeds_a_limit_ends_its_request_alone(server: Served) -> None:
     """It is compiled, but its states are too many; the error is the request's."""
-    healthy = server.complete("beside", max_tokens=30)["choices"][0]["text"]
-    found: list[str] = []
-    beside = threading.Thread(
-        target=lambda: found.append(server.complete("beside", max_tokens=30)["choices"][0]["text"])
-    )
-    beside.start()
+    other = {"prompt": "beside", "max_tokens": 30, "temperature": 0}
+    healthy = server.send(C, other).data["choices"][0]["text"]
+    beside = server.begin(C, other)
     grammar = 'start: ("a"~1..9999)~1..9999'
     body = {"prompt": "x", "structured_outputs": {"grammar": grammar}}
     body |= {"max_tokens": 90, "min_tokens": 90}
     reply = server.send(C, body)
-    beside.join()
     assert reply.status == 400
     assert "No token is left to choose from: structured_outputs" in reply.message
-    assert found == [healthy]
+    assert beside.result(60).data["choices"][0]["text"] == healthy
     server.assert_idle()

@@ -4,7 +4,6 @@ import errno
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from minillm.serving.settings import Settings
 from tests.engine.small import write_model
 from tests.serving.asgi_calls import call
 from tests.serving.async_small import make_async, run
-from tests.serving.http_small import Served
+from tests.serving.http_small import serving
 
 REFRESH = '<meta http-equiv="refresh" content="0.2">'
 
@@ -36,16 +35,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLMEngine]
     engine.shutdown()
 
 
-@contextmanager
-def serving(engine: AsyncLLMEngine, settings: Settings) -> Iterator[str]:
-    """The address of a server, which ends without its engine."""
-    made = Served(engine, settings)
-    yield made.url
-    made.end()
-
-
 def test_the_trace_of_a_server_is_fetched_with_its_key(engine):
-    with serving(engine, Settings(("m",), request_trace=True, api_keys=("key",))) as url:
+    with serving(engine, request_trace=True, api_keys=("key",)) as server:
+        url = server.url
         trace = live.fetch(url + "/", "key", last=5)
         assert [one.step for one in trace] == [8, 9, 10, 11, 12]
         with pytest.raises(TraceFileError, match="needs a key; add --api-key"):
@@ -55,18 +47,18 @@ def test_the_trace_of_a_server_is_fetched_with_its_key(engine):
 
 
 def test_a_server_without_request_trace_says_how_to_start_it(engine, capsys):
-    with serving(engine, Settings(("m",))) as url:
-        assert main(["trace", "table", url]) == 2
+    with serving(engine) as server:
+        assert main(["trace", "table", server.url]) == 2
     assert "start it with --enable-request-trace" in capsys.readouterr().err
 
 
 def test_table_and_view_take_a_server(engine, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with serving(engine, Settings(("m",), request_trace=True)) as url:
-        assert main(["trace", "table", url, "--last", "3"]) == 0
+    with serving(engine, request_trace=True) as server:
+        assert main(["trace", "table", server.url, "--last", "3"]) == 0
         table = capsys.readouterr().out
-        assert main(["trace", "view", url]) == 0
-        assert main(["trace", "chrome", url]) == 0
+        assert main(["trace", "view", server.url]) == 0
+        assert main(["trace", "chrome", server.url]) == 0
     steps = [line.split()[0] for line in table.splitlines() if line.split()[0].isdigit()]
     assert steps == ["10", "11", "12"]
     page = Path("server.html").read_text()
@@ -78,7 +70,7 @@ def test_table_and_view_take_a_server(engine, tmp_path, capsys, monkeypatch):
 def test_the_page_follows_the_server_and_keeps_its_last_state(engine, tmp_path, monkeypatch):
     path, seen = tmp_path / "page.html", []
     monkeypatch.chdir(tmp_path)
-    with serving(engine, Settings(("m",), request_trace=True)) as url:
+    with serving(engine, request_trace=True) as server:
 
         def stop(_: float) -> None:
             seen.append(path.read_text())
@@ -86,7 +78,7 @@ def test_the_page_follows_the_server_and_keeps_its_last_state(engine, tmp_path, 
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(live.time, "sleep", stop)
-        arguments = ["trace", url, "-o", str(path), "--interval", "0.2"]
+        arguments = ["trace", server.url, "-o", str(path), "--interval", "0.2"]
         assert main(arguments) == 130
         monkeypatch.undo()
     assert len(seen) == 3
@@ -99,8 +91,8 @@ def test_the_page_follows_the_server_and_keeps_its_last_state(engine, tmp_path, 
 def test_a_page_is_not_written_over_another_file(engine, tmp_path):
     path = tmp_path / "notes.html"
     path.write_text("my notes")
-    with serving(engine, Settings(("m",), request_trace=True)) as url:
-        assert main(["trace", url, "-o", str(path)]) == 2
+    with serving(engine, request_trace=True) as server:
+        assert main(["trace", server.url, "-o", str(path)]) == 2
     assert path.read_text() == "my notes"
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm.lab.benchmarks.serving.arrivals import Arrivals
+from minillm.lab.benchmarks.serving.workload import Arrivals
 
 COUNT = 20_000
 

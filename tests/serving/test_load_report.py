@@ -15,7 +15,6 @@ import pytest
 from minillm.cli import main
 from minillm.cli.terminal import Terminal
 from minillm.errors import NodeError
-from minillm.lab.benchmarks.serving.arrivals import Arrivals
 from minillm.lab.benchmarks.serving.bench import Plan
 from minillm.lab.benchmarks.serving.figure import draw
 from minillm.lab.benchmarks.serving.measurement import Wanted, collected
@@ -30,7 +29,7 @@ from minillm.lab.benchmarks.serving.slo import parse_slo
 from minillm.lab.benchmarks.serving.summary import Evaluation
 from minillm.lab.benchmarks.serving.sweep import sweep
 from minillm.lab.benchmarks.serving.table import late_lines, show
-from minillm.lab.benchmarks.serving.workload import parse_workload
+from minillm.lab.benchmarks.serving.workload import Arrivals, parse_workload
 from tests.serving.load_fake import FakeServer, bench_of, running
 from tests.serving.virtual_time import run_virtual
 

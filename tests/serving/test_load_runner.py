@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from minillm.lab.benchmarks.serving.arrivals import Arrivals
 from minillm.lab.benchmarks.serving.bench import Bench, Plan
 from minillm.lab.benchmarks.serving.reply import COLUMNS
 from minillm.lab.benchmarks.serving.slo import parse_slo
 from minillm.lab.benchmarks.serving.summary import Evaluation
 from minillm.lab.benchmarks.serving.sweep import sweep
-from minillm.lab.benchmarks.serving.workload import parse_workload
+from minillm.lab.benchmarks.serving.workload import Arrivals, parse_workload
 from tests.serving.load_fake import FakeServer, bench_of
 from tests.serving.virtual_time import run_virtual
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillm.lab.benchmarks.serving.arrivals import Arrivals
 from minillm.lab.benchmarks.serving.bench import Bench, Plan
 from minillm.lab.benchmarks.serving.client import Fields
 from minillm.lab.benchmarks.serving.measurement import Wanted, collected
@@ -25,7 +24,7 @@ from minillm.lab.benchmarks.serving.sweep import (
     search,
 )
 from minillm.lab.benchmarks.serving.target import Target
-from minillm.lab.benchmarks.serving.workload import parse_workload
+from minillm.lab.benchmarks.serving.workload import Arrivals, parse_workload
 from tests.serving.virtual_time import run_virtual
 
 

@@ -13,11 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minillm import AsyncLLMEngine, SamplingParams
 from minillm.serving.app import build_app
-from minillm.serving.histogram import Histogram
-from minillm.serving.metrics import HISTOGRAMS
+from minillm.serving.metrics import HISTOGRAMS, Histogram, RequestObserver
 from minillm.serving.settings import Settings
 from tests.serving.asgi_calls import Reply, call
-from tests.serving.async_small import run
 
 MARK = 7  # the token whose logits are made NaN
 NAMES = """
@@ -64,9 +62,8 @@ async def complete(
 # ---- names -------------------------------------------------------------------------------------
 
 
-def test_names_and_types_are_those_of_vllm(engine):
-    app = build_app(engine, Settings(("m",)))
-    reply = run(call(app, "/metrics"))
+async def test_names_and_types_are_those_of_vllm(engine):
+    reply = await call(build_app(engine, Settings(("m",))), "/metrics")
     families = {each.name: each.type for each in text_string_to_metric_families(reply.text)}
     for line in NAMES.strip().splitlines():
         kind, *names = line.split()
@@ -77,47 +74,31 @@ def test_names_and_types_are_those_of_vllm(engine):
     assert not any("spec_decode" in name for name in families)
 
 
-def test_speculation_has_the_lines_that_vllm_bench_serve_reads(engine_of):
+async def test_speculation_has_the_lines_that_vllm_bench_serve_reads(engine_of):
     engine = engine_of(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     app = build_app(engine, Settings(("m",)))
-
-    async def main() -> None:
-        await complete(app, "a b c d e f", max_tokens=40)
-        lines = (await call(app, "/metrics")).text.splitlines()
-        found = [line.partition("{")[0] for line in lines if line.startswith("vllm:spec_decode")]
-        ends = ["drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos",
-                "accepted_tokens_per_pos"]  # fmt: skip
-        assert found == [f"vllm:spec_decode_num_{end}_total" for end in ends]
-        places = [line for line in lines if "per_pos_total{" in line]
-        assert [f'position="{i}"' in line for i, line in enumerate(places)] == [True, True]
-
-    run(main())
+    await complete(app, "a b c d e f", max_tokens=40)
+    lines = (await call(app, "/metrics")).text.splitlines()
+    found = [line.partition("{")[0] for line in lines if line.startswith("vllm:spec_decode")]
+    ends = ["drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos",
+            "accepted_tokens_per_pos"]  # fmt: skip
+    assert found == [f"vllm:spec_decode_num_{end}_total" for end in ends]
+    places = [line for line in lines if "per_pos_total{" in line]
+    assert [f'position="{i}"' in line for i, line in enumerate(places)] == [True, True]
 
 
-def test_a_prometheus_that_prefers_openmetrics_gets_names_with_colons(engine):
+async def test_a_prometheus_that_prefers_openmetrics_gets_names_with_colons(engine):
     app = build_app(engine, Settings(("m",)))
-    found = run(scrape(app, "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"))
+    found = await scrape(app, "application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
     assert ("num_requests_running",) in found
 
 
-def test_metrics_need_the_key(engine):
-    app = build_app(engine, Settings(("m",), api_keys=("secret",)))
-    assert run(call(app, "/metrics")).status == 401
-    reply = run(call(app, "/metrics", headers={"authorization": "Bearer secret"}))
-    assert reply.status == 200
-    assert 'http_requests_total{handler="none",method="GET",status="401"} 1.0' in reply.text
-
-
-def test_two_applications_in_a_process_count_apart(engine_of):
+async def test_two_applications_in_a_process_count_apart(engine_of):
     apps = [build_app(engine_of(), Settings(("m",))) for _ in range(2)]
-
-    async def main() -> None:
-        await complete(apps[0], "abc")
-        found = [await scrape(app) for app in apps]
-        assert [each["request_success_total", "length"] for each in found] == [1, 0]
-        assert [each[("iteration_tokens_total_count",)] for each in found] == [12, 0]
-
-    run(main())
+    await complete(apps[0], "abc")
+    found = [await scrape(app) for app in apps]
+    assert [each["request_success_total", "length"] for each in found] == [1, 0]
+    assert [each[("iteration_tokens_total_count",)] for each in found] == [12, 0]
 
 
 # ---- values ------------------------------------------------------------------------------------
@@ -187,19 +168,15 @@ async def mixed_load(app: Any, log: Log) -> None:
         log.add(reply)
 
 
-def test_every_counter_agrees_with_the_log_of_a_mixed_load(engine_of, monkeypatch):
+async def test_every_counter_agrees_with_the_log_of_a_mixed_load(engine_of, monkeypatch):
     engine = engine_of(
         num_gpu_blocks_override=18, max_num_seqs=4,
         speculative_config={"method": "ngram", "num_speculative_tokens": 3},
     )  # fmt: skip
     spoil(engine, monkeypatch)
     app, log = build_app(engine, Settings(("m",), max_waiting=2)), Log()
-
-    async def main() -> dict[tuple[str, ...], float]:
-        await mixed_load(app, log)
-        return await scrape(app)
-
-    found = run(main())
+    await mixed_load(app, log)
+    found = await scrape(app)
     summaries, records = engine.trace.requests(), list(engine.trace)
     check_ends(found, log)
     check_tokens(found, log, summaries, records)
@@ -277,43 +254,35 @@ def check_histograms(
         assert found[f"{name}_bucket", "+Inf"] == total[f"{name}_count"]
 
 
-def test_gauges_show_who_runs_and_who_waits_and_why(engine_of):
+async def test_gauges_show_who_runs_and_who_waits_and_why(engine_of):
     engine = engine_of(max_num_seqs=2)
     app = build_app(engine, Settings(("m",)))
-
-    async def main() -> None:
-        jobs = [complete(app, f"{i}", max_tokens=60, stream=True) for i in range(5)]
-        tasks = [asyncio.ensure_future(each) for each in jobs]
-        seen: dict[tuple[str, ...], float] = {}
-        while not all(task.done() for task in tasks):
-            await asyncio.sleep(0.002)
-            now = await scrape(app)
-            if now[("num_requests_waiting",)] >= 3 and now[("num_requests_running",)] == 2:
-                seen = now
-                if now["num_requests_waiting_by_reason", "batch_slots"]:
-                    break
-        assert seen["num_requests_waiting_by_reason", "batch_slots"] == 3
-        assert seen["num_requests_waiting_by_reason", "blocks"] == 0
-        assert 0 < seen[("kv_cache_usage_perc",)] < 1
-        await asyncio.gather(*tasks)
+    jobs = [complete(app, f"{i}", max_tokens=60, stream=True) for i in range(5)]
+    tasks = [asyncio.ensure_future(each) for each in jobs]
+    seen: dict[tuple[str, ...], float] = {}
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0.002)
         now = await scrape(app)
-        assert now[("num_requests_running",)] == now[("num_requests_waiting",)] == 0
+        if now[("num_requests_waiting",)] >= 3 and now[("num_requests_running",)] == 2:
+            seen = now
+            if now["num_requests_waiting_by_reason", "batch_slots"]:
+                break
+    assert seen["num_requests_waiting_by_reason", "batch_slots"] == 3
+    assert seen["num_requests_waiting_by_reason", "blocks"] == 0
+    assert 0 < seen[("kv_cache_usage_perc",)] < 1
+    await asyncio.gather(*tasks)
+    now = await scrape(app)
+    assert now[("num_requests_running",)] == now[("num_requests_waiting",)] == 0
 
-    run(main())
 
-
-def test_counters_never_decrease(engine, monkeypatch):
+async def test_counters_never_decrease(engine, monkeypatch):
     app = build_app(engine, Settings(("m",)))
-
-    async def main() -> None:
-        await complete(app, "abc")
-        before = await scrape(app)
-        engine._engine.scheduler.counters.num_prompt_tokens -= 2
-        after = await scrape(app)
-        key = ("prompt_tokens_total",)
-        assert after[key] == before[key] == 3
-
-    run(main())
+    await complete(app, "abc")
+    before = await scrape(app)
+    engine._engine.scheduler.counters.num_prompt_tokens -= 2
+    after = await scrape(app)
+    key = ("prompt_tokens_total",)
+    assert after[key] == before[key] == 3
 
 
 # ---- parts -------------------------------------------------------------------------------------
@@ -329,7 +298,7 @@ def test_a_histogram_counts_values_at_a_bound_below_it():
 
 def test_gaps_of_several_tokens_are_shared(engine, monkeypatch):
     metrics = build_app(engine, Settings(("m",))).state.server.metrics
-    observer, now = metrics.request(SamplingParams(n=2)), [10.0]
+    observer, now = RequestObserver(metrics, SamplingParams(n=2)), [10.0]
     monkeypatch.setattr("minillm.serving.metrics.perf_counter", lambda: now[0])
     for at, choice, count in ((10, 0, 3), (10.1, 1, 1), (11, 0, 4), (11.1, 1, 1), (12, 0, 0)):
         now[0] = at
@@ -344,26 +313,22 @@ def test_gaps_of_several_tokens_are_shared(engine, monkeypatch):
 # ---- ends that have no output ------------------------------------------------------------------
 
 
-def test_a_client_that_leaves_before_the_reply_is_an_abort(engine):
+async def test_a_client_that_leaves_before_the_reply_is_an_abort(engine):
     app = build_app(engine, Settings(("m",)))
-
-    async def main() -> None:
-        body = {"prompt": "a", "max_tokens": 60, "n": 2, "temperature": 1, "ignore_eos": True}
-        task = asyncio.ensure_future(call(app, "/v1/completions", body))
-        while len(engine.trace) < 3:
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        found = await scrape(app)
-        assert found["request_success_total", "abort"] == 2
-        assert found["requests_without_first_token_total", "abort"] == 1
-        assert found[("time_to_first_token_seconds_count",)] == 0
-        assert found[("e2e_request_latency_seconds_count",)] == 0
-
-    run(main())
+    body = {"prompt": "a", "max_tokens": 60, "n": 2, "temperature": 1, "ignore_eos": True}
+    task = asyncio.ensure_future(call(app, "/v1/completions", body))
+    while len(engine.trace) < 3:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    found = await scrape(app)
+    assert found["request_success_total", "abort"] == 2
+    assert found["requests_without_first_token_total", "abort"] == 1
+    assert found[("time_to_first_token_seconds_count",)] == 0
+    assert found[("e2e_request_latency_seconds_count",)] == 0
 
 
-def test_a_stream_that_fails_after_its_first_token_has_its_time(engine, monkeypatch):
+async def test_a_stream_that_fails_after_its_first_token_has_its_time(engine, monkeypatch):
     """The requests of the histogram and those of the counter are all requests."""
     app, step = build_app(engine, Settings(("m",))), engine._engine.step
     arrived = Event()
@@ -374,37 +339,31 @@ def test_a_stream_that_fails_after_its_first_token_has_its_time(engine, monkeypa
             raise SystemExit
         return step()
 
-    async def main() -> None:
-        monkeypatch.setattr(engine._engine, "step", broken)
-        events = (await complete(app, "a", stream=True, on_part=arrived.set)).events()
-        assert "error" in events[-1]
-        assert len(events) > 1
-        found = await scrape(app)
-        assert found[("time_to_first_token_seconds_count",)] == 1
-        assert found["requests_without_first_token_total", "error"] == 0
-        assert found["request_success_total", "error"] == 1
-
-    run(main())
+    monkeypatch.setattr(engine._engine, "step", broken)
+    events = (await complete(app, "a", stream=True, on_part=arrived.set)).events()
+    assert "error" in events[-1]
+    assert len(events) > 1
+    found = await scrape(app)
+    assert found[("time_to_first_token_seconds_count",)] == 1
+    assert found["requests_without_first_token_total", "error"] == 0
+    assert found["request_success_total", "error"] == 1
 
 
-def test_requests_of_a_dead_engine_are_errors_and_invalid_ones_no_ends(engine, monkeypatch):
+async def test_requests_of_a_dead_engine_are_errors_and_invalid_ones_no_ends(engine, monkeypatch):
     app = build_app(engine, Settings(("m",)))
 
     def broken() -> None:
         raise SystemExit
 
-    async def main() -> None:
-        reply = await complete(app, [5] * 20_000)  # checked in another thread, after its begin
-        assert reply.status == 400
-        found = await scrape(app)
-        assert not any(found["request_success_total", each] for each in ("abort", "error"))
-        monkeypatch.setattr(engine._engine, "step", broken)
-        reply = await complete(app, "a", n=2, temperature=1)
-        assert reply.status == 503
-        found = await scrape(app)
-        assert found["request_success_total", "error"] == 2
-        assert found["request_success_total", "abort"] == 0
-        assert found["requests_without_first_token_total", "error"] == 1
-        assert found["http_requests_total", "/v1/completions", "POST", "503"] == 1
-
-    run(main())
+    reply = await complete(app, [5] * 20_000)  # checked in another thread, after its begin
+    assert reply.status == 400
+    found = await scrape(app)
+    assert not any(found["request_success_total", each] for each in ("abort", "error"))
+    monkeypatch.setattr(engine._engine, "step", broken)
+    reply = await complete(app, "a", n=2, temperature=1)
+    assert reply.status == 503
+    found = await scrape(app)
+    assert found["request_success_total", "error"] == 2
+    assert found["request_success_total", "abort"] == 0
+    assert found["requests_without_first_token_total", "error"] == 1
+    assert found["http_requests_total", "/v1/completions", "POST", "503"] == 1

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,13 @@ from minillm.execution import collect
 from minillm.sampling.logprobs import NOT_FINITE
 from minillm.serving.settings import Settings
 from tests.engine.small import EOS
-from tests.serving.http_small import Reply, Served, frames_of, served, write_chat_model
+from tests.serving.http_small import Reply, Served, frames_of, served, serving, write_chat_model
 from tests.serving.test_http_frames import hold
 
+SETTINGS = {"request_trace": True}
 C, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
 REASONS = {None, "stop", "length"}  # values of OpenAI's enumeration that this server uses
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    with served(folder, {"request_trace": True}) as made:
-        yield made
 
 
 # ---- names -------------------------------------------------------------------------------------
@@ -198,9 +193,9 @@ ORIGINS: list[tuple[dict[str, Any], str, str | None]] = [
 
 
 @pytest.mark.parametrize(("given", "origin", "allowed"), ORIGINS)
-def test_pages_of_other_sites(folder: Path, given: dict, origin: str, allowed: str | None) -> None:
+def test_pages_of_other_sites(server, given, origin, allowed):
     header = "access-control-allow-origin"
-    with served(folder, {"api_keys": ("key",), **given}) as server:
+    with serving(server.engine, api_keys=("key",), **given) as server:
         before = server.send(C, method="OPTIONS", headers={"Origin": origin, **PREFLIGHT})
         assert (before.status, before.headers.get(header)) == (200 if allowed else 400, allowed)
         if allowed:
@@ -212,29 +207,18 @@ def test_pages_of_other_sites(folder: Path, given: dict, origin: str, allowed: s
             assert (reply.status, reply.headers.get(header)) == (status, allowed)
 
 
-def test_options_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from minillm.cli import main, serve
-
-    seen: list[Settings] = []
-
-    class Launch:
-        load = staticmethod(lambda *_: type("Engine", (), {"shutdown": staticmethod(int)}))
-        memory_line = staticmethod(lambda _: "")
-        serve = staticmethod(lambda engine, settings, *_: seen.append(settings) or 0)
-
-    monkeypatch.setattr(serve, "import_server", lambda: Launch)
-    for options in (
+def test_options_of_the_command(settings_of: Callable[..., Settings]) -> None:
+    seen = [settings_of(*options) for options in (
         [], ["--allowed-origins", "*"], ["--allowed-origins", '["http://a", "http://b"]'],
         ["--allowed-origins", "http://a", "http://b", "--allow-credentials"],
         ["--allowed-origins", "--allowed-methods", "GET"],
-    ):  # fmt: skip
-        assert main(["serve", "tiny", "--port", "0", *options]) == 0
+    )]  # fmt: skip
     both = ("http://a", "http://b")
     assert [each.allowed_origins for each in seen] == [None, ("*",), both, both, ()]
     assert [each.allow_credentials for each in seen] == [False, False, False, True, False]
     assert seen[-1].allowed_methods == ("GET",)
     with pytest.raises(SystemExit, match="2"):
-        main(["serve", "tiny", "--allowed-origins", "[1]"])
+        settings_of("--allowed-origins", "[1]")
 
 
 # ---- small fields ------------------------------------------------------------------------------
@@ -274,8 +258,7 @@ def test_the_models_own_limit(tmp_path: Path) -> None:
                 assert usage["completion_tokens"] == count, (path, fields)
 
 
-def test_vllms_names(folder: Path) -> None:
-    llm = LLM(folder, dtype="float32", max_model_len=64, num_gpu_blocks_override=64)
+def test_vllms_names(llm: LLM) -> None:
     own = llm.get_tokenizer()
     text = own.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert text == llm.chat_prompt(MESSAGES)["prompt"]
@@ -294,4 +277,3 @@ def test_vllms_names(folder: Path) -> None:
         llm.generate("x", lora=None)
     with pytest.raises(UnsupportedFeatureError, match=r"return_tensors of .*torch\.tensor"):
         own.apply_chat_template(MESSAGES, return_tensors="pt")
-    llm.close()

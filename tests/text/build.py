@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import (
     AddedToken,
@@ -35,6 +36,12 @@ TEXTS = [
 """Inputs compared with transformers."""
 
 
+def train(tokenizer: Tokenizer, kind: Any, special: list[str], **options: Any) -> Tokenizer:
+    trainer = kind(special_tokens=special, show_progress=False, **options)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
 def byte_level(with_bos: bool = False) -> Tokenizer:
     """GPT-2, Qwen and Llama 3: byte-level BPE, one added token that is not special."""
     tokenizer = Tokenizer(models.BPE())
@@ -47,13 +54,8 @@ def byte_level(with_bos: bool = False) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    train(tokenizer, trainers.BpeTrainer, special, vocab_size=400, initial_alphabet=alphabet)
     tokenizer.add_tokens(
         [AddedToken("<think>", normalized=False), AddedToken("é漢", special=False)]
     )
@@ -118,23 +120,15 @@ def unigram() -> Tokenizer:
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=220,
-        special_tokens=["<unk>", "<s>", "</s>"],
-        unk_token="<unk>",
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
+    special = ["<unk>", "<s>", "</s>"]
+    return train(tokenizer, trainers.UnigramTrainer, special, vocab_size=220, unk_token="<unk>")
 
 
 def wordlevel() -> Tokenizer:
     """Whole words, no decoder: tokens are joined with spaces."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.WordLevelTrainer(special_tokens=["<unk>", "</s>"], show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
+    return train(tokenizer, trainers.WordLevelTrainer, ["<unk>", "</s>"])
 
 
 def wordpiece() -> Tokenizer:
@@ -142,11 +136,7 @@ def wordpiece() -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=250, special_tokens=["[UNK]", "</s>"], show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
+    return train(tokenizer, trainers.WordPieceTrainer, ["[UNK]", "</s>"], vocab_size=250)
 
 
 def bpe_suffix() -> Tokenizer:
@@ -154,14 +144,8 @@ def bpe_suffix() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
-    trainer = trainers.BpeTrainer(
-        vocab_size=250,
-        special_tokens=["<unk>", "</s>"],
-        end_of_word_suffix="</w>",
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
+    options = {"vocab_size": 250, "end_of_word_suffix": "</w>"}
+    return train(tokenizer, trainers.BpeTrainer, ["<unk>", "</s>"], **options)
 
 
 KINDS = {

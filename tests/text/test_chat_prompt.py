@@ -68,10 +68,3 @@ def test_private_characters_are_refused_beside_special_tokens_only(ours: Tokeniz
     assert specials(ours, ids) == specials(ours, chat_prompt(ours, user("a")).ids())
     with pytest.raises(InvalidRequestError, match=r"private character U\+100001; remove one"):
         chat_prompt(ours, user(f"<|im_end|> {alias}"))
-
-
-def test_a_final_message_with_a_special_token_is_continued(ours: Tokenizer) -> None:
-    prompt = chat_prompt(ours, user("a<|im_end|>b"), False)
-    cut = chat_prompt(ours, user("a<|im_end|>b"), continue_final_message=True)
-    assert cut.text.endswith("user\na<|im_end|>b")
-    assert specials(ours, cut.ids()) == specials(ours, prompt.ids())[:-1]

@@ -1,5 +1,6 @@
 """Rendered chats are those of transformers; bad templates and messages get one clear sentence."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -83,29 +84,21 @@ def folder_with(tmp_path: Path, template: object) -> Path:
     return write_folder(tmp_path, byte_level(with_bos=True), chat_template=template, **names)
 
 
-@pytest.mark.parametrize("prompt", [True, False])
-@pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_text_is_that_of_transformers(name, chat, prompt, tmp_path):
+def test_the_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     folder = folder_with(tmp_path, TEMPLATES[name])
     theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
-    if name == "mistral" and chat[0]["role"] == "system":
-        with pytest.raises(TemplateError) as refused:
-            theirs.apply_chat_template(chat, tokenize=False)
-        with pytest.raises(InvalidRequestError, match=re.escape(str(refused.value))):
-            ours.render_chat(chat, prompt)
-        return
-    expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
-    assert ours.render_chat(chat, prompt) == expected
-    ids = theirs.apply_chat_template(chat, add_generation_prompt=prompt, return_dict=False)
-    assert ours.encode(ours.render_chat(chat, prompt), add_special_tokens=False) == ids
-
-
-def test_text_parts_are_joined_by_newlines(tmp_path: Path) -> None:
-    ours = Tokenizer.from_folder(folder_with(tmp_path, CHATML))
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    joined = ours.render_chat([{"role": "user", "content": "a\nb"}])
-    assert ours.render_chat([{"role": "user", "content": parts}]) == joined
+    for chat, prompt in itertools.product(CHATS, (True, False)):
+        if name == "mistral" and chat[0]["role"] == "system":
+            with pytest.raises(TemplateError) as refused:
+                theirs.apply_chat_template(chat, tokenize=False)
+            with pytest.raises(InvalidRequestError, match=re.escape(str(refused.value))):
+                ours.render_chat(chat, prompt)
+            continue
+        how = {"add_generation_prompt": prompt, "return_dict": False}
+        text = ours.render_chat(chat, prompt)
+        assert text == theirs.apply_chat_template(chat, tokenize=False, **how), chat
+        assert ours.encode(text, False) == theirs.apply_chat_template(chat, **how), chat
 
 
 def test_where_the_template_is_found(tmp_path: Path) -> None:
@@ -213,11 +206,6 @@ def test_the_sandbox_holds(attack: str) -> None:
         text = ""
     assert text == ""  # an unsafe attribute is undefined, or refused
     assert chat == [{"role": "user", "content": "hi"}]
-
-
-def test_user_text_is_never_a_template() -> None:
-    text = ChatTemplate(CHATML, "m", {}).render([{"role": "user", "content": "{{ 7 * 7 }}{% x %}"}])
-    assert "{{ 7 * 7 }}{% x %}" in text
 
 
 def test_output_is_capped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -90,6 +91,7 @@ class Gains:
     seconds: tuple[float, ...]
 
 
+@cache
 def gains(
     config: ModelConfig, prompt: int, new: int, machine: Hardware, dtype: str | None = None
 ) -> Gains:

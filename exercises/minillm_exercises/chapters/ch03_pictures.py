@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from minillm_exercises.plots import COLOURS, bound, figure, show
+from minillm_exercises.plots import COLOURS, bound, box, figure, show
 
 Found = Sequence[Mapping[str, bool]]  # for each prompt, which test caught a bug
 Leads = Sequence[Sequence[float]]  # for each prompt, the lead of each right token
@@ -11,7 +11,7 @@ Leads = Sequence[Sequence[float]]  # for each prompt, the lead of each right tok
 
 def draw_kept(steps: int) -> None:
     """Draw the keys and values of `steps` steps without and with a cache: computed or kept."""
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.patches import Patch
 
     titles = ("without a cache", "with a cache")
     fig, axes = figure("position in the text", "step", cols=2, size=(8.2, 2.9))
@@ -26,10 +26,8 @@ def draw_kept(steps: int) -> None:
         for step in range(steps):
             for place in range(step + 1):
                 again = title == titles[1] and place < step
-                square = (place - 0.42, step - 0.4), 0.84, 0.8
-                ax.add_patch(Rectangle(*square, **(kept if again else computed)))
-                if not again:
-                    ax.text(place, step, "k v", color="white", ha="center", va="center")
+                look, text = (kept, "") if again else (computed, "k v")
+                box(ax, place - 0.42, step - 0.4, 0.84, 0.8, look, text, color="white")
         ax.set(xlim=(-0.6, steps - 0.4), ylim=(steps - 0.4, -0.6), title=title)
         ax.set_xticks(range(steps))
         ax.set_yticks(range(steps), range(1, steps + 1))

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from minillm_exercises.plots import COLOURS, figure, show
+from minillm_exercises.plots import COLOURS, box, figure, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,12 +55,9 @@ def _cache(ax: "Axes", y: float, number: int, name: str) -> None:
 def _box(
     ax: "Axes", x: float, y: float, width: float, height: float, text: str, **style: Any
 ) -> None:
-    from matplotlib.patches import Rectangle
-
-    ax.add_patch(Rectangle((x, y), width, height, **({"edgecolor": "black"} | style)))
     background = {"facecolor": "white", "edgecolor": "none", "pad": 1} if "hatch" in style else None
-    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9,
-            bbox=background if text else None)  # fmt: skip
+    look = {"edgecolor": "black"} | style
+    box(ax, x, y, width, height, look, text, fontsize=9, bbox=background)
 
 
 def _arrow(ax: "Axes", start: float, end: float, y: float) -> None:

@@ -10,7 +10,7 @@ from minillm.lab.drawings.timeline import timeline
 from minillm.scheduling.record import StepRecord
 from minillm.trace.recorder import Trace
 from minillm_exercises.chapters.ch06 import Load
-from minillm_exercises.plots import COLOURS, bound, figure, series, show
+from minillm_exercises.plots import COLOURS, bound, box, figure, series, show
 
 WORDS = MappingProxyType({"waiting": "waits", "decode": "has a seat", "length": "has ended",
                           "prefill": "takes a seat (its prompt)"})  # fmt: skip
@@ -19,8 +19,6 @@ WORDS = MappingProxyType({"waiting": "waits", "decode": "has a seat", "length": 
 def draw_seats(rows: Sequence[str]) -> None:
     """Draw seats over steps: each row of letters is a seat, each letter the request that has it in
     a step, and "." an empty seat."""
-    from matplotlib.patches import Rectangle
-
     names = sorted(set("".join(rows)) - {"."})
     fig, ax = figure("step", "seat", size=(8.4, 0.9 + 0.5 * len(rows)))
     ax.grid(visible=False)
@@ -31,10 +29,8 @@ def draw_seats(rows: Sequence[str]) -> None:
                 "facecolor": "white" if empty else COLOURS[names.index(name) % len(COLOURS)],
                 "hatch": "///" if empty else "", "edgecolor": "#bbbbbb" if empty else "white",
             }  # fmt: skip
-            ax.add_patch(Rectangle((step - 0.5, seat - 0.42), 1, 0.84, **look))
-            if not empty:
-                ax.text(step, seat, name, ha="center", va="center", fontsize=10,
-                        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+            box(ax, step - 0.5, seat - 0.42, 1, 0.84, look, name * (not empty), fontsize=10,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
     longest = max(map(len, rows))
     ax.set(xlim=(0.4, longest + 0.6), ylim=(len(rows) + 0.6, 0.4), yticks=range(1, len(rows) + 1))
     ax.set_xticks(range(1, longest + 1))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minillm_exercises.chapters.ch07 import CAP, Moment, Work, average
-from minillm_exercises.plots import COLOURS, figure, series, show
+from minillm_exercises.plots import COLOURS, box, figure, series, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,22 +103,17 @@ def draw_tables(tables: Mapping[str, Sequence[int]], counts: Mapping[str, int], 
 
 
 def _cell(ax: "Axes", x: float, y: float, filled: float, text: str, number: int) -> None:
-    from matplotlib.patches import Rectangle
-
     look: dict[str, Any] = {
-        "facecolor": COLOURS[(2, 5, 4)[number % 3]],
-        "hatch": ("", "//", "..")[number % 3],
-    }
-    ax.add_patch(Rectangle((x, y), filled, 0.8, edgecolor="white", linewidth=0, **look))
-    ax.add_patch(Rectangle((x, y), 1, 0.8, facecolor="none", edgecolor="#333333"))
-    ax.text(x + 0.5, y + 0.4, text, ha="center", va="center", fontsize=11,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})  # fmt: skip
+        "facecolor": COLOURS[(2, 5, 4)[number % 3]], "hatch": ("", "//", "..")[number % 3],
+        "edgecolor": "white", "linewidth": 0,
+    }  # fmt: skip
+    box(ax, x, y, filled, 0.8, look)
+    box(ax, x, y, 1, 0.8, {"facecolor": "none", "edgecolor": "#333333"}, text, fontsize=11,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})  # fmt: skip
 
 
 def draw_sharing(steps: Sequence[Mapping[int, Sequence[int]]]) -> None:
     """Draw which completions hold each block after each step: a row per block, a cell per step."""
-    from matplotlib.patches import Rectangle
-
     blocks = sorted(set().union(*steps))
     fig, ax = figure("step", "physical block", size=(7.5, 0.9 + 0.36 * len(blocks)))
     ax.grid(visible=False)
@@ -127,10 +122,10 @@ def draw_sharing(steps: Sequence[Mapping[int, Sequence[int]]]) -> None:
             shared = len(names) > 1
             look: dict[str, Any] = {
                 "facecolor": COLOURS[5] if shared else COLOURS[2], "hatch": "//" if shared else "",
+                "edgecolor": "white",
             }  # fmt: skip
-            ax.add_patch(Rectangle((step - 0.5, block - 0.4), 1, 0.8, edgecolor="white", **look))
-            ax.text(step, block, " ".join(map(str, names)), ha="center", va="center", fontsize=8,
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+            box(ax, step - 0.5, block - 0.4, 1, 0.8, look, " ".join(map(str, names)), fontsize=8,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
     ax.set(xlim=(0.4, len(steps) + 0.6), ylim=(max(blocks) + 0.6, -0.6), yticks=blocks)
     ax.set_xticks(range(1, len(steps) + 1))
     most = max(len(names) for names in steps[0].values())

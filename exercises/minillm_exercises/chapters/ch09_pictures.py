@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minillm_exercises.chapters.ch09 import Job
-from minillm_exercises.plots import bars, figure, show
+from minillm_exercises.plots import bars, box, figure, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,11 +53,8 @@ def draw_prompts(workloads: Mapping[str, Sequence[Job]], number: int = 6) -> Non
 
 def block(ax: "Axes", x: float, y: float, words: str, shared: bool) -> None:
     """Draw one block; blocks of both prompts are grey."""
-    from matplotlib.patches import Rectangle
-
-    fill = SHARED if shared else "white"
-    ax.add_patch(Rectangle((x, y - HEIGHT / 2), WIDTH, HEIGHT, facecolor=fill, edgecolor="black"))
-    ax.text(x + WIDTH / 2, y, words, ha="center", va="center")
+    look = {"facecolor": SHARED if shared else "white", "edgecolor": "black"}
+    box(ax, x, y - HEIGHT / 2, WIDTH, HEIGHT, look, words)
 
 
 def draw_two(first: Sequence[str], second: Sequence[str], size: int) -> None:

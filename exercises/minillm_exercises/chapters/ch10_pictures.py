@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from minillm_exercises.chapters.ch10 import LOOPS, ratio
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.plots import COLOURS, bars, bound, figure, series, show
+from minillm_exercises.plots import COLOURS, bars, bound, box, figure, series, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,7 +136,7 @@ def draw_walk(step: int, blocks: int = 6) -> None:
 
 
 def _table(ax: "Axes", walk: Sequence[Visit], step: int, blocks: int) -> None:
-    from matplotlib.patches import Polygon, Rectangle
+    from matplotlib.patches import Polygon
 
     order = {visit: number for number, visit in enumerate(walk, 1)}
     for query in range(blocks):
@@ -144,7 +144,7 @@ def _table(ax: "Axes", walk: Sequence[Visit], step: int, blocks: int) -> None:
             number = order.get((query, key))
             look = SKIPPED if number is None else FAST if number == step else DONE
             look = LATER if number and number > step else look
-            ax.add_patch(Rectangle((key, query), 1, 1, zorder=3 if look is FAST else 1, **look))
+            box(ax, key, query, 1, 1, {**look, "zorder": 3 if look is FAST else 1})
             if number is None:
                 continue
             if query == key:  # half of a tile on the diagonal is hidden
@@ -162,8 +162,6 @@ def _table(ax: "Axes", walk: Sequence[Visit], step: int, blocks: int) -> None:
 
 
 def _margins(ax: "Axes", now: Visit, blocks: int) -> None:
-    from matplotlib.patches import Rectangle
-
     query, key = now
     for at in range(blocks):
         for name, x, y, inside in (
@@ -172,11 +170,9 @@ def _margins(ax: "Axes", now: Visit, blocks: int) -> None:
             ("Q", -1.3, at, at == query),
             ("O", blocks + 0.3, at, at == query),
         ):
-            look = FAST if inside else LATER
-            size = (1, 0.8) if name in "KV" else (0.9, 1)
-            ax.add_patch(Rectangle((x, y), *size, zorder=3 if inside else 1, **look))
-            ax.text(x + size[0] / 2, y + size[1] / 2, f"{name}{at + 1}", ha="center", va="center",
-                    fontsize=9, zorder=5)  # fmt: skip
+            look = FAST | {"zorder": 3} if inside else LATER | {"zorder": 1}
+            width, height = (1, 0.8) if name in "KV" else (0.9, 1)
+            box(ax, x, y, width, height, look, f"{name}{at + 1}", fontsize=9, zorder=5)
 
 
 def draw_growth(

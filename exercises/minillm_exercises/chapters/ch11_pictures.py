@@ -44,8 +44,9 @@ def draw_grid(batch: Batch, by_token: Traffic, by_page: Traffic, programs: int) 
     )
 
 
-def _cell(ax: Any, x: float, y: float, text: str, kind: int) -> None:
-    style = bars(kind)
+def _cell(ax: Any, x: float, y: float, text: str, kind: int | None) -> None:
+    """A box with a text, in the colour of a kind or white."""
+    style = {"color": "white", "edgecolor": "#999999"} if kind is None else bars(kind)
     ax.bar(x, 0.84, width=0.9, bottom=y - 0.42, alpha=0.75, **style)
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.9}
     ax.text(x, y, text, ha="center", va="center", fontsize=8, bbox=box)
@@ -59,12 +60,12 @@ def draw_addresses(rows: int, width: int, row: int, tile: int) -> None:
     inside, masked = range(first, first + width), range(first + width, first + tile)
     for place in range(total):
         kind = 0 if place in inside else None
-        _square(axes[0], place % width, place // width, f"{place}", kind)
+        _cell(axes[0], place % width, place // width, f"{place}", kind)
     for place in masked:
-        _square(axes[0], place - first, row, f"{place}", 1)
+        _cell(axes[0], place - first, row, f"{place}", 1)
     for place in range(total):
         kind = 0 if place in inside else 1 if place in masked else None
-        _square(axes[1], place, 0, f"{place}", kind)
+        _cell(axes[1], place, 0, f"{place}", kind)
     axes[0].set_xlim(-0.6, max(tile, 2 * width) - 0.4)
     axes[0].set_ylim(rows - 0.4, -0.6)
     axes[0].set_xticks(range(tile))
@@ -87,14 +88,6 @@ def draw_addresses(rows: int, width: int, row: int, tile: int) -> None:
     )
 
 
-def _square(ax: Any, x: float, y: float, text: str, kind: int | None) -> None:
-    plain = {"color": "white", "edgecolor": "#999999"}
-    style = plain if kind is None else bars(kind)
-    ax.bar(x, 0.84, width=0.9, bottom=y - 0.42, alpha=0.75, **style)
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.9}
-    ax.text(x, y, text, ha="center", va="center", fontsize=8, bbox=box)
-
-
 def draw_page(page: int, heads: int, head: int, slots: int, width: int, filled: int) -> None:
     """The tile of addresses of one page: a column of slots plus a row of numbers, and where the
     tile lies in memory; only the first `filled` slots hold a key."""
@@ -104,11 +97,11 @@ def draw_page(page: int, heads: int, head: int, slots: int, width: int, filled: 
     rows, start = range(slots), (page * heads + head) * slots
     for slot in rows:
         kind = 0 if slot < filled else 1
-        _square(axes[0], 0, slot, f"{(start + slot) * width}", kind)
+        _cell(axes[0], 0, slot, f"{(start + slot) * width}", kind)
         for place in range(width):
-            _square(axes[2], place, slot, f"{(start + slot) * width + place}", kind)
+            _cell(axes[2], place, slot, f"{(start + slot) * width + place}", kind)
     for place in range(width):
-        _square(axes[1], place, 0, f"{place}", None)
+        _cell(axes[1], place, 0, f"{place}", None)
     titles = ("(base + slots)[:, None] * D", "+  dims", "=  at, the tile of addresses")
     for ax, title, columns in zip(axes, titles, (1, width, width), strict=True):
         ax.set(xlim=(-0.7, max(columns, 2) - 0.3), ylim=(slots - 0.4, -0.6), title=title)

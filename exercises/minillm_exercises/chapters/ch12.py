@@ -27,7 +27,6 @@ from minillm.ops.batch import Batch
 from minillm.plan import machine
 from minillm_exercises.chapters import common
 from minillm_exercises.chapters.ch01 import product_pass as product_pass
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.timing import measure
 

@@ -18,7 +18,6 @@ from minillm.quantization.methods import install
 from minillm.quantization.panels import pack_quantized
 from minillm.quantization.rounding import round_symmetric
 from minillm_exercises import measure
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 
 ROTATED = 96 * 2**20  # bytes of each format that are read in turn, so that no cache holds them

@@ -17,7 +17,6 @@ from minillm.models.forward_pass import Chunk, ForwardPass
 from minillm.sampling.sampler import SamplingRow, sample
 from minillm.speculative.proposer import DraftRow
 from minillm_exercises.chapters import common
-from minillm_exercises.chapters.common import nearest as nearest
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.timing import measure
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from minillm_exercises.chapters.ch16 import Verified
 from minillm_exercises.chapters.common import show_table
-from minillm_exercises.plots import bars, bound, figure, series, show
+from minillm_exercises.plots import bars, bound, box, figure, series, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,12 +61,8 @@ def draw_rounds(rounds: Sequence[Verified], tokenizer: "Tokenizer", k: int) -> N
 
 def _box(ax: "Axes", place: int, row: int, text: str, look: Mapping[str, Any],
          colour: str = "black") -> None:  # fmt: skip
-    from matplotlib.patches import Rectangle
-
     left = place - 0.46 + (0.55 if look is REJECTED else 0)
-    ax.add_patch(Rectangle((left, row - 0.36), 0.92, 0.72, **look))
-    ax.text(left + 0.46, row, text, ha="center", va="center", fontsize=9, color=colour,
-            family="monospace")  # fmt: skip
+    box(ax, left, row - 0.36, 0.92, 0.72, look, text, fontsize=9, color=colour, family="monospace")
 
 
 def show_step(each: Verified, known: str, tokenizer: "Tokenizer") -> None:

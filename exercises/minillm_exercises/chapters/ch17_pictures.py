@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from minillm_exercises.chapters.ch16_pictures import ACCEPTED, OWN, REJECTED, shown
 from minillm_exercises.chapters.ch17 import Step, paths_of
-from minillm_exercises.plots import figure, series, show
+from minillm_exercises.plots import box, figure, series, show
 
 if TYPE_CHECKING:
     from minillm.text.tokenizer import Tokenizer
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 def draw_tree(step: Step, tokenizer: "Tokenizer") -> None:
     """Draw the drafts of a step from left to right by depth, each beside its parent."""
-    from matplotlib.patches import Rectangle
-
     tree, tokens = step.tree, [step.known[-1], *step.drafts]
     ends = sorted(paths_of(tree))  # as a walk through the tree meets them
     height = {path[-1]: float(row) for row, path in enumerate(ends)}
@@ -29,9 +27,8 @@ def draw_tree(step: Step, tokenizer: "Tokenizer") -> None:
                 [height[parent + 1], height[node]], color="#888888", linewidth=1)  # fmt: skip
     for node, token in enumerate(tokens):
         look = OWN if node == 0 else ACCEPTED if node in step.path else REJECTED
-        ax.add_patch(Rectangle((tree.depths[node] - 0.4, height[node] - 0.36), 0.8, 0.72, **look))
-        ax.text(tree.depths[node], height[node], shown(tokenizer, token), ha="center", va="center",
-                fontsize=9, family="monospace")  # fmt: skip
+        box(ax, tree.depths[node] - 0.4, height[node] - 0.36, 0.8, 0.72, look,
+            shown(tokenizer, token), fontsize=9, family="monospace")  # fmt: skip
     ax.set(xlim=(-0.6, max(tree.depths) + 0.6), ylim=(len(ends), -1))
     ax.set_xticks(range(max(tree.depths) + 1))
     ax.set_yticks([])

@@ -268,11 +268,6 @@ def token(config: ModelConfig, gpu: Hardware, link: str, ranks: int) -> Parallel
     return decode_time(config, devices, batch=1, context=CONTEXT, dtype="bfloat16")
 
 
-def additions(config: ModelConfig, ranks: int) -> int:
-    """Additions of a rank in all sums of a token, if it adds up all parts itself."""
-    return sums_per_step(config) * (ranks - 1) * config.hidden_size
-
-
 def room(
     config: ModelConfig, gpu: Hardware, tensor_parallel_size: int, **settings: Any
 ) -> MemoryPlan:

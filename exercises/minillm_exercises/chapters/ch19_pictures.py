@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minillm.lab.links import LINKS, all_reduce
-from minillm_exercises.plots import bars, figure, series, show
+from minillm_exercises.plots import bars, box, figure, series, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,14 +24,10 @@ ALL: dict[str, Any] = {"facecolor": "white", "edgecolor": "black"}
 def _matrix(ax: "Axes", left: float, top: float, values: Sequence[Sequence[object]], title: str,
             looks: Sequence[Sequence[Mapping[str, Any]]]) -> None:  # fmt: skip
     """Boxes with numbers, from (left, top) to the right and down, with a title above."""
-    from matplotlib.patches import Rectangle
-
     for row, (numbers, colours) in enumerate(zip(values, looks, strict=True)):
         for column, (number, look) in enumerate(zip(numbers, colours, strict=True)):
-            ax.add_patch(Rectangle((left + column, top + row), 1, 1, **look))
             plain = {"boxstyle": "square,pad=0.1", "facecolor": look["facecolor"], "linewidth": 0}
-            ax.text(left + column + 0.5, top + row + 0.5, f"{number}", ha="center", va="center",
-                    fontsize=11, bbox=plain)  # fmt: skip
+            box(ax, left + column, top + row, 1, 1, look, f"{number}", fontsize=11, bbox=plain)
     ax.text(left + len(values[0]) / 2, top - 0.25, title, ha="center", va="bottom", fontsize=10)
 
 

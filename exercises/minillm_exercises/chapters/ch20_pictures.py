@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from minillm_exercises import plots
 from minillm_exercises.chapters.ch19_pictures import draw_line
 from minillm_exercises.chapters.ch20 import Box, busy, stage_costs
 from minillm_exercises.plots import bars, figure, show
@@ -24,19 +25,15 @@ CHUNK: dict[str, Any] = {"facecolor": "#fdae6b", "hatch": "//"}
 def _timetable(ax: "Axes", boxes: Sequence[Box], start: float, end: float, look: Callable[
         [Box], Mapping[str, Any]], numbers: bool) -> None:  # fmt: skip
     """Boxes of stages over time, the first stage at the top."""
-    from matplotlib.patches import Rectangle
-
     stages = 1 + max(box.stage for box in boxes)
     for box in boxes:
         left, right = max(float(box.start), start), min(float(box.end), end)
         if left >= right:
             continue
         style = {"edgecolor": "black", "linewidth": 0.7, **look(box)}
-        ax.add_patch(Rectangle((left, box.stage + 0.06), right - left, 0.88, **style))
-        if numbers:
-            plain = {"boxstyle": "square,pad=0.1", "linewidth": 0, "facecolor": style["facecolor"]}
-            ax.text((left + right) / 2, box.stage + 0.5, f"{box.plan}", ha="center", va="center",
-                    fontsize=10, bbox=plain)  # fmt: skip
+        plain = {"boxstyle": "square,pad=0.1", "linewidth": 0, "facecolor": style["facecolor"]}
+        plots.box(ax, left, box.stage + 0.06, right - left, 0.88, style,
+                  f"{box.plan}" * numbers, fontsize=10, bbox=plain)  # fmt: skip
     ax.set(xlim=(start, end), ylim=(stages, 0))
     ax.set_yticks([stage + 0.5 for stage in range(stages)], [str(s) for s in range(stages)])
     ax.grid(False)

@@ -7,7 +7,7 @@ from typing import Any
 from minillm.structured.dfa import Dfa
 from minillm.structured.vocabulary import Vocabulary
 from minillm_exercises.chapters.ch23 import largest
-from minillm_exercises.plots import bars, bound, figure, series, show
+from minillm_exercises.plots import bars, bound, box, figure, series, show
 
 ALIVE: dict[str, Any] = {"facecolor": "#56B4E9", "edgecolor": "black", "linewidth": 0.8}
 DEAD: dict[str, Any] = {"facecolor": "white", "edgecolor": "#777777", "linestyle": "--"}
@@ -16,8 +16,6 @@ DEAD: dict[str, Any] = {"facecolor": "white", "edgecolor": "#777777", "linestyle
 def draw_walk(dfa: Dfa, seen: str, words: Vocabulary) -> None:
     """Draw how the bytes of each token lead from the state after `seen` to a live state or to the
     dead one."""
-    from matplotlib.patches import Rectangle
-
     start = dfa.after(1, seen.encode())
     walks = []  # the live states behind the bytes of each token, then the dead one, if it comes
     for token in words.tokens:
@@ -33,10 +31,9 @@ def draw_walk(dfa: Dfa, seen: str, words: Vocabulary) -> None:
     for row, (token, walk) in enumerate(zip(words.tokens, walks, strict=True)):
         for place, state in enumerate(walk):
             look, colour = (ALIVE, "black") if state else (DEAD, "#777777")
-            ax.add_patch(Rectangle((place + 0.55, row - 0.36), 0.9, 0.72, **look))
             text = f"{chr(token[place])}  {f'→  {state}' if state else 'dead'}"
-            ax.text(place + 1, row, text, ha="center", va="center", fontsize=9,
-                    family="monospace", color=colour)  # fmt: skip
+            box(ax, place + 0.55, row - 0.36, 0.9, 0.72, look, text, fontsize=9,
+                family="monospace", color=colour)  # fmt: skip
         ax.text(longest + 0.7, row, "may come" if allowed[row] else "may not", va="center")
     ax.set(xlim=(0.4, longest + 1.7), ylim=(len(words) - 0.4, -0.6))
     ax.set_xticks(range(1, longest + 1))

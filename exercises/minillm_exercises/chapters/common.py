@@ -1,6 +1,5 @@
-"""What several chapters use: the option nearest to a measurement, tables, and drawn traces."""
+"""What several chapters use: rounds of measurements, tables, and drawn traces."""
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -10,13 +9,6 @@ from minillm_exercises.errors import ExerciseError
 from minillm_exercises.plots import show
 
 T = TypeVar("T")
-
-
-def nearest(value: float, options: Mapping[str, float]) -> str:
-    """The letter of the option whose ratio to `value` is closest to 1; options are above 0."""
-    low, high = min(options.values()), max(options.values())
-    value = min(max(value, low), high)  # zero is nearest to the smallest, infinity to the largest
-    return min(options, key=lambda letter: abs(math.log(options[letter] / value)))
 
 
 def rounds(count: int) -> int:

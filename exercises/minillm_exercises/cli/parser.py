@@ -89,7 +89,8 @@ def build_parser() -> Parser:
         sub = commands.add_parser(
             name, prog=f"{PROG} {name}", description=says, epilog=f"examples:\n{lines}"
         )
-        _ARGUMENTS.get(name, lambda _: None)(sub)
+        for names, settings in _ARGUMENTS.get(name, ()):
+            sub.add_argument(*names, **settings)
     return parser
 
 
@@ -103,95 +104,65 @@ def _overview() -> str:
     return "\n\n".join([intro, *lines, "COMMAND --help shows its options and examples."])
 
 
-def _one(parser: ArgumentParser) -> None:
-    parser.add_argument("id", metavar="ID", help="an exercise, for instance e03.1")
+Argument = tuple[tuple[str, ...], Mapping[str, Any]]  # names and settings of `add_argument`
 
 
-def _start(parser: ArgumentParser) -> None:
-    _one(parser)
-    parser.add_argument("--new", action="store_true",
-                        help="write the newest starter beside your file")  # fmt: skip
+def _argument(*names: str, **settings: Any) -> Argument:
+    return names, settings
 
 
-def _run(parser: ArgumentParser) -> None:
-    parser.add_argument("id", metavar="ID", nargs="?", help="default: the one you worked on last")
-    parser.add_argument("--all", action="store_true", help="every exercise you have begun")
-    parser.add_argument("--file", metavar="PATH", type=Path,
-                        help="grade another file; nothing is remembered")  # fmt: skip
-    parser.add_argument("-v", "--verbose", action="store_true",
-                        help="every failure, everything printed, times")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="the verdict as JSON")
+def _flag(*names: str, says: str) -> Argument:
+    return names, {"action": "store_true", "help": says}
 
 
-def _watch(parser: ArgumentParser) -> None:
-    parser.add_argument("id", metavar="ID", nargs="?", help="default: the one you worked on last")
-
-
-def _hint(parser: ArgumentParser) -> None:
-    _one(parser)
-    parser.add_argument("-n", "--number", metavar="N", type=int, help="all hints up to this one")
-
-
-def _solution(parser: ArgumentParser) -> None:
-    _one(parser)
-    parser.add_argument("--give-up", action="store_true", help="show it before you have passed")
-    parser.add_argument("--alternate", action="store_true", help="a different correct solution")
-    parser.add_argument("--save", action="store_true", help="also write it beside your file")
-
-
-def _reset(parser: ArgumentParser) -> None:
-    _one(parser)
-    parser.add_argument("--yes", action="store_true", help="do not ask")
-
-
-def _quiz(parser: ArgumentParser) -> None:
-    parser.add_argument("chapter", metavar="NN", help="a chapter, for instance 03")
-    parser.add_argument("answers", metavar="LETTER", nargs="*", help="your answers in order")
-
-
-def _engine(parser: ArgumentParser) -> None:
-    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="default: three of ours")
-
-
-def _report(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write JSON; - writes it to the screen")
-    parser.add_argument("--junit", metavar="FILE", help="write JUnit XML")
-    _seed(parser)
-
-
-def _verify(parser: ArgumentParser) -> None:
-    parser.add_argument("ids", metavar="ID", nargs="*", help="default: all")
-
-
-def _grade(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="one subfolder per student")
-    parser.add_argument("--hidden", metavar="PATH", type=Path,
-                        help="a folder with your own test_eNN_M.py files")  # fmt: skip
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write CSV (default: the screen)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write every verdict as JSON")
-    parser.add_argument("--only", metavar="ID", nargs="+", help="these exercises only")
-    _seed(parser)
-
-
-def _seed(parser: ArgumentParser) -> None:
-    parser.add_argument("--seed", metavar="S", type=int, default=0,
-                        help="other random inputs than the public ones (0)")  # fmt: skip
-
-
-def _room(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="with files of `report --json`")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("room.html"),
-                        help="the page (room.html)")  # fmt: skip
-
-
-def _release(parser: ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder")
-
-
-_ARGUMENTS = MappingProxyType(
-    {
-        "start": _start, "run": _run, "watch": _watch, "hint": _hint, "solution": _solution,
-        "reset": _reset, "quiz": _quiz, "engine": _engine, "report": _report, "verify": _verify,
-        "grade": _grade, "room": _room, "release": _release,
-    }
-)  # fmt: skip
+_ONE = _argument("id", metavar="ID", help="an exercise, for instance e03.1")
+_LAST = _argument("id", metavar="ID", nargs="?", help="default: the one you worked on last")
+_SEED = _argument("--seed", metavar="S", type=int, default=0,
+                  help="other random inputs than the public ones (0)")  # fmt: skip
+_ARGUMENTS: Mapping[str, tuple[Argument, ...]] = MappingProxyType({
+    "start": (_ONE, _flag("--new", says="write the newest starter beside your file")),
+    "run": (
+        _LAST,
+        _flag("--all", says="every exercise you have begun"),
+        _argument("--file", metavar="PATH", type=Path,
+                  help="grade another file; nothing is remembered"),
+        _flag("-v", "--verbose", says="every failure, everything printed, times"),
+        _flag("--json", says="the verdict as JSON"),
+    ),
+    "watch": (_LAST,),
+    "hint": (_ONE, _argument("-n", "--number", metavar="N", type=int,
+                             help="all hints up to this one")),
+    "solution": (
+        _ONE,
+        _flag("--give-up", says="show it before you have passed"),
+        _flag("--alternate", says="a different correct solution"),
+        _flag("--save", says="also write it beside your file"),
+    ),
+    "reset": (_ONE, _flag("--yes", says="do not ask")),
+    "quiz": (
+        _argument("chapter", metavar="NN", help="a chapter, for instance 03"),
+        _argument("answers", metavar="LETTER", nargs="*", help="your answers in order"),
+    ),
+    "engine": (_argument("prompts", metavar="PROMPT", nargs="*", help="default: three of ours"),),
+    "report": (
+        _argument("--json", metavar="FILE", help="write JSON; - writes it to the screen"),
+        _argument("--junit", metavar="FILE", help="write JUnit XML"),
+        _SEED,
+    ),
+    "verify": (_argument("ids", metavar="ID", nargs="*", help="default: all"),),
+    "grade": (
+        _argument("folder", metavar="DIR", type=Path, help="one subfolder per student"),
+        _argument("--hidden", metavar="PATH", type=Path,
+                  help="a folder with your own test_eNN_M.py files"),
+        _argument("--out", metavar="FILE", type=Path, help="write CSV (default: the screen)"),
+        _argument("--json", metavar="FILE", type=Path, help="write every verdict as JSON"),
+        _argument("--only", metavar="ID", nargs="+", help="these exercises only"),
+        _SEED,
+    ),
+    "room": (
+        _argument("folder", metavar="DIR", type=Path, help="with files of `report --json`"),
+        _argument("--out", metavar="FILE", type=Path, default=Path("room.html"),
+                  help="the page (room.html)"),
+    ),
+    "release": (_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder"),),
+})  # fmt: skip

@@ -26,6 +26,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "mistral": "MistralForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
+        "deepseek_v2": "DeepseekV2ForCausalLM",
     }
 )
 END = "<|endoftext|>"
@@ -103,7 +104,7 @@ def write_checkpoint(
 
 
 def huggingface_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of the four families; RoPE's theta is under its new and its old name."""
+    """The config.json of these families; RoPE's theta is under its new and its old name."""
     windows = set(config.sliding_windows)
     return {
         "architectures": [ARCHITECTURES[config.family]],

@@ -11,7 +11,6 @@ from typing import Any
 from minillm.cli.terminal import Terminal
 from minillm.errors import ConfigError
 from minillm.lab.benchmarks.plotting import check_plot
-from minillm.lab.benchmarks.serving.arrivals import Arrivals
 from minillm.lab.benchmarks.serving.bench import Plan
 from minillm.lab.benchmarks.serving.figure import draw
 from minillm.lab.benchmarks.serving.measurement import Wanted, measure
@@ -20,7 +19,7 @@ from minillm.lab.benchmarks.serving.slo import parse_slo
 from minillm.lab.benchmarks.serving.summary import Evaluation
 from minillm.lab.benchmarks.serving.table import show
 from minillm.lab.benchmarks.serving.target import base_url, is_url
-from minillm.lab.benchmarks.serving.workload import parse_workload
+from minillm.lab.benchmarks.serving.workload import Arrivals, parse_workload
 from minillm.lab.commands.bench import finish, progress
 from minillm.lab.commands.bench_options import MOST_REQUESTS
 from minillm.lab.commands.plan import find_config

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from minillm.cli.terminal import Terminal, size
 from minillm.errors import ConfigError
-from minillm.lab.quantise.recipe import FORMATS, METHODS, Recipe
+from minillm.lab.quantise.recipe import CALIBRATED, FORMATS, GROUPED, METHODS, SETTINGS, Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,21 +110,12 @@ def write_file(args: Namespace, terminal: Terminal) -> int:
     return 0
 
 
-# The method that each option belongs to.
+# The methods that each option belongs to.
 OWNERS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "bits": ("rtn", "gptq", "awq"),
-    "sym": ("rtn", "gptq", "awq"),
-    "asym": ("rtn", "gptq", "awq"),
-    "act_order": ("gptq",),
-    "static_groups": ("gptq",),
-    "damp": ("gptq",),
-    "no_clip": ("awq",),
-    "alpha": ("smoothquant",),
-    "no_double": ("nf4",),
-    "calibration": ("gptq", "awq", "smoothquant"),
-    "samples": ("gptq", "awq", "smoothquant"),
-    "length": ("gptq", "awq", "smoothquant"),
-    "seed": ("gptq", "awq", "smoothquant"),
+    "bits": GROUPED, "sym": GROUPED, "asym": GROUPED, "act_order": SETTINGS["act_order"],
+    "static_groups": SETTINGS["static_groups"], "damp": SETTINGS["damp"],
+    "no_clip": SETTINGS["clip"], "alpha": SETTINGS["alpha"], "no_double": SETTINGS["double"],
+    "calibration": CALIBRATED, "samples": CALIBRATED, "length": CALIBRATED, "seed": CALIBRATED,
 })  # fmt: skip
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from minillm.errors import ConfigError, did_you_mean
 from minillm.lab.quantise.calibration import layer_of, quantizable
 from minillm.lab.quantise.making import Made
-from minillm.lab.quantise.quantize_layers import quantized_model
-from minillm.lab.quantise.recipe import METHODS, Recipe
+from minillm.lab.quantise.quantize_layers import cast, quantized_model
+from minillm.lab.quantise.recipe import GROUPED, METHODS, SETTINGS, Recipe
 from minillm.layers.linear import Embedding
 from minillm.layers.linear_methods import Matrix
 from minillm.models.checkpoint import HUB_ID, ModelSource, embedded_models, open_model
@@ -35,6 +35,7 @@ from minillm.quantization.methods import QuantizedMethod, install, unpack
 from minillm.quantization.mixed import MixedMethod, holders, members
 from minillm.quantization.rounding import round_symmetric
 
+# Words after a method, with the setting and the value that they give.
 WORDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
         "sym": ("symmetric", True),
@@ -43,16 +44,6 @@ WORDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "no-clip": ("clip", False),
         "no-double": ("double", False),
         "row": ("group_size", -1),
-    }
-)
-OWNERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "sym": ("rtn", "gptq", "awq"),
-        "act-order": ("gptq",),
-        "static-groups": ("gptq",),
-        "no-clip": ("awq",),
-        "no-double": ("nf4",),
-        "row": ("rtn", "gptq", "awq", "fp8"),
     }
 )
 ROUNDED = 32  # inputs that share a scale, as in matrix.h
@@ -117,16 +108,16 @@ def parse(text: str) -> Candidate:
 def method_candidate(text: str, method: str, words: list[str]) -> Candidate:
     """A method with its settings."""
     settings: dict[str, Any] = {}
-    grouped = method in ("rtn", "gptq", "awq")
+    grouped = method in GROUPED
     numbers = ["bits", "group_size"] if grouped else ["group_size"] if method == "fp8" else []
     for word in words:
         if word.isdecimal() and numbers:
             settings[numbers.pop(0)] = int(word)
-        elif word in WORDS and method in OWNERS[word]:
+        elif word in WORDS and method in SETTINGS[WORDS[word][0]]:
             name, value = WORDS[word]
             settings[name] = value
         elif word not in SWITCHES:
-            allowed = [w for w, owners in OWNERS.items() if method in owners]
+            allowed = [w for w, (name, _) in WORDS.items() if method in SETTINGS[name]]
             raise ConfigError(
                 f"{text!r} has {word!r}; after {method} there may be "
                 f"{'bits, a group size, ' * grouped}{', '.join([*allowed, *SWITCHES])}."
@@ -290,18 +281,10 @@ def sixteen_bit(model: Decoder, quantized: list[Matrix]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def without_rounded_inputs(model: Decoder) -> None:
-    """Undo `round_inputs`; the engine's products round inputs themselves."""
+def as_served(model: Decoder, dtype: torch.dtype) -> None:
+    """Change the dtype of a loaded model; codes and scales stay. Undoes `round_inputs`: the
+    engine's products round inputs themselves."""
     for matrix in model.modules():
         if isinstance(matrix, Matrix) and isinstance(matrix.method, RoundedInputs):
             matrix.method = matrix.method.inner
-
-
-def as_served(model: Decoder, dtype: torch.dtype) -> None:
-    """Change the dtype of a loaded model; codes and scales stay."""
-    without_rounded_inputs(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    for matrix in model.modules():
-        if isinstance(matrix, Matrix) and isinstance(matrix.method, QuantizedMethod):
-            matrix.method.dtype = dtype
+    cast(model, dtype)

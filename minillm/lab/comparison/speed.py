@@ -15,9 +15,9 @@ import torch
 
 from minillm.api.arguments import EngineArgs
 from minillm.engine.setup import CPU_BLOCK_SIZE, choose_dtype
-from minillm.lab.benchmarks.calm import LEAST_SECONDS, Calm, calmest, calmly
 from minillm.lab.benchmarks.ceiling import Ceiling, measure_ceiling
 from minillm.lab.benchmarks.decode_steps import DecodeSteps
+from minillm.lab.benchmarks.others import LEAST_SECONDS, Calm, calmest, calmly
 from minillm.models.checkpoint import ModelSource
 from minillm.models.decoder import Decoder
 

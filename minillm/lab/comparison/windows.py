@@ -4,7 +4,6 @@ A window has T tokens. The first one is context only: tokens 2 to T are scored, 
 are counted.
 """
 
-import gzip
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minillm.errors import ConfigError, reason
+from minillm.errors import ConfigError
+from minillm.lab.quantise import calibration_text
 from minillm.models.checkpoint import ASSETS
 from minillm.text.tokenizer import Tokenizer
 
@@ -35,18 +35,9 @@ class Windows:
 
 
 def read_text(path: Path | None = None) -> str:
-    """A UTF-8 file; by default text that is held out from the embedded models.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    try:
-        data = (path or HELD_OUT).read_bytes()
-        return (data if path else gzip.decompress(data)).decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"The text {path} cannot be read: {reason(error)}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"The text {path} is not UTF-8.") from error
+    """A UTF-8 file; by default text that is held out from the embedded models. Raises ConfigError
+    if it cannot be read."""
+    return calibration_text.read_text(path, HELD_OUT, "text")
 
 
 def cut_windows(

@@ -11,8 +11,14 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
-from minillm.lab.drawings.figure_blocks import blocks_height, box, draw_blocks, shown_blocks
-from minillm.lab.drawings.figure_ranks import draw_ranks, ranks_height
+from minillm.lab.drawings.figure_panels import (
+    blocks_height,
+    box,
+    draw_blocks,
+    draw_ranks,
+    ranks_height,
+    shown_blocks,
+)
 from minillm.lab.drawings.page import page
 from minillm.lab.drawings.timeline import NAMES
 

@@ -8,6 +8,6 @@
 | `grid.py`, `nf4.py`, `fp8.py` | methods without calibration |
 | `making.py` | quantises one matrix by a recipe |
 | `quantize_layers.py`, `quantize_folder.py` | a model layer by layer, in place or into a folder |
-| `writers/` | one file per checkpoint format |
-| `gguf_export.py` | a GGUF file; `gguf_*.py`: its metadata, fields, blocks of weights, bytes |
+| `writers.py` | checkpoint formats |
+| `gguf_export.py` | a GGUF file; `gguf_*.py`: its metadata, blocks of weights, bytes |
 """

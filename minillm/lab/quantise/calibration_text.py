@@ -14,18 +14,18 @@ DEFAULT = ASSETS / "calibration.txt.gz"  # training files of the embedded models
 SAMPLES, LENGTH = 64, 512
 
 
-def read_text(path: Path | None = None) -> str:
-    """A calibration text: a UTF-8 file, or by default a sample of the embedded models' training
-    text. Raises ConfigError if it cannot be read."""
+def read_text(
+    path: Path | None = None, default: Path = DEFAULT, what: str = "calibration file"
+) -> str:
+    """A UTF-8 file, or a packed default: a sample of the embedded models' training text. Raises
+    ConfigError if it cannot be read."""
     try:
-        data = (path or DEFAULT).read_bytes()
+        data = (path or default).read_bytes()
         return (data if path else gzip.decompress(data)).decode("utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"The calibration file {path} cannot be read: {reason(error)}."
-        ) from error
+        raise ConfigError(f"The {what} {path} cannot be read: {reason(error)}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"The calibration file {path} is not UTF-8 text.") from error
+        raise ConfigError(f"The {what} {path} is not UTF-8.") from error
 
 
 def calibration_windows(

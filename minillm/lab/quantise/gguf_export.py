@@ -21,13 +21,13 @@ from minillm.gguf.container import SUFFIX, is_gguf
 from minillm.gguf.names import INSIDE, MIXTRAL, OUTSIDE
 from minillm.gguf.types import TYPES
 from minillm.lab.quantise.gguf_encode import BLOCK, ENCODERS, encoded
-from minillm.lab.quantise.gguf_fields import tokenizer_fields
 from minillm.lab.quantise.gguf_metadata import (
     ARCHITECTURES,
     FILE_TYPES,
     check_writable,
     frequency_factors,
     metadata,
+    tokenizer_fields,
 )
 from minillm.lab.quantise.gguf_writing import NUMBERS, NewTensor, write_gguf
 from minillm.layers.linear_methods import TensorSlice

@@ -67,10 +67,3 @@ def round_to_grid(weight: Tensor, grid: Grid, group: int) -> Quantized:
     scales, zeros = grid.fit(groups)
     codes = grid.codes(groups, scales[..., None], zeros[..., None])
     return grid.quantized(codes.flatten(1), scales, zeros)
-
-
-def round_asymmetric(
-    weight: Tensor, bits: int = 4, group: int = 128, dtype: torch.dtype = torch.float16
-) -> Quantized:
-    """Quantise [out, in] to unsigned codes with zero points. 0 is in the range of each group."""
-    return round_to_grid(weight, Grid(bits, False, dtype), group)

@@ -29,8 +29,7 @@ from minillm.lab.quantise.quantize_layers import (
     quantize_layers,
 )
 from minillm.lab.quantise.recipe import Recipe
-from minillm.lab.quantise.writers import WRITERS
-from minillm.lab.quantise.writers.writer import Writer
+from minillm.lab.quantise.writers import WRITERS, Writer
 from minillm.layers.linear import Embedding
 from minillm.layers.linear_methods import CheckpointTensor, Matrix
 from minillm.models.checkpoint import (

@@ -5,13 +5,12 @@ Memory beside the model: one layer in float32, its Hessians, the activations of 
 before one layer, and a KV cache of 8 windows.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from minillm.errors import ConfigError, UnsupportedFeatureError
@@ -20,7 +19,7 @@ from minillm.lab.quantise.calibration import Calibration, Recorded, layer_of, qu
 from minillm.lab.quantise.grid import Grid
 from minillm.lab.quantise.making import Made, quantize_parts
 from minillm.lab.quantise.recipe import BLOCK, NF4_BLOCK, Recipe
-from minillm.lab.quantise.scaled_pairs import ScalesOf, scale_pairs
+from minillm.lab.quantise.scaled_pairs import scale_pairs
 from minillm.lab.quantise.smoothquant import smooth_scales
 from minillm.layers.linear_methods import CheckpointTensor, Matrix, PlainLinearMethod, frozen
 from minillm.layers.norm import RMSNorm
@@ -101,10 +100,14 @@ def quantize_layer(
     layer: Block, recipe: Recipe, group: int, recorded: Recorded, scale_dtype: torch.dtype
 ) -> tuple[list[Made], dict[str, Tensor]]:
     """Quantise a float32 layer in place. Returns its matrices and its other tensors."""
-    if recipe.method in SCALES:
+    if recipe.method == "smoothquant":
+        scales_of = partial(smooth_scales, alpha=recipe.alpha)
+        scale_pairs(layer, recorded, scales_of, only_norms=True)
+    elif recipe.method == "awq":
         grid = Grid(recipe.bits, recipe.symmetric, scale_dtype)
-        scales_of = SCALES[recipe.method](recipe, grid, group)
-        scale_pairs(layer, recorded, scales_of, only_norms=recipe.method == "smoothquant")
+        scale_pairs(
+            layer, recorded, lambda w, s: awq_scales(w, s, grid, group or w.shape[1]), False
+        )
     matrices = quantizable(layer)
     names = {f"{part.name}.weight" for matrix in matrices for part in matrix.parts}
     others = {
@@ -129,21 +132,6 @@ def quantize_layer(
     return made, others
 
 
-def awq_search(recipe: Recipe, grid: Grid, group: int) -> ScalesOf:
-    """AWQ's scales for the grid and the groups of a recipe."""
-    return lambda weight, statistics: awq_scales(weight, statistics, grid, group or weight.shape[1])
-
-
-def smoothing(recipe: Recipe, grid: Grid, group: int) -> ScalesOf:
-    """SmoothQuant's scales."""
-    return partial(smooth_scales, alpha=recipe.alpha)
-
-
-SCALES: Mapping[str, Callable[[Recipe, Grid, int], ScalesOf]] = MappingProxyType(
-    {"awq": awq_search, "smoothquant": smoothing}
-)
-
-
 def checkpoint_tensors(layer: Block) -> Iterator[CheckpointTensor]:
     """The tensors of a layer."""
     for each in layer.modules():
@@ -162,8 +150,8 @@ def replace(matrix: Matrix, made: list[Made]) -> None:
     matrix.weight = frozen(dense.view(matrix.shape))
 
 
-def cast(layer: Block, dtype: torch.dtype) -> None:
-    """Compute a layer in `dtype`. Codes and scales stay."""
+def cast(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Compute a layer, or a model, in `dtype`. Codes and scales stay."""
     for parameter in layer.parameters():
         parameter.data = parameter.data.to(dtype)
     for matrix in layer.modules():

@@ -36,6 +36,20 @@ WIDTHS: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 GROUPED = ("rtn", "gptq", "awq")  # methods with a choice of bits, groups and zero points
 CALIBRATED = ("gptq", "awq", "smoothquant")
+# The methods on which each setting has an effect.
+SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "bits": GROUPED,
+        "symmetric": GROUPED,
+        "group_size": (*GROUPED, "fp8"),
+        "act_order": ("gptq",),
+        "static_groups": ("gptq",),
+        "damp": ("gptq",),
+        "clip": ("awq",),
+        "alpha": ("smoothquant",),
+        "double": ("nf4",),
+    }
+)
 BLOCK = 128  # side of a block of FP8 weights
 NF4_BLOCK = 64
 
@@ -148,14 +162,5 @@ class Recipe:
 
     def settings(self) -> dict[str, Any]:
         """The settings that have an effect with this method, for a README."""
-        used = {"method"} | ({"head"} if self.head else set())
-        if self.grouped:
-            used |= {"bits", "group_size", "symmetric"}
-        used |= {
-            "gptq": {"act_order", "static_groups", "damp"},
-            "awq": {"clip"},
-            "smoothquant": {"alpha"},
-            "nf4": {"double"},
-            "fp8": {"group_size"},
-        }.get(self.method, set())
-        return {name: value for name, value in asdict(self).items() if name in used}
+        used = {"method": (self.method,), "head": (self.method,) * self.head, **SETTINGS}
+        return {name: value for name, value in asdict(self).items() if self.method in used[name]}

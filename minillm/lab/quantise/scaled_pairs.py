@@ -12,6 +12,7 @@ A producer's output j is divided by s_j, and column j of all matrices that read 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -65,10 +66,8 @@ def joined(parts: tuple[InputStatistics, ...]) -> InputStatistics:
 
 def scale_pairs(layer: Block, recorded: Recorded, scales_of: ScalesOf, only_norms: bool) -> None:
     """Scale the channels of all pairs of a layer, in place."""
-    for pair in norm_pairs(layer, recorded):
-        if joined(pair.statistics).count:
-            pair.scale(scales_of)
-    for pair in () if only_norms else inner_pairs(layer, recorded):
+    inner = () if only_norms else inner_pairs(layer, recorded)
+    for pair in chain(norm_pairs(layer, recorded), inner):
         if joined(pair.statistics).count:
             pair.scale(scales_of)
 
@@ -83,12 +82,8 @@ def norm_pairs(layer: Block, recorded: Recorded) -> Iterator[Pair]:
             rows = each.weight.data.flatten(0, -2)
             (weights if each in recorded else unrounded).append(rows)
             statistics += recorded.get(each, [])
-        yield Pair((norm,), tuple(weights), distinct(statistics), tuple(unrounded))
-
-
-def distinct(statistics: list[InputStatistics]) -> tuple[InputStatistics, ...]:
-    """The statistics without repetitions."""
-    return tuple(dict.fromkeys(statistics))
+        distinct = tuple(dict.fromkeys(statistics))
+        yield Pair((norm,), tuple(weights), distinct, tuple(unrounded))
 
 
 def norm_readers(layer: Block) -> Iterator[tuple[Tensor, list[Matrix]]]:

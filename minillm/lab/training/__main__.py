@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from minillm.errors import ConfigError, MinillmError
+from minillm.lab.commands.bench_options import within
 from minillm.lab.training import corpus
 from minillm.lab.training.recipes import RECIPES
 from minillm.models.checkpoint import ASSETS
@@ -22,13 +23,6 @@ EXAMPLES = """examples:
 """
 
 
-def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
-
-
 def parser() -> argparse.ArgumentParser:
     """The parser of the command."""
     parser = argparse.ArgumentParser(
@@ -42,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     add("task", choices=tasks, metavar="TASK", help=", ".join(tasks))
     add("--out", type=Path, help="folder of the run (default: work/training/TASK)")
     add("--export", type=Path, help="folder of the result (default: assets or notebooks/variants)")
-    add("--workers", type=positive, help="training processes (default: one per core)")
+    add("--workers", type=within(int, 1), help="training processes (default: one per core)")
     add("--device", default="cpu", help="cpu (default) or cuda, one process")
     add("--no-compile", action="store_true", help="do not use torch.compile")
     return parser
@@ -52,7 +46,7 @@ def train(arguments: argparse.Namespace) -> str:
     """Train one recipe, from its last checkpoint if there is one, and export the result."""
     from minillm.lab.training.export import export, load_trained
     from minillm.lab.training.launch import train as launch
-    from minillm.lab.training.trainer import RunOptions, checkpoint_progress
+    from minillm.lab.training.trainer import CHECKPOINT, RunOptions, checkpoint_progress
 
     chosen = RECIPES[arguments.task]
     folder = arguments.out or Path("work", "training", chosen.name)
@@ -60,7 +54,7 @@ def train(arguments: argparse.Namespace) -> str:
     cores = 1 if arguments.device != "cpu" else cpu_count()
     workers = arguments.workers or max(n for n in (1, 2, 4) if n <= cores)
     launch(chosen, RunOptions(folder, arguments.device, not arguments.no_compile), workers)
-    checkpoint = folder / "checkpoint.safetensors"
+    checkpoint = folder / CHECKPOINT
     export(load_trained(checkpoint, chosen.config), target)
     steps, seconds = checkpoint_progress(checkpoint, chosen.name)
     machine = cpu_name() if arguments.device == "cpu" else arguments.device

@@ -1,6 +1,5 @@
 """Exports a training checkpoint as a folder that transformers and `LLM(...)` load."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,40 +7,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minillm.config import MLAConfig, ModelConfig
+from minillm.lab.benchmarks import checkpoint
 from minillm.lab.training.data import END_OF_TEXT, TOKENIZER
 from minillm.models.decoder import Decoder
 
 
 def huggingface_config(config: ModelConfig) -> dict[str, Any]:
-    """config.json of a Qwen3 or, with latent attention, a DeepSeek-V2 model; RoPE's theta is under
-    its new and its old name."""
-    mla = config.mla
-    return {
-        "architectures": ["DeepseekV2ForCausalLM" if mla else "Qwen3ForCausalLM"],
-        "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        **(dense_deepseek(config, mla) if mla else {"head_dim": config.head_dim}),
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
-        "rope_theta": config.rope.theta,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_bias": config.qkv_bias,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "bos_token_id": END_OF_TEXT,
-        "eos_token_id": END_OF_TEXT,
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
-    }
+    """config.json of a Qwen3 or, with latent attention, a DeepSeek-V2 model."""
+    mla, fields = config.mla, checkpoint.huggingface_config(config, "bfloat16")
+    fields |= {"bos_token_id": END_OF_TEXT, "eos_token_id": END_OF_TEXT}
+    if mla is not None:
+        del fields["head_dim"]
+        fields |= dense_deepseek(config, mla)
+    return fields
 
 
 def dense_deepseek(config: ModelConfig, mla: MLAConfig) -> dict[str, Any]:
@@ -73,7 +51,7 @@ def export(model: Decoder, folder: Path) -> None:
         },
     }
     for name, content in files.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        checkpoint.write_json(folder / name, content)
     (folder / TOKENIZER.name).write_bytes(TOKENIZER.read_bytes())
     tensors = {
         name: tensor.target.to(torch.bfloat16).contiguous()
@@ -82,10 +60,10 @@ def export(model: Decoder, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def load_trained(checkpoint: Path, config: ModelConfig) -> Decoder:
+def load_trained(path: Path, config: ModelConfig) -> Decoder:
     """The float32 model of a training checkpoint."""
     model = Decoder(config)
-    tensors = load_file(checkpoint)
+    tensors = load_file(path)
     for name, tensor in model.checkpoint_tensors().items():
         tensor.target.copy_(tensors[f"model/{name}"])
     return model.eval()

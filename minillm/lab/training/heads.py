@@ -5,7 +5,6 @@ matrices are trained, norms are left as they begin.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -27,7 +26,7 @@ from minillm.lab.quantise.quantize_folder import begin
 from minillm.lab.training.attention import causal_rows
 from minillm.lab.training.own_text import PROMPT, TEMPERATURES, own_text
 from minillm.lab.training.ranks import rank_accuracy
-from minillm.lab.training.trainer import rows_batch
+from minillm.lab.training.trainer import CHECKPOINT, load_state, rows_batch, save_state
 from minillm.models.checkpoint import WEIGHTS, open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
@@ -37,7 +36,6 @@ from minillm.speculative.medusa import MedusaHeads
 
 COMPILED_FROM, EVERY = 300, 100  # steps; those between two checkpoints
 LATER = 0.8  # weight of each head relative to the one before
-CHECKPOINT = "checkpoint.safetensors"
 
 
 @dataclass(frozen=True)
@@ -217,15 +215,8 @@ class HeadTrainer:
 
     def save(self) -> None:
         """Replace the checkpoint."""
-        tensors = {f"heads/{name}": each.contiguous() for name, each in self.tensors.items()}
-        states = self.optimizer.state_dict()["state"].items()
-        tensors |= {
-            f"optimizer/{i}/{key}": value for i, state in states for key, value in state.items()
-        }
-        path = self.folder / "unfinished.safetensors"
         notes = {name: str(getattr(self, name)) for name in ("step", "seconds", "cpu_seconds")}
-        save_file(tensors, path, notes)
-        os.replace(path, self.folder / CHECKPOINT)
+        save_state(self.folder / CHECKPOINT, self.tensors, [self.optimizer], notes)
 
     def resume(self) -> bool:
         """Continue from the checkpoint; False if there is none."""
@@ -236,16 +227,7 @@ class HeadTrainer:
             notes = file.metadata()
         self.step, self.seconds = int(notes["step"]), float(notes["seconds"])
         self.cpu_seconds = float(notes["cpu_seconds"])
-        tensors = load_file(path)
-        with torch.no_grad():
-            for name, tensor in self.tensors.items():
-                tensor.copy_(tensors[f"heads/{name}"])
-        state = self.optimizer.state_dict()
-        for name, tensor in tensors.items():
-            if name.startswith("optimizer/"):
-                _, number, key = name.split("/")
-                state["state"].setdefault(int(number), {})[key] = tensor
-        self.optimizer.load_state_dict(state)
+        load_state(path, self.tensors, [self.optimizer])
         return True
 
 

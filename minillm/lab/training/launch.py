@@ -105,24 +105,17 @@ def teacher_text(
     return load_file(path)["tokens"].numpy()
 
 
-def own_text(
-    llm: LLM,
-    stream: np.ndarray,
-    batch_numbers: Sequence[int],
-    prompt_length: int = OWN_PROMPT,
-    new_tokens: int = OWN_NEW,
-    num_rows: int = OWN_ROWS,
-) -> np.ndarray:
+def own_text(llm: LLM, stream: np.ndarray, batch_numbers: Sequence[int]) -> np.ndarray:
     """Prompts from `stream`, each with its greedy continuation: [batches, tokens] uint16.
 
     A batch depends only on its number, so that several processes can share the work.
     """
-    greedy = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=OWN_NEW, ignore_eos=True)
     batches = []
     for number in tqdm(batch_numbers, desc="Generating", unit="batch"):
         generator = np.random.default_rng(number)
-        starts = generator.integers(len(stream) - prompt_length, size=num_rows)
-        prompts = [stream[start : start + prompt_length].tolist() for start in starts]
+        starts = generator.integers(len(stream) - OWN_PROMPT, size=OWN_ROWS)
+        prompts = [stream[start : start + OWN_PROMPT].tolist() for start in starts]
         found = llm.generate(prompts, greedy, use_tqdm=False)
         rows = [p + list(o.outputs[0].token_ids) for p, o in zip(prompts, found, strict=True)]
         batches.append(np.array(rows, np.uint16).flatten())

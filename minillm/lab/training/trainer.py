@@ -7,7 +7,7 @@ they synchronise once per step instead of once per operation, and are less sensi
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from minillm.lab.training.recipes import Recipe
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
 
+CHECKPOINT = "checkpoint.safetensors"
 ROWS_IN_MIX = 16  # rows of which Phase.stdlib_rows come from the standard library
 
 
@@ -65,17 +66,17 @@ def make_optimizers(model: Decoder, recipe: Recipe) -> list[torch.optim.Optimize
     ]
 
 
-def rows_batch(input_ids: Tensor, window: int, first_position: int = 0) -> Batch:
+def rows_batch(input_ids: Tensor, window: int) -> Batch:
     """The flat batch of rows of `window` tokens each, from ids [N], without block tables."""
     device, count = input_ids.device, len(input_ids) // window
-    positions = torch.arange(first_position, first_position + window, device=device).repeat(count)
+    positions = torch.arange(window, device=device).repeat(count)
     starts = torch.arange(0, len(input_ids) + 1, window, dtype=torch.int32, device=device)
     return Batch(
         input_ids=input_ids,
         positions=positions,
         slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
         query_start=starts,
-        seq_lens=torch.full((count,), first_position + window, dtype=torch.int32, device=device),
+        seq_lens=torch.full((count,), window, dtype=torch.int32, device=device),
         block_tables=torch.empty(count, 0, dtype=torch.int64, device=device),
         logits_indices=torch.arange(len(input_ids), device=device),
         max_query_len=window,
@@ -222,44 +223,65 @@ class Trainer:
 
     # --- checkpoints --------------------------------------------------------------------------
 
-    def _state(self) -> dict[str, Tensor]:
-        """Weights under their Hugging Face names, and each optimizer's tensors."""
-        tensors = {f"model/{k}": v.target for k, v in self.model.checkpoint_tensors().items()}
-        for number, optimizer in enumerate(self.optimizers):
-            for index, state in optimizer.state_dict()["state"].items():
-                for key, value in state.items():
-                    tensors[f"optimizer/{number}/{index}/{key}"] = torch.as_tensor(value)
-        return {name: tensor.contiguous() for name, tensor in tensors.items()}
-
     def save(self) -> None:
-        """Write the checkpoint of the current step, replacing the last one atomically."""
-        folder = self.options.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        path, unfinished = folder / "checkpoint.safetensors", folder / "unfinished.safetensors"
-        metadata = {"recipe": self.recipe.name, "step": str(self.step)}
-        metadata["seconds"] = f"{self.seconds:.0f}"
-        save_file(self._state(), unfinished, metadata)
-        os.replace(unfinished, path)
+        """Write the checkpoint of the current step."""
+        notes = {"recipe": self.recipe.name, "step": str(self.step)}
+        notes["seconds"] = f"{self.seconds:.0f}"
+        self.options.folder.mkdir(parents=True, exist_ok=True)
+        save_state(self.options.folder / CHECKPOINT, self._weights(), self.optimizers, notes)
 
     def resume(self) -> bool:
         """Continue from the checkpoint in the run's folder; False if there is none."""
-        path = self.options.folder / "checkpoint.safetensors"
+        path = self.options.folder / CHECKPOINT
         if not path.exists():
             return False
         self.step, self.seconds = checkpoint_progress(path, self.recipe.name)
-        tensors = load_file(path, device=self.options.device)
-        with torch.no_grad():
-            for name, weight in self.model.checkpoint_tensors().items():
-                weight.target.copy_(tensors[f"model/{name}"])
-        states: dict[int, dict[int, dict[str, Tensor]]] = {0: {}, 1: {}}
-        for name, tensor in tensors.items():
-            if name.startswith("optimizer/"):
-                _, which, index, key = name.split("/")
-                states[int(which)].setdefault(int(index), {})[key] = tensor
-        for number, optimizer in enumerate(self.optimizers):
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": states[number], "param_groups": groups})
+        load_state(path, self._weights(), self.optimizers, self.options.device)
         return True
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Weights under their Hugging Face names."""
+        return {k: each.target for k, each in self.model.checkpoint_tensors().items()}
+
+
+def save_state(
+    path: Path,
+    weights: Mapping[str, Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    notes: dict[str, str],
+) -> None:
+    """Write weights and each optimizer's tensors, replacing the last checkpoint atomically."""
+    tensors = {f"model/{name}": tensor for name, tensor in weights.items()}
+    for number, optimizer in enumerate(optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                tensors[f"optimizer/{number}/{index}/{key}"] = torch.as_tensor(value)
+    unfinished = path.with_name("unfinished.safetensors")
+    save_file({name: each.contiguous() for name, each in tensors.items()}, unfinished, notes)
+    os.replace(unfinished, path)
+
+
+@torch.no_grad()
+def load_state(
+    path: Path,
+    weights: Mapping[str, Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    device: str = "cpu",
+) -> None:
+    """Fill weights and optimizers from a checkpoint. Raises CheckpointError if it has others."""
+    tensors = load_file(path, device=device)
+    if not {f"model/{name}" for name in weights} <= tensors.keys():
+        raise CheckpointError(f"{path} is of another model or version; begin in another folder.")
+    for name, weight in weights.items():
+        weight.copy_(tensors[f"model/{name}"])
+    states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer/"):
+            _, which, index, key = name.split("/")
+            states[int(which)].setdefault(int(index), {})[key] = tensor
+    for optimizer, state in zip(optimizers, states, strict=True):
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def checkpoint_progress(path: Path, recipe_name: str) -> tuple[int, float]:

@@ -35,7 +35,7 @@ from minillm.lab.training.export import export, load_trained
 from minillm.lab.training.launch import TOKENS, prepare_tokens
 from minillm.lab.training.prompts import held_out_texts
 from minillm.lab.training.recipes import VOCAB_SIZE, Phase, Recipe
-from minillm.lab.training.trainer import RunOptions, Trainer, checkpoint_progress
+from minillm.lab.training.trainer import CHECKPOINT, RunOptions, Trainer, checkpoint_progress
 from minillm.models.checkpoint import ASSETS
 from minillm.models.decoder import Decoder
 from minillm.plan.cost import kv_bytes_per_token
@@ -127,7 +127,7 @@ def judge(recipe: Recipe, folder: Path) -> dict[str, dict[str, float]]:
     path = folder / "score.json"
     if path.exists():
         return json.loads(path.read_text())
-    model = load_trained(folder / "checkpoint.safetensors", recipe.config)
+    model = load_trained(folder / CHECKPOINT, recipe.config)
     with torch.no_grad():  # not model.bfloat16(), which would also round the angles of RoPE
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -175,7 +175,7 @@ def train_variants(folder: Path, workers: int, compiled: bool = True) -> None:
 
 def finished(recipe: Recipe, folder: Path) -> bool:
     """Whether the run in `folder` has all its steps."""
-    path = folder / "checkpoint.safetensors"
+    path = folder / CHECKPOINT
     return path.exists() and checkpoint_progress(path, recipe.name)[0] == recipe.steps
 
 
@@ -183,7 +183,7 @@ def run_record(name: str, seed: int, folder: Path) -> dict[str, Any]:
     """The record of one finished run for the chapter."""
     recipe = variant_recipe(name, seed)
     scores = judge(recipe, folder)
-    _, seconds = checkpoint_progress(folder / "checkpoint.safetensors", recipe.name)
+    _, seconds = checkpoint_progress(folder / CHECKPOINT, recipe.name)
     config = recipe.config
     return {
         "variant": name,
@@ -217,7 +217,7 @@ def publish(folder: Path, target: Path) -> int:
             for text, score in judge(recipe, run).items()
         }
         if seed == SEEDS[0] and name in VARIANTS:
-            model = load_trained(run / "checkpoint.safetensors", recipe.config)
+            model = load_trained(run / CHECKPOINT, recipe.config)
             export(model, target / name)
     if not runs:  # keep the results of an earlier training
         raise ConfigError(f"No run in {folder} has all its steps; train first.")

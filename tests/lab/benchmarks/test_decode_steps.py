@@ -10,10 +10,9 @@ import torch
 
 from minillm.api.arguments import EngineArgs
 from minillm.errors import ConfigError, UnsupportedFeatureError
-from minillm.lab.benchmarks import calm
-from minillm.lab.benchmarks.calm import Calm, calmest, calmly
+from minillm.lab.benchmarks import others
 from minillm.lab.benchmarks.decode_steps import DecodeSteps, StepsFailedError
-from minillm.lab.benchmarks.others import Watch
+from minillm.lab.benchmarks.others import Calm, Watch, calmest, calmly
 from minillm.lab.benchmarks.plotting import check_plot
 from minillm.ops.batch import Batch
 
@@ -78,8 +77,8 @@ def test_what_was_disturbed_is_measured_again(monkeypatch: pytest.MonkeyPatch) -
     def watching(groups: object) -> Iterator[Watch]:
         yield Watch(next(shares))
 
-    monkeypatch.setattr(calm, "watching", watching)
-    monkeypatch.setattr(calm, "sleep", waited.append)
+    monkeypatch.setattr(others, "watching", watching)
+    monkeypatch.setattr(others, "sleep", waited.append)
     values = iter("abcdef")
     assert calmly(lambda: next(values)) == Calm("b", 0.3)  # the least disturbed of three
     assert calmly(lambda: next(values)) == Calm("e", 0.0)  # the first calm one

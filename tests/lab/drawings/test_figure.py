@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.lab.drawings.figure import IDLE, STATES, figure, widget
-from minillm.lab.drawings.figure_blocks import FREE, USED, block_image, owner_colour, shared_runs
+from minillm.lab.drawings.figure_panels import FREE, USED, block_image, owner_colour, shared_runs
 from minillm.lab.drawings.page import page
 from minillm.lab.drawings.timeline import timeline
 from minillm.lab.simulated_drafts import SimulatedDrafts

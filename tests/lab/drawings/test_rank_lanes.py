@@ -12,7 +12,7 @@ from matplotlib.patches import StepPatch
 
 from minillm.errors import ConfigError
 from minillm.lab.drawings.figure import figure
-from minillm.lab.drawings.figure_ranks import LANE
+from minillm.lab.drawings.figure_panels import LANE
 from minillm.lab.drawings.page import scripts
 from minillm.lab.drawings.timeline import rank_lanes, timeline
 from minillm.scheduling.record import RankTime

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from minillm.errors import ConfigError
-from minillm.lab.benchmarks.serving.arrivals import Arrivals
 from minillm.lab.benchmarks.serving.client import Client
 from minillm.lab.benchmarks.serving.prompts import Writer
 from minillm.lab.benchmarks.serving.reply import Reply, row
 from minillm.lab.benchmarks.serving.runner import POLLED, Load, Progress, offer
 from minillm.lab.benchmarks.serving.summary import Evaluation, summarise
 from minillm.lab.benchmarks.serving.target import Target
-from minillm.lab.benchmarks.serving.workload import Conversation, Workload, fit
+from minillm.lab.benchmarks.serving.workload import Arrivals, Conversation, Workload, fit
 
 MARGIN = 64  # tokens that a chat template may add
 SAY_SECONDS = 0.5

@@ -38,17 +38,6 @@ def serving(command: Sequence[str], port: int) -> Iterator[str]:
     """Run a server until the end of the block; gives its address when it is healthy.
 
     Raises:
-        NodeError: see `server_process`.
-    """
-    with server_process(command, port):
-        yield f"http://127.0.0.1:{port}"
-
-
-@contextmanager
-def server_process(command: Sequence[str], port: int) -> "Iterator[subprocess.Popen[bytes]]":
-    """Run a server until the end of the block; gives its process when it is healthy.
-
-    Raises:
         NodeError: the server ended, or did not become healthy in time, with the last line that it
             wrote.
     """
@@ -62,7 +51,7 @@ def server_process(command: Sequence[str], port: int) -> "Iterator[subprocess.Po
             )  # fmt: skip
         try:
             wait_until_healthy(process, url, log)
-            yield process
+            yield url
         finally:
             stop(process)
 

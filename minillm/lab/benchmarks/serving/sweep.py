@@ -9,6 +9,7 @@ varies with the arrivals of the seed within the printed bounds.
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -153,23 +154,13 @@ def by_load(points: Sequence[Point]) -> list[Point]:
     return sorted(known, key=lambda one: float(one["load"]))
 
 
-def kept_load(points: Sequence[Point], target: float) -> float | None:
-    """The highest load up to which every load keeps the target attainment; None if none does."""
-    kept = None
-    for one in by_load(points):
-        if one["attainment"]["median"] < target:
-            break
-        kept = one["load"]
-    return kept
-
-
 def knee(points: Sequence[Point], target: float) -> dict[str, Any] | None:
     """The highest load up to which every load keeps the target attainment; None without an SLO, or
     if all loads or none of them keep it."""
     known = by_load(points)
     if not known or any(one["attainment"] is None for one in known):
         return None
-    kept = kept_load(known, target)
-    if kept is None or min(one["attainment"]["median"] for one in known) >= target:
+    kept = [*takewhile(lambda one: one["attainment"]["median"] >= target, known)]
+    if len(kept) in (0, len(known)):
         return None
-    return {"load": kept, "why": f"highest load with attainment of {target:.0%}"}
+    return {"load": kept[-1]["load"], "why": f"highest load with attainment of {target:.0%}"}

@@ -1,14 +1,21 @@
-"""What is sent: conversations with lengths from stated distributions.
+"""What is sent and when: conversations with lengths from stated distributions, and arrivals.
 
 A prompt is a row of segments. Segments with the same key have the same tokens, which is how
 requests share prefixes.
+
+Gamma arrivals are those of ``vllm bench serve``: the gaps have shape b (the burstiness) and mean
+1 / rate, so their coefficient of variation is 1 / sqrt(b). b = 1 is a Poisson process, smaller
+values give bursts, and infinity gives constant gaps. Unlike vLLM, times are not rescaled to end at
+exactly count / rate, because the process would not be a Poisson process any more.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from minillm.errors import ConfigError, did_you_mean
 
@@ -219,3 +226,45 @@ def fit_one(conversation: Conversation, longest: int) -> Conversation:
         kept.append(turn)
         room -= turn.length + turn.max_tokens
     return tuple(kept)
+
+
+# ---- arrivals ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """A process of arrivals.
+
+    Attributes:
+        rate: requests per second; infinity sends all of them at once.
+        burstiness: shape of the gamma distribution of the gaps.
+    """
+
+    rate: float
+    burstiness: float = 1.0
+
+    def times(self, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+        """Seconds from the start at which `count` requests are sent, the first of them at 0."""
+        if math.isinf(self.rate):
+            return np.zeros(count)
+        # Arrivals at rate 1, which are then stretched.
+        units = np.cumsum(unit_gaps(count, self.burstiness, rng))
+        units -= units[:1]
+        return units / self.rate
+
+    def describe(self) -> str:
+        """The process in words, without its rate."""
+        if math.isinf(self.rate):
+            return "all requests at once"
+        if math.isinf(self.burstiness):
+            return "constant gaps"
+        if self.burstiness == 1:
+            return "Poisson arrivals"
+        return f"gamma arrivals of burstiness {self.burstiness:g}"
+
+
+def unit_gaps(count: int, burstiness: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Gaps with mean 1 and coefficient of variation 1 / sqrt(burstiness)."""
+    if math.isinf(burstiness):
+        return np.ones(count)
+    return rng.gamma(shape=burstiness, scale=1.0 / burstiness, size=count)
