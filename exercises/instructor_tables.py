@@ -26,7 +26,7 @@ BREAK = 15  # minutes
 PAUSE = 10  # in the middle of a chapter whose teaching page has a place for one
 LUNCH = 60
 SLACK = 30  # for questions, and for what took longer
-MOST = 300  # minutes of a day's chapters in the plan of the whole course
+MOST = 250  # minutes of a day's chapters in the plan of the whole course
 PLANS: Mapping[str, Sequence[str | int]] = MappingProxyType(
     {
         "half a day": ("00", BREAK, "01", BREAK, "03"),

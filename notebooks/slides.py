@@ -19,6 +19,8 @@ from minillm_exercises.widgets import CSS
 
 KINDS = ("predict", "result", "claim", "losses", "fix")
 CODE_LINES = 18  # of a fix that a room can read
+KEY = re.compile(r"\b(?:predict|compare)\(\s*\"([\w.]+)\"")
+QUESTION = re.compile(r"^(?:\S.*\n)+(?= +a\))", re.MULTILINE)
 PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
 body {{ margin: 0; font: 26px/1.4 system-ui, sans-serif; }}
 section {{ display: none; box-sizing: border-box; min-height: 100vh; padding: 4vh 6vw; }}
@@ -30,8 +32,7 @@ pre {{ font-size: 0.8em; white-space: pre-wrap; }} .anchor-link {{ display: none
 .result pre {{ font-size: 1.1em; }} td, th {{ padding: 0.1em 0.8em; text-align: left; }}
 .losses, .claim {{ font-size: 0.85em; }}
 @media (prefers-color-scheme: dark) {{ body {{ background: #111; color: #eee; }} }}
-@media print {{ section {{ display: block; break-after: page; }} }}
-{style}</style>{body}<script>
+@media print {{ section {{ display: block; break-after: page; }} }} {style}</style>{body}<script>
 const pages = [...document.querySelectorAll('section')];
 const turn = step => {{
   const next = (parseInt(location.hash.slice(1)) || 1) - 1 + step;
@@ -51,7 +52,7 @@ def slides(notebook: Notebook) -> Iterator[tuple[str, str]]:
     """Kind and HTML of each slide, in order. A prediction's has no heading, which may tell."""
     head, question = title(notebook), notebook["metadata"]["minillm"]["question"]
     yield "title", f"<h1>{escape(head)}</h1><p>{escape(question)}</p>{way(notebook).decode()}"
-    heading = ""
+    heading, asked = "", {}
     for cell in notebook["cells"][1:]:
         kind = next((tag for tag in KINDS if tag in tags(cell)), "plot")
         source, parts = cell["source"], []
@@ -63,6 +64,9 @@ def slides(notebook: Notebook) -> Iterator[tuple[str, str]]:
             if kind == "fix" and len(source.splitlines()) <= CODE_LINES:
                 parts.append(f"<pre>{escape(source)}</pre>")
             if kind in ("predict", "result"):
+                keys = KEY.findall(source)
+                asked |= zip(keys, QUESTION.findall(stdout(cell["outputs"])), strict=False)
+                parts += [f"<em>{escape(asked[key])}</em>" for key in keys if kind == "result"]
                 parts.append(f"<pre>{escape(stdout(cell['outputs']))}</pre>")
             for data in (output.get("data", {}) for output in cell["outputs"]):
                 text = data.get("text/markdown", "")
@@ -91,8 +95,7 @@ def deck(path: Path) -> str:
     """The deck of one chapter; its last slide is what the teaching page wants to be taken home."""
     notebook = read_notebook(path)
     made = list(results_first(slides(notebook)))
-    page = path.parent / "teaching" / f"{chapters.number(path)}.md"
-    text = page.read_text("utf-8") if page.exists() else ""
+    text = (path.parent / "teaching" / f"{chapters.number(path)}.md").read_text("utf-8")
     if home := re.search(r"\*\*To take home\.\*\* (.+?)\n\n", text, re.DOTALL):
         made.append(("home", f"<h2>To take home</h2>{markdown2html(home[1])}"))
     body = "".join(f'<section class="{k} celltag_{k}">{html}</section>' for k, html in made)

@@ -26,7 +26,7 @@ from minillm.models.weight_sizes import Layout, planned_sizes
 from minillm.ops import backend_of, cpu, has_int8_kernels
 from minillm.parallel.split import largest_part
 from minillm.plan import machine
-from minillm.plan.cost import BatchFit, MemoryPlan, memory_plan
+from minillm.plan.cost import MemoryPlan, memory_plan, with_cache
 from minillm.plan.parameters import parameter_count
 from minillm.plan.weight_sizes import WeightSizes
 from minillm.scheduling.config import scheduler_config
@@ -162,12 +162,13 @@ def plan_memory(
     )
     asked = {name: getattr(limits, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
     plan = replace(plan, settings=replace(plan.settings, **asked))
-    plan = with_cache_of(plan, cache_bytes(args, plan, device))
+    size = cache_bytes(args, plan, device)
+    plan = with_cache(plan, size, plan.settings.max_model_len)
     if not plan.fits:
         if args.max_model_len is not None or plan.num_tokens < 2:
             raise ConfigError(why_it_does_not_fit(args, plan))
         logger.warning("max_model_len is reduced to %d, limited by memory.", plan.num_tokens)
-        plan = shortened(plan)
+        plan = with_cache(plan, size, plan.num_tokens)
     check_swap_space(args, plan, device)
     return plan.settings.max_model_len, plan
 
@@ -215,19 +216,6 @@ def sizes_of_weights(
     weights = planned_sizes(source, layout, args.quantization, dummy)
     small = None if draft is None else draft.source
     return weights, None if small is None else planned_sizes(small, layout, dummy=dummy)
-
-
-def shortened(plan: MemoryPlan) -> MemoryPlan:
-    """The plan with `max_model_len` reduced to the tokens of its KV cache."""
-    most = plan.num_tokens
-    shorter = (fit for fit in plan.combinations if fit.context < most)
-    return replace(
-        plan,
-        settings=replace(plan.settings, max_model_len=most),
-        shortfall_bytes=0,
-        combinations=(*shorter, BatchFit(most, 1)),
-        hints=(),
-    )
 
 
 def why_it_does_not_fit(args: EngineArgs, plan: MemoryPlan) -> str:
@@ -290,28 +278,6 @@ def cache_bytes(args: EngineArgs, plan: MemoryPlan, device: torch.device) -> int
     longest = ceil(plan.settings.max_model_len / plan.settings.block_size) * block
     share = max(int(CPU_CACHE_SHARE * plan.kv_cache_bytes), longest)
     return min(plan.kv_cache_bytes, share, plan.settings.max_num_seqs * longest)
-
-
-def with_cache_of(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
-    """The plan with a KV cache of `num_bytes`; its shortfall is updated."""
-    size, block = plan.settings.block_size, plan.block_bytes
-    needed = ceil(plan.settings.max_model_len / size) * block
-    usable = plan.memory_bytes - plan.reserve_bytes
-    excess = plan.weight_bytes + plan.activation_bytes + num_bytes - usable
-    num_blocks = max(num_bytes, 0) // block if excess <= 0 else 0
-    if num_bytes == plan.kv_cache_bytes:
-        return plan
-    return replace(
-        plan,
-        kv_cache_bytes=num_bytes,
-        num_tokens=num_blocks * size,
-        shortfall_bytes=max(0, needed - num_bytes, excess),
-        combinations=tuple(
-            BatchFit(fit.context, num_blocks // ceil(fit.context / size))
-            for fit in plan.combinations
-        ),
-        hints=() if needed <= num_bytes and excess <= 0 else plan.hints,
-    )
 
 
 def open_executor(

@@ -20,11 +20,15 @@ class FeatureRunner(Runner):
         self.features = Features(self.kv, self.host, self.rows.tables, size)
         self.by_slot = *self.kv.tensors, *self.features.pages.tensors
 
-    def _passes(
-        self, rows: Sequence[Row], result: StepResult
-    ) -> list[tuple[Sequence[Row], Tensor]]:
-        found = super()._passes(rows, result)
-        for group, hidden in found:
-            spans = [(self._rows[row.seq_id].row, row.start, row.num_tokens) for row in group]
+    def _forward(self, rows: Sequence[Row]) -> Tensor:
+        batch = self.batch(rows)
+        hidden = self.model(batch, self.kv)
+        self.features.states.index_copy_(0, batch.slot_mapping, hidden)
+        return hidden
+
+    def _replay(self, rows: Sequence[Row], result: StepResult) -> Tensor | None:
+        hidden = super()._replay(rows, result)
+        if hidden is not None:
+            spans = [(self._rows[row.seq_id].row, row.start, row.num_tokens) for row in rows]
             self.features.keep(spans, hidden)
-        return found
+        return hidden

@@ -115,7 +115,7 @@ def build_executor(
             if isinstance(runner, FeatureRunner):  # which writes them; an EAGLE layer does itself
                 features = runner.features
             else:
-                features = Features(kv, host, runner.rows.tables, model.config.hidden_size)
+                features = Features(kv, host, runner.rows.tables, draft.state_size)
                 runner.by_slot = *kv.tensors, *features.pages.tensors
             parts = features, packs(args, model.device), kv, plan.settings.max_num_batched_tokens
             proposer = build_heads(speculation, draft, model, *parts)

@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -252,12 +252,7 @@ class Cursor:
         if depth >= MAX_NESTING:
             raise self.error(f"{key!r} has arrays nested more than {MAX_NESTING} deep")
         self.count(8 if kind == STRING else 12, f"items of {key!r}", number)
-        return tuple(self.items(kind, number, key, depth))
-
-    def items(self, kind: int, number: int, key: str, depth: int) -> Iterator[Any]:
-        """Strings or arrays, one after another."""
-        for _ in range(number):
-            yield self.value(kind, key, depth + 1)
+        return tuple(self.value(kind, key, depth + 1) for _ in range(number))
 
     def numbers(self, kind: int, number: int, key: str) -> tuple[Any, ...]:
         """All numbers of an array at once."""

@@ -1,6 +1,6 @@
 """All layers of a decoder in one C call, for supported models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +15,13 @@ from minillm.layers.linear_methods import Matrix, PanelLinearMethod
 from minillm.layers.mla import LATENT_NORM_EPS, MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import MoE
-from minillm.layers.norm import RMSNorm
 from minillm.layers.panel_methods import PanelExpertsMethod, PanelHeadsMethod
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.ops import cpu
 from minillm.ops.batch import Batch
 from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
 from minillm.ops.cpu_latent import LatentShape, LatentWeights
-from minillm.ops.cpu_layers import Layers, LayerShape, LayerWeights
+from minillm.ops.cpu_layers import NO_TAPS, Layers, LayerShape, LayerWeights
 from minillm.ops.cpu_quantized import MatrixParts
 from minillm.quantization.mixed import MixedMethod, members
 from minillm.quantization.outliers import OutlierMethod
@@ -68,10 +67,11 @@ class AllLayers:
         rope: tuple[Tensor, Tensor],
         batch: Batch,
         kv: AttentionBackend,
-        taps: dict[int, Tensor | None] | None = None,
+        taps: Mapping[int, Tensor] = NO_TAPS,
     ) -> tuple[Tensor, Tensor] | None:
-        """[N, d] -> two of [N, d], as `DecoderLayer.forward` of the last layer returns them. Entry
-        n of `taps` becomes the hidden states [N, d] after n layers."""
+        """[N, d] -> two of [N, d], as `DecoderLayer.forward` of the last layer returns them. The
+        hidden states after n layers are stored in the batch's slots of entry n of `taps`, [slots,
+        d]."""
         if not isinstance(kv, KVCache) or not self._may(x, kv):
             return None
         if self._layers is None or self._layers.keys is not kv.key:
@@ -171,11 +171,6 @@ def parts_of(matrix: Matrix | None) -> Any:
     return found
 
 
-def weight_of(module: Matrix | RMSNorm | None) -> Tensor | None:
-    """The weight of a matrix or norm that a layer may not have."""
-    return None if module is None else module.weight
-
-
 def bias_of(matrix: Linear | None) -> Tensor | None:
     """The bias, of a matrix that a layer may not have."""
     return None if matrix is None else matrix.bias
@@ -186,7 +181,7 @@ def latent_weights(attention: MLAttention) -> LatentWeights:
     return LatentWeights(
         q_a=parts_of(attention.q_a_proj),
         q_a_bias=bias_of(attention.q_a_proj),
-        q_a_norm=weight_of(attention.q_a_norm),
+        q_a_norm=None if attention.q_a_norm is None else attention.q_a_norm.weight,
         q=parts_of(attention.q_proj),
         kv_a=parts_of(attention.kv_a_proj),
         kv_a_bias=attention.kv_a_proj.bias,

@@ -99,36 +99,26 @@ def open_model(model: str | Path) -> ModelSource:
         return ModelSource(name, preset(name.removeprefix("preset:")))
     local = local_folder(name)
     folder = local or download(name)
+    said = folder  # where generation settings are
     if is_gguf(folder):
-        return gguf_source(name, folder)
-    config_data = read_json(folder / "config.json")
-    generation_file = folder / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.is_file() else {}
-    eos = generation.get("eos_token_id", config_data.get("eos_token_id"))
+        config, generation, ignored, quantization = open_gguf_model(folder)
+    else:
+        config_data = read_json(folder / "config.json")
+        said = folder / "generation_config.json"
+        generation = read_json(said) if said.is_file() else {}
+        generation.setdefault("eos_token_id", config_data.get("eos_token_id"))
+        config = parse_config(config_data)
+        ignored = integer(config_data, "num_nextn_predict_layers", 0)
+        quantization = quantization_settings(config_data, folder)
     return ModelSource(
         name,
-        parse_config(config_data),
+        config,
         folder,
-        end_of_sequence_ids(eos, folder),
-        sampling_defaults(generation, generation_file),
+        end_of_sequence_ids(generation["eos_token_id"], folder),
+        sampling_defaults(generation, said),
         None if local else name,
-        integer(config_data, "num_nextn_predict_layers", 0),
-        quantization_settings(config_data, folder),
-    )
-
-
-def gguf_source(name: str, path: Path) -> ModelSource:
-    """Describe the model of a GGUF file."""
-    found = open_gguf_model(path)
-    return ModelSource(
-        name,
-        found.config,
-        path,
-        end_of_sequence_ids(found.generation["eos_token_id"], path),
-        sampling_defaults(found.generation, path),
-        None,
-        found.ignored_layers,
-        found.quantization,
+        ignored,
+        quantization,
     )
 
 

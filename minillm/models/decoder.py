@@ -149,17 +149,8 @@ class Decoder(nn.Module):
         return self.embedding.as_output(hidden) if self.lm_head is None else self.lm_head(hidden)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        """All tensors of a Hugging Face checkpoint of which this model holds a part, by name.
-        RuntimeError if two of its layers read the same one."""
-        found: dict[str, CheckpointTensor] = {}
-        for layer in self.modules():
-            for tensor in layer.checkpoint_tensors() if isinstance(layer, Matrix | RMSNorm) else ():
-                if tensor.name in found:
-                    raise RuntimeError(
-                        f"Two layers of the model read {tensor.name}; each tensor has one place."
-                    )
-                found[tensor.name] = tensor
-        return found
+        """As `tensors_of`."""
+        return tensors_of(self)
 
     @torch.no_grad()
     def initialize(self, std: float = 0.02, seed: int = 0) -> None:
@@ -195,3 +186,17 @@ def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device | str) 
                 setattr(part, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
             else:
                 setattr(part, name, buffer.to(device))
+
+
+def tensors_of(module: nn.Module) -> dict[str, CheckpointTensor]:
+    """All tensors of a checkpoint of which a module's matrices and norms hold a part, by name.
+    RuntimeError if two of its layers read the same one."""
+    found: dict[str, CheckpointTensor] = {}
+    for layer in module.modules():
+        for tensor in layer.checkpoint_tensors() if isinstance(layer, Matrix | RMSNorm) else ():
+            if tensor.name in found:
+                raise RuntimeError(
+                    f"Two layers of the model read {tensor.name}; each tensor has one place."
+                )
+            found[tensor.name] = tensor
+    return found

@@ -1,7 +1,7 @@
 """A GGUF file as a model: its configuration, end tokens and recommended sampling parameters."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,19 +25,9 @@ SAMPLING: Mapping[str, str] = MappingProxyType(  # names in generation_config.js
 )
 
 
-@dataclass(frozen=True)
-class GGUFModel:
-    """What a GGUF file says about its model. `generation` has the fields of a
-    generation_config.json."""
-
-    config: ModelConfig
-    generation: Mapping[str, Any]
-    ignored_layers: int
-    quantization: Mapping[str, Any]
-
-
-def open_gguf_model(path: Path) -> GGUFModel:
-    """Describe the model of a file without reading its weights.
+def open_gguf_model(path: Path) -> tuple[ModelConfig, dict[str, Any], int, Mapping[str, Any]]:
+    """What a file says about its model, without reading its weights: the configuration, the fields
+    of a generation_config.json, the number of ignored layers, and how weights are quantised.
 
     Raises:
         CheckpointError: the file is damaged or has tensors of other models.
@@ -49,13 +39,10 @@ def open_gguf_model(path: Path) -> GGUFModel:
         config = parse_config(fields)
     except (ConfigError, UnsupportedFeatureError) as error:
         raise type(error)(str(error).replace("config.json", f"the metadata of {path}")) from error
+    config = replace(config, **flags_of_tensors(file, config))
     quantized = any(not each.type.is_plain for each in file.tensors.values())
-    return GGUFModel(
-        replace(config, **flags_of_tensors(file, config)),
-        generation_fields(file),
-        int(fields["num_nextn_predict_layers"]),
-        {"quant_method": "gguf"} if quantized else {},
-    )
+    ignored = int(fields["num_nextn_predict_layers"])
+    return config, generation_fields(file), ignored, {"quant_method": "gguf"} if quantized else {}
 
 
 def flags_of_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from minillm.layers.linear_methods import Matrix, MergedMatrices, WeightSlice
 def merge(matrix: Matrix, merged: MergedMatrices) -> None:
     """Read the parts of a matrix from the merged matrices of the checkpoint. Parts whose rows are
     neighbours become one: all of them, but on a rank that holds some rows of each."""
+    if not merged:
+        return
     heights = {part.name: part.shape[0] for part in matrix.parts}
     parts: list[WeightSlice] = []
     for part in (within(part, merged, heights) for part in matrix.parts):

@@ -39,11 +39,6 @@ from minillm.quantization.quantized import Quantized, stacked
 from minillm.quantization.rounding import round_symmetric, round_with_minima
 
 
-def round_int4(weight: Tensor) -> Quantized:
-    """4-bit codes and minima in groups of 32, with searched ranges."""
-    return round_with_minima(weight, GROUP)
-
-
 def round_int8(weight: Tensor) -> Quantized:
     """Signed 8-bit codes. On a real model, groups of 32 have a quarter of the KL of a scale per
     row, for 6% more bytes; rows that they do not divide have one scale."""
@@ -55,7 +50,9 @@ def round_int8(weight: Tensor) -> Quantized:
 GROUP = 32  # inputs that share a scale
 PIECE = 1 << 20  # weights that are rounded at once; rounding needs several float32 copies
 Rounding = Callable[[Tensor], Quantized]
-ROUNDINGS: Mapping[str, Rounding] = MappingProxyType({"int8": round_int8, "int4": round_int4})
+ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
+    {"int8": round_int8, "int4": partial(round_with_minima, group=GROUP)}
+)
 
 
 def rounded_matrices(model: Decoder, how: str) -> Iterator[tuple[Matrix, Rounding]]:

@@ -78,7 +78,7 @@ class Examples:
         pairs = rounded_matrices(self.model, quantization) if quantization else ()
         self.roundings: dict[int, Rounding] = {id(matrix): each for matrix, each in pairs}
         self.by_key: dict[Key, tuple[Matrix, Rounding | None]] = {}
-        self.keys: dict[int, Key] = {}
+        self.example_of: dict[int, Matrix] = {}
         for matrix in list_matrices(self.model):
             self._add(matrix)
 
@@ -88,13 +88,13 @@ class Examples:
         parts = [first_rows(part) for part in matrix.parts[:count]]
         rounding = self.roundings.get(id(matrix))
         key: Key = (rounding, matrix.is_absorbed, *(self._kind(part) for part in parts))
-        self.keys[id(matrix)] = key
         if key not in self.by_key:
             example = Matrix(parts)
             if self.format is not None:
                 example.method = LoadingMethod(self.format, matrix.is_absorbed)
             example.create(self.layout.dtype, "cpu")
             self.by_key[key] = example, rounding
+        self.example_of[id(matrix)] = self.by_key[key][0]
 
     def _kind(self, part: WeightSlice) -> Key:
         """What decides the bytes of a row: the width, and the tensors of the format."""
@@ -129,19 +129,16 @@ class Examples:
             each.weight.nbytes for each in self.model.modules() if isinstance(each, RMSNorm)
         )
         for matrix in list_matrices(self.model):
-            example = self.by_key[self.keys[id(matrix)]][0]
+            example = self.example_of[id(matrix)]
             found[part_of(matrix, self.model)] += bytes_like(matrix, example)
         means = {part: found[part] / max(getattr(count, part), 1) for part in PARTS}
         name = name if self.format is None else self.format.describe()
-        return WeightSizes.of(name, means, self._products())
+        return WeightSizes(name, **means, products=self._products())
 
     def _products(self) -> str | None:
         """ "int8" if products of the layers' matrices round their activations to 8 bits."""
-        examples = [
-            self.by_key[self.keys[id(each)]][0] for each in list_matrices(self.model.layers)
-        ]
-        layers = [member for each in examples for member in members(each)]
-        methods = [each.method for each in layers]
+        examples = [self.example_of[id(each)] for each in list_matrices(self.model.layers)]
+        methods = [member.method for each in examples for member in members(each)]
         rounds = any(
             isinstance(each, PanelQuantizedMethod) and not each.numbers.float8 for each in methods
         )

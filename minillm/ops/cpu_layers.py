@@ -5,10 +5,11 @@ Addresses of weights and KV cache are stored once. Each step adds the addresses 
 uses one allocation for all intermediate results.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from ctypes import Structure, byref, c_float, c_int64, c_void_p, memmove
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from ctypes import Structure, addressof, byref, c_float, c_int64, c_void_p, memmove
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from minillm.ops.cpu_tails import tails_in_c
 
 ALIGNMENT = 64  # bytes, a cache line
 ATTENTION, MLP = 1, 2  # the halves of a layer, as in layers.c
+NO_TAPS: Mapping[int, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,9 @@ class _Step(Structure):
         )),
         ("table_stride", c_int64),
         *((name, c_void_p) for name in (
-            "tails", "x", "residual", "normed", "wide", "narrow", "attended", "memory",
+            "tails", "x", "residual", "normed", "wide", "narrow", "attended", "memory", "taps",
         )),
+        ("tap_stride", c_int64),
     )  # fmt: skip
 
 
@@ -161,6 +164,7 @@ class Layers:
         wide = query and query + 2 * shape.kv_heads * shape.head_dim
         narrow = max(query, shape.intermediate)
         self._widths = shape.hidden, wide, narrow, query
+        self._tapped, self._table = NO_TAPS, (c_void_p * 0)()  # the last `taps`, and their pages
         self._spare: list[Tensor] = []  # reused between steps, because new pages must be zeroed
 
     def run(
@@ -173,11 +177,11 @@ class Layers:
         block_tables: Tensor,
         max_query_len: int,
         all_reduce: Callable[[Tensor], object] | None = None,
-        taps: dict[int, Tensor | None] | None = None,
+        taps: Mapping[int, Tensor] = NO_TAPS,
         tails: Tails | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [N, d] -> the last MLP's output and the residual stream, both [N, d]. Their
-        sum after n layers becomes entry n of `taps`.
+        sum after n layers is stored in the slots of entry n of `taps`, [slots, d].
 
         With tensor parallelism, the output [N, d] of attention and of the MLP is a partial sum;
         `all_reduce` is called on it after each half layer and adds the ranks' sums in place. Only
@@ -210,24 +214,32 @@ class Layers:
             x.data_ptr(),
             residual.data_ptr(),
             *self._buffers(memory, count),
+            *self._pages(taps),
         )
         run = cpu.ready(self.dtype).run_layers
-        for first, last, halves in self._calls(all_reduce is not None, taps or ()):
+        for first, last, halves in self._calls(all_reduce is not None):
             status = run(self._layers, first, last, halves, byref(self._shape), byref(step))
             cpu.raise_for(status, self.keys[0], count)
             if all_reduce is not None:
                 all_reduce(x)
-            if taps and last in taps and halves & MLP:
-                taps[last] = x + residual
+        if taps and len(self.weights) in taps:
+            taps[len(self.weights)].index_copy_(0, slot_mapping, x + residual)
         self._spare = [memory]
         return x, residual
 
-    def _calls(self, by_halves: bool, taps: Collection[int]) -> list[tuple[int, int, int]]:
+    def _pages(self, taps: Mapping[int, Tensor]) -> tuple[int | None, int]:
+        """The address of a table of the addresses of `taps`, and their stride."""
+        if taps and taps is not self._tapped:
+            self._tapped, count = taps, len(self.weights)
+            pages = [taps[i].data_ptr() if i in taps else None for i in range(count)]
+            self._table = (c_void_p * count)(*pages)
+        return (addressof(self._table), next(iter(taps.values())).stride(0)) if taps else (None, 0)
+
+    def _calls(self, by_halves: bool) -> list[tuple[int, int, int]]:
         """(first layer, end layer, halves) of each C call."""
         count = len(self.weights)
         if not by_halves:
-            ends = sorted({0, *taps, count})
-            return [(start, end, ATTENTION | MLP) for start, end in pairwise(ends)]
+            return [(0, count, ATTENTION | MLP)]
         return [(i, i + 1, half) for i in range(count) for half in (ATTENTION, MLP)]
 
     def _take(self, count: int) -> Tensor:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator
 from itertools import chain
 from operator import ne
+from statistics import fmean
 from zlib import crc32
 
 import torch
@@ -180,10 +181,7 @@ def check_placements(told: list[list[int]], version: int) -> None:
 
 def report(now: list[Placement], found: list[Placement], loads: list[list[int]]) -> None:
     """Log how balanced these loads were, and how balanced they are in the new placements."""
-    before, after = (
-        sum(each.balance(load) for each, load in zip(some, loads, strict=True)) / len(loads)
-        for some in (now, found)
-    )
+    before, after = (fmean(map(Placement.balance, some, loads)) for some in (now, found))
     old, new = ([each for one in some for each in chain(*one.slots)] for some in (now, found))
     logger.info(
         "Experts are placed by load: mean over largest load of a rank %.2f before, %.2f now; %d of "

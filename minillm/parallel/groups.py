@@ -1,79 +1,67 @@
 """Connections of ranks that are processes of one machine: the driver opens them, and each rank
 inherits the descriptors of its own."""
 
-from contextlib import closing
-from dataclasses import asdict
+from contextlib import ExitStack, closing
 from itertools import combinations
 from socket import socket, socketpair
 from typing import Any
 
+from minillm.parallel.communicator import Communicator
 from minillm.parallel.meeting import Address, Meeting
+from minillm.parallel.pipes import SocketPipe
 from minillm.parallel.place import Place, Topology
-from minillm.parallel.shared_memory import SharedGroup, shared_memory_works
+from minillm.parallel.shared_memory import (
+    SharedGroup,
+    SharedMemoryCommunicator,
+    shared_memory_works,
+)
+from minillm.parallel.sockets import SocketCommunicator
 
 
-class Groups:
-    """Shared memory for each group of ranks, or sockets between each two of them; sockets between
-    pipeline stages."""
+def connect_ranks(topology: Topology, opened: ExitStack) -> list[dict[str, int]]:
+    """The descriptors that each rank inherits, which `opened` closes: shared memory of its group
+    ("memory"), or sockets to each rank of it, and to neighbouring stages, by their numbers."""
+    every = range(topology.num_ranks)
+    fds: list[dict[str, int]] = [{} for _ in every]
 
-    def __init__(self, topology: Topology, patience: float):
-        self.topology, self.patience = topology, patience
-        self._fds: list[dict[str, int]] = [{} for _ in range(topology.num_ranks)]
-        self._opened: list[SharedGroup | socket] = []
-        try:
-            for ranks in dict.fromkeys(map(topology.group, range(topology.num_ranks))):
-                if len(ranks) > 1:
-                    self._connect(ranks)
-            for rank in range(topology.num_ranks):
-                if (after := topology.after(rank)) is not None:
-                    self._link(rank, after)
-        except BaseException:
-            self.close()
-            raise
+    def link(one: int, other: int) -> None:
+        for end, rank, peer in zip(socketpair(), (one, other), (other, one), strict=True):
+            fds[rank][str(peer)] = opened.enter_context(end).fileno()
 
-    def of(self, rank: int) -> dict[str, Any]:
-        """What `join` needs, as plain data; descriptors have the numbers of this process."""
-        plain = {"topology": asdict(self.topology), "rank": rank, "patience": self.patience}
-        return plain | {"fds": self._fds[rank]}
-
-    def fds_of(self, rank: int) -> tuple[int, ...]:
-        """The descriptors that a rank inherits."""
-        return tuple(self._fds[rank].values())
-
-    def close(self) -> None:
-        """Close all descriptors. Idempotent."""
-        for each in self._opened:
-            each.close()
-
-    def _connect(self, ranks: range) -> None:
-        if shared_memory_works():
-            shared = SharedGroup(len(ranks))
-            self._opened.append(shared)
+    for ranks in dict.fromkeys(map(topology.group, every)):
+        if len(ranks) > 1 and shared_memory_works():
+            shared = opened.enter_context(closing(SharedGroup(len(ranks))))
             for rank in ranks:
-                self._fds[rank]["memory"] = shared.fd
-            return
-        for one, other in combinations(ranks, 2):
-            self._link(one, other)
-
-    def _link(self, one: int, other: int) -> None:
-        ends = socketpair()
-        self._opened += ends
-        self._fds[one][str(other)], self._fds[other][str(one)] = (each.fileno() for each in ends)
+                fds[rank]["memory"] = shared.fd
+        else:
+            for pair in combinations(ranks, 2):
+                link(*pair)
+    for rank in every:
+        if (after := topology.after(rank)) is not None:
+            link(rank, after)
+    return fds
 
 
 def join(plain: dict[str, Any], met: Meeting | None = None) -> Place:
-    """The place of a rank, by the `group` of its `SetUp`: what `Groups.of` has returned, or a store
-    where it finds the others, or has met them."""
+    """The place of a rank, by the `group` of its `SetUp`: it has inherited connections, finds the
+    others in a store, or has met them."""
     if plain.get("backend"):
         from minillm.parallel.device_groups import join_devices
 
         return join_devices(plain)
-    topology, fds = Topology(**plain["topology"]), plain.get("fds", {})
+    if "store" in plain and met is None:
+        with closing(Meeting(Address(*plain["store"]), plain["rank"])) as met:
+            return join(plain, met)
+    rank, patience, fds = plain["rank"], plain["patience"], plain.get("fds", {})
 
     def link(other: int) -> socket:
         return socket(fileno=fds[str(other)]) if met is None else met.link(other)
 
-    if "store" in plain and met is None:
-        with closing(Meeting(Address(*plain["store"]), plain["rank"])) as met:
-            return topology.place_of_process(plain["rank"], plain["patience"], link)
-    return topology.place_of_process(plain["rank"], plain["patience"], link, fds.get("memory"))
+    def group(ranks: range) -> Communicator:
+        if "memory" in fds:
+            return SharedMemoryCommunicator(ranks.index(rank), fds["memory"], patience)
+        links = [None if other == rank else link(other) for other in ranks]
+        return SocketCommunicator(ranks.index(rank), links, patience)
+
+    topology = Topology(**plain["topology"])
+    return topology.place(rank, group, lambda other: SocketPipe(link(other), patience))

@@ -11,12 +11,13 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from time import monotonic, sleep
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,13 +29,13 @@ from minillm.parallel import device_groups, meeting, processes
 from minillm.parallel.communicator import PATIENCE
 from minillm.parallel.executor import RankThreads
 from minillm.parallel.fingerprint import fingerprint
-from minillm.parallel.groups import Groups
+from minillm.parallel.groups import connect_ranks
 from minillm.parallel.meeting import Address, connect
 from minillm.parallel.messages import SetUp
 from minillm.parallel.place import Topology, thread_places
 from minillm.parallel.processes import RankProcesses
 from minillm.parallel.rank import build_rank
-from minillm.parallel.rank_process import Elsewhere, Rank, start
+from minillm.parallel.rank_process import Rank, start
 from minillm.parallel.worker import serve_torchrun
 from minillm.plan import machine
 from minillm.plan.cost import MemoryPlan
@@ -74,10 +75,8 @@ def open_ranks(
 
 def open_threads(set_up: SetUp) -> RankThreads:
     """Ranks that are threads of this process."""
-    args, topology = set_up.args, Topology.of(set_up.args)
-    copies = topology.num_copies, topology.share_experts
-    places = thread_places(topology.size, topology.num_stages, PATIENCE, *copies)
-    return RankThreads(places, lambda place: build_rank(set_up, place), args.step_interval)
+    args, build = set_up.args, partial(build_rank, set_up)
+    return RankThreads(thread_places(Topology.of(args), PATIENCE), build, args.step_interval)
 
 
 def open_processes(set_up: SetUp, variables: Mapping[str, str]) -> RankProcesses:
@@ -87,22 +86,32 @@ def open_processes(set_up: SetUp, variables: Mapping[str, str]) -> RankProcesses
             "Ranks that are processes need Linux or macOS; on this system use "
             "distributed_executor_backend='threads'."
         )
-    every, topology = range(set_up.args.num_ranks), Topology.of(set_up.args)
+    every = range(set_up.args.num_ranks)
     if device_groups.backend_of(torch.device(set_up.device)):
         address, store = Address("127.0.0.1", 0, "minillm").open(hosts=True)
         own = {rank: partial(start, rank, (), variables) for rank in every}
         return open_nodes(set_up, address, store, own)
     for each in set_up.sources.values():
         weight_files(each)  # downloaded once, before the ranks read them
-    group = Groups(topology, processes.CALL_PATIENCE * processes.STEP_PATIENCE)
+    opened, group = ExitStack(), group_of(set_up)
     try:
-        set_ups = [replace(set_up, rank=rank, group=group.of(rank)) for rank in every]
+        fds = connect_ranks(Topology.of(set_up.args), opened)
+        set_ups = [
+            replace(set_up, rank=rank, group=group | {"rank": rank, "fds": fds[rank]})
+            for rank in every
+        ]
         return RankProcesses(
-            set_ups, lambda rank: start(rank, group.fds_of(rank), variables), group.close
+            set_ups, lambda rank: start(rank, [*fds[rank].values()], variables), opened.close
         )
     except BaseException:
-        group.close()
+        opened.close()
         raise
+
+
+def group_of(set_up: SetUp) -> dict[str, Any]:
+    """What all ranks know of their connections, as plain data."""
+    patience = processes.CALL_PATIENCE * processes.STEP_PATIENCE
+    return {"topology": asdict(Topology.of(set_up.args)), "patience": patience}
 
 
 def open_torchrun(set_up: SetUp, variables: Mapping[str, str]) -> RankProcesses:
@@ -141,9 +150,7 @@ def open_nodes(
     """
     key, size = secrets.token_hex(32), set_up.args.num_ranks
     store.set("key", key)
-    group = {
-        "topology": asdict(Topology.of(set_up.args)),
-        "patience": processes.CALL_PATIENCE * processes.STEP_PATIENCE,
+    group = group_of(set_up) | {
         "store": address,
         "backend": device_groups.backend_of(torch.device(set_up.device)),
         "device": set_up.device,
@@ -166,7 +173,7 @@ def open_nodes(
             if rank in own:
                 return own[rank]()
             link, node = others[rank]
-            return Rank(rank, Elsewhere(link), link, None, node=node)
+            return Rank(rank, None, link, node=node)
 
         set_ups = [
             replace(set_up, rank=rank, group=group | {"rank": rank}, fingerprint=prints)

@@ -9,6 +9,7 @@ Nothing is pickled, so reading a message runs no code: bodies are JSON, or the p
 """
 
 import json
+import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -125,7 +126,7 @@ class SetUp:
         if self.draft is not None:
             source = source_to_plain(self.draft.source)
             plain["draft"] = {"source": source, "context": self.draft.context}
-        return json.dumps(plain).encode()
+        return json.dumps(plain, default=os.fspath).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "SetUp":
@@ -145,17 +146,12 @@ class SetUp:
 
 
 def args_to_plain(args: EngineArgs) -> dict[str, Any]:
-    """Engine arguments that differ from the defaults.
+    """Engine arguments, without those of the subclass `AsyncEngineArgs`.
 
     Raises:
         UnsupportedFeatureError: a proposer is an object, which cannot be sent.
     """
-    plain: dict[str, Any] = {}
-    for each in fields(EngineArgs):  # without those of the subclass `AsyncEngineArgs`
-        value = getattr(args, each.name)
-        if value is None or value == each.default:
-            continue
-        plain[each.name] = str(value) if isinstance(value, Path) else value
+    plain = {each.name: getattr(args, each.name) for each in fields(EngineArgs)}
     if (config := speculation_of(args)) is not None:
         if not isinstance(config.method, str):
             raise UnsupportedFeatureError(

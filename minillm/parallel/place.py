@@ -11,13 +11,10 @@ copies form one group that exchanges the experts' rows.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from socket import socket
 
 from minillm.api.arguments import EngineArgs
 from minillm.parallel.communicator import PATIENCE, Alone, Communicator, ThreadGroup, Traffic
-from minillm.parallel.pipes import Pipe, SocketPipe
-from minillm.parallel.shared_memory import SharedMemoryCommunicator
-from minillm.parallel.sockets import SocketCommunicator
+from minillm.parallel.pipes import Pipe
 from minillm.parallel.split import Split, Stage
 
 
@@ -133,30 +130,9 @@ class Topology:
         stage = Stage(rank // self.size, self.num_stages)
         return Place(communicator, stage, before, None if after is None else pipe(after))
 
-    def place_of_process(
-        self, rank: int, patience: float, link: Callable[[int], socket], memory: int | None = None
-    ) -> Place:
-        """The place of a rank that is a process: `link` returns the socket to another rank;
-        `memory` is the descriptor of its group's `SharedGroup`, if it has one."""
 
-        def group(ranks: range) -> Communicator:
-            if memory is not None:
-                return SharedMemoryCommunicator(ranks.index(rank), memory, patience)
-            links = [None if each == rank else link(each) for each in ranks]
-            return SocketCommunicator(ranks.index(rank), links, patience)
-
-        return self.place(rank, group, lambda other: SocketPipe(link(other), patience))
-
-
-def thread_places(
-    size: int,
-    num_stages: int = 1,
-    patience: float = PATIENCE,
-    num_copies: int = 1,
-    share_experts: bool = False,
-) -> list[Place]:
+def thread_places(topology: Topology, patience: float = PATIENCE) -> list[Place]:
     """Those of ranks that are threads, in rank order."""
-    topology = Topology(size, num_stages, num_copies, share_experts)
     every = range(topology.num_ranks)
     groups = {ranks: ThreadGroup(len(ranks), patience) for ranks in map(topology.group, every)}
     pipes = {rank: Pipe(patience) for rank in every}  # by the rank that sends

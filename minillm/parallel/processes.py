@@ -52,7 +52,7 @@ class RankProcesses(Ranks):
     @property
     def process_ids(self) -> list[int]:
         """Of the ranks that this process has started."""
-        return [each.process.pid for each in self._loop.ranks if not each.node]
+        return [each.process.pid for each in self._loop.ranks if each.process is not None]
 
     def when_dead(self, tell: Callable[[MinillmError], None]) -> None:
         """Have `tell` called, by another thread, when a rank has failed, also between steps."""

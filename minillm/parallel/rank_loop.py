@@ -8,6 +8,7 @@ or does not answer, `RankLoop` itself ends the others, and all pending orders ra
 """
 
 import logging
+import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -216,7 +217,7 @@ class RankLoop(Thread):
         self._posted.put(Order(Kind.CLOSE, [b""], SECONDS_TO_CLOSE))
         if not self._end_within(SECONDS_TO_CLOSE):
             for rank in self.ranks:
-                rank.process.terminate()
+                rank.end(signal.SIGTERM)
             self._end_within(SECONDS_TO_END)
 
     def _end_within(self, seconds: float) -> bool:
@@ -229,7 +230,7 @@ class RankLoop(Thread):
     def _end_all(self) -> None:
         """Kill the processes that still run, and release everything."""
         for rank in self.ranks:
-            rank.process.kill()  # Popen sends nothing to a process that has been waited for
+            rank.end(signal.SIGKILL)
         self._end_within(SECONDS_TO_END)
         for rank in self.ranks:
             hang_up(rank.connection)  # which wakes threads that still read or send

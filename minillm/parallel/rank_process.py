@@ -24,9 +24,9 @@ class Rank:
     """A process and its state."""
 
     number: int
-    process: "subprocess.Popen[str] | Elsewhere"
+    process: "subprocess.Popen[str] | None"  # None: of another machine, or of another parent
     connection: Connection
-    stderr: IO[str] | None
+    stderr: IO[str] | None = None
     doing: str = "starting"
     last_line: str = ""  # of its standard error
     error: Sequence[str] | None = None  # type, message, traceback
@@ -37,14 +37,14 @@ class Rank:
     def code(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs. A rank on another machine
         counts as running until its connection ends."""
-        if self.node:
+        if self.process is None:
             return None if self.is_open else 0
         return self.process.poll()
 
     @property
     def is_stopped(self) -> bool:
         """Whether a signal or a debugger has stopped it, where the system tells."""
-        if self.node:
+        if self.process is None:
             return False
         try:
             with open(f"/proc/{self.process.pid}/stat", encoding="utf-8") as file:
@@ -52,24 +52,12 @@ class Rank:
         except OSError:
             return False
 
-
-class Elsewhere:
-    """A process of another machine or another parent, which ends when its connection does."""
-
-    pid = 0
-
-    def __init__(self, connection: Connection):
-        self._connection = connection
-
-    def poll(self) -> int | None:
-        """Unknown; `Rank.code` looks at the connection instead."""
-        return None
-
-    def terminate(self) -> None:
-        """End the connection."""
-        hang_up(self._connection)
-
-    kill = terminate
+    def end(self, number: int) -> None:
+        """Send it a signal; of a rank on another machine, end the connection."""
+        if self.process is None:
+            hang_up(self.connection)
+        else:
+            self.process.send_signal(number)  # none to a process that has been waited for
 
 
 def hang_up(connection: Connection) -> None:

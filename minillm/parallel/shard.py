@@ -11,6 +11,7 @@ Two sums per layer, and one for the embedding; sampling is in `sampler.py`. The 
 product is added once, after the sum. The router and the latent cache of MLA are equal on all ranks.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,9 @@ from minillm.models.decoder import Decoder
 from minillm.models.packing import list_matrices
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.experts import OwnExperts, share_experts
-from minillm.parallel.split import Split
+from minillm.parallel.split import Split, stage_config
+
+LAYER = re.compile(r"(?<=model\.layers)\.\d+")
 
 # ---- slices ------------------------------------------------------------------------------------
 
@@ -40,7 +43,8 @@ def slice_matrices(
         shapes = whole_shapes(whole)
         for matrix in list_matrices(model):
             matrix.parts = tuple(
-                slice_of(part.name, shapes[part.name], part.shape, split) for part in matrix.parts
+                slice_of(part.name, shapes[LAYER.sub("", part.name)], part.shape, split)
+                for part in matrix.parts
             )
     for layer in model.modules():
         if isinstance(layer, Experts) and experts is not None:
@@ -51,14 +55,17 @@ def slice_matrices(
 
 
 def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Rows and columns of each matrix of a whole model, by name."""
+    """Rows and columns of each matrix of a whole model, by name without the number of its layer:
+    the first layers are built, up to one of each kind."""
+    kinds = [config.is_moe_layer(layer) for layer in range(config.num_layers)]
+    first = stage_config(config, range(1 + max(map(kinds.index, set(kinds)))))
     found: dict[str, tuple[int, int]] = {}
 
     def note(model: Decoder) -> None:
         parts = (part for each in list_matrices(model) for part in each.parts)
-        found.update((part.name, part.shape) for part in parts)
+        found.update((LAYER.sub("", part.name), part.shape) for part in parts)
 
-    Decoder(config, device="meta", shard=note)  # called before parts are merged
+    Decoder(first, device="meta", shard=note)  # called before parts are merged
     return found
 
 

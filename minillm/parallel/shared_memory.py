@@ -76,31 +76,25 @@ class SharedGroup:
     """
 
     def __init__(self, size: int, room: int = ROOM):
-        self._functions = needed_functions()
+        shared_bytes = needed_functions().shared_bytes
         room = max(-(-room // STEP), 1) * STEP
         self.size, self.fd = size, -1
         try:
             self.fd = os.memfd_create("minillm-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self.fd, self._functions.shared_bytes(size, room))
+            os.ftruncate(self.fd, shared_bytes(size, room))
             seal_size(self.fd)
-            self._memory: mmap.mmap | None = mmap.mmap(self.fd, 0)
+            with mmap.mmap(self.fd, 0) as memory:
+                pack_into("qq", memory, 0, size, room)
         except OSError as error:
             self.close()
             raise refusal(str(error)) from error
-        pack_into("qq", self._memory, 0, size, room)
 
     def communicators(self, patience: float = PATIENCE) -> list["SharedMemoryCommunicator"]:
         """One per rank, where the ranks are threads of this process."""
         return [SharedMemoryCommunicator(rank, self.fd, patience) for rank in range(self.size)]
 
-    def abort(self) -> None:
-        """Make pending calls of all ranks raise, after one of them has ended."""
-        if self._memory is not None:
-            self._functions.shared_abort(address(self._memory))
-
     def close(self) -> None:
         """Close the file; ranks that have opened it keep the memory. Idempotent."""
-        self._memory = None
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

@@ -215,8 +215,6 @@ def _plan(
     blocks = max(0, left // each)
     needed = ceil(settings.max_model_len / block)
     missing = weights + activations + needed * each - usable
-    lengths = {1024 * 4**i for i in range(6)}
-    contexts = {n for n in lengths if n < settings.max_model_len} | {settings.max_model_len}
     return MemoryPlan(
         settings=settings,
         memory_bytes=memory_bytes,
@@ -231,8 +229,33 @@ def _plan(
         draft_block_bytes=draft_each,
         num_tokens=blocks * block,
         shortfall_bytes=max(0, ceil(missing / settings.gpu_memory_utilization)),
-        combinations=tuple(BatchFit(n, blocks // ceil(n / block)) for n in sorted(contexts)),
+        combinations=_combinations(blocks, block, settings.max_model_len),
     )
+
+
+def with_cache(plan: MemoryPlan, num_bytes: int, max_model_len: int) -> MemoryPlan:
+    """The plan with a KV cache of `num_bytes`, for requests of up to `max_model_len` tokens."""
+    block = plan.settings.block_size
+    needed = ceil(max_model_len / block) * plan.block_bytes
+    usable = plan.memory_bytes - plan.reserve_bytes
+    excess = plan.weight_bytes + plan.activation_bytes + num_bytes - usable
+    blocks = max(num_bytes, 0) // plan.block_bytes if excess <= 0 else 0
+    shortfall = max(0, needed - num_bytes, excess)
+    return replace(
+        plan,
+        settings=replace(plan.settings, max_model_len=max_model_len),
+        kv_cache_bytes=num_bytes,
+        num_tokens=blocks * block,
+        shortfall_bytes=shortfall,
+        combinations=_combinations(blocks, block, max_model_len),
+        hints=plan.hints if shortfall else (),
+    )
+
+
+def _combinations(num_blocks: int, block_size: int, longest: int) -> tuple[BatchFit, ...]:
+    lengths = {1024 * 4**i for i in range(6)}
+    contexts = {n for n in lengths if n < longest} | {longest}
+    return tuple(BatchFit(n, num_blocks // ceil(n / block_size)) for n in sorted(contexts))
 
 
 def _hints(config: ModelConfig, draft: ModelConfig | None, plan: MemoryPlan) -> tuple[str, ...]:

@@ -17,13 +17,11 @@ from bisect import bisect_left
 
 WINDOW = 9  # last samples that a typical time is taken from
 OUTLIER = 2.0  # cap on measured over expected step time
-EWMA_WEIGHT = 0.05  # weight of a new step in the moving average `disturbance`
 # Upper edges of the bins of drafts per row; each bin gives one point of a curve.
 BIN_EDGES = (0.0, 0.18, 0.36, 0.72, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 10.0, 13.0)
 DEFAULT_CURVE = ((0.0, 1.02), (1.0, 1.25), (8.0, 2.65))  # the curve before any measurement
 NEAR_BATCH = 1 / 8  # relative difference up to which batch sizes count as equally fast
-MAX_SLOPE = 0.2  # per draft, of the extrapolation beyond the last measured point
-MAX_AGE = 512  # samples of a batch class after which an older point is ignored
+MAX_SLOPE = 0.2  # per draft, of the extrapolation from less than one draft per row
 Point = tuple[float, float]  # drafts per row, relative time
 
 
@@ -34,12 +32,11 @@ class Typical:
     samples on the curve.
     """
 
-    __slots__ = ("at", "last", "samples", "value")
+    __slots__ = ("at", "samples", "value")
 
     def __init__(self) -> None:
         self.samples: list[float] = []
         self.value = self.at = 0.0
-        self.last = 0
 
     def add(self, value: float, at: float = 0.0) -> None:
         """Add a sample, taken at `at` drafts per row."""
@@ -56,8 +53,6 @@ class StepTimes:
         # By batch class (bit length of the batch size); points by index into `BIN_EDGES`.
         self._nodes: dict[int, dict[int, Typical]] = {}
         self._curves: dict[int, list[Point]] = {}
-        self._samples: dict[int, int] = {}
-        self.disturbance = 1.0  # mean over typical time of plain steps
 
     def add_plain(self, batch: int, seconds: float) -> None:
         """Add the time of a plain step."""
@@ -65,8 +60,6 @@ class StepTimes:
         if typical is None:
             typical = self._plain[batch] = Typical()
         typical.add(seconds)
-        ratio = min(max(seconds / typical.value, 1.0), OUTLIER)
-        self.disturbance += EWMA_WEIGHT * (ratio - self.disturbance)
 
     def plain(self, batch: int) -> float | None:
         """Seconds of a plain step, interpolated between neighbouring batch sizes if necessary; None
@@ -83,22 +76,13 @@ class StepTimes:
                 return self._plain[near].value
         return None
 
-    def add(self, batch: int, drafts: float, ratio: float, is_rare: bool = False) -> None:
-        """Add a step with `drafts` per row that took `ratio` times as long as a plain one.
-
-        A rare step, the first after a pause, counts only if it was not slower than the others: it
-        includes the proposer's work for the tokens of the pause.
-        """
-        nodes = self._nodes.setdefault(batch.bit_length(), {})
-        node = nodes.setdefault(bisect_left(BIN_EDGES, drafts), Typical())
-        if is_rare and node.samples and ratio > node.value:
-            return
-        if not node.samples:
+    def add(self, batch: int, drafts: float, ratio: float) -> None:
+        """Add a step with `drafts` per row that took `ratio` times as long as a plain one."""
+        size, place = batch.bit_length(), bisect_left(BIN_EDGES, drafts)
+        if place not in self._nodes.get(size, ()):
             ratio = min(ratio, OUTLIER * at(self.curve(batch), drafts))
-        node.add(ratio, drafts)
-        samples = self._samples.get(batch.bit_length(), 0) + 1
-        self._samples[batch.bit_length()] = node.last = samples
-        self._curves.pop(batch.bit_length(), None)
+        self._nodes.setdefault(size, {}).setdefault(place, Typical()).add(ratio, drafts)
+        self._curves.pop(size, None)
 
     def curve(self, batch: int) -> list[Point]:
         """Points (drafts per row, relative time), both ascending."""
@@ -109,14 +93,13 @@ class StepTimes:
         return found
 
     def _make_curve(self, size: int) -> list[Point]:
-        if size not in self._samples:
-            near = min(self._samples, key=lambda other: abs(other - size), default=None)
+        if size not in self._nodes:
+            near = min(self._nodes, key=lambda other: abs(other - size), default=None)
             return list(DEFAULT_CURVE) if near is None else self._make_curve(near)
-        newest, points = self._samples[size], list[Point]()
+        points = list[Point]()
         for _, node in sorted(self._nodes[size].items()):
-            if node.samples and newest - node.last <= MAX_AGE:
-                least = points[-1][1] if points else 0.0
-                points.append((node.at, max(node.value, least)))
+            least = points[-1][1] if points else 0.0
+            points.append((node.at, max(node.value, least)))
         known = len(points)
         if points[0][0] > 0:
             points.insert(0, (0.0, min(DEFAULT_CURVE[0][1], points[0][1])))
@@ -125,7 +108,8 @@ class StepTimes:
             slope = MAX_SLOPE
             if len(points) > 1:
                 x0, y0 = points[-2]
-                slope = min((y1 - y0) / (x1 - x0), MAX_SLOPE)
+                slope = (y1 - y0) / (x1 - x0)
+                slope = slope if x1 >= 1 else min(slope, MAX_SLOPE)  # less is mostly noise
             points.append((x1 + 1, y1 + slope))
         return points
 

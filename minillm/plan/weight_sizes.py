@@ -1,6 +1,5 @@
 """Bytes of a model's weights in each of its parts, which may be quantised."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from minillm.config import DTYPE_BYTES, ModelConfig
@@ -41,14 +40,7 @@ class WeightSizes:
     @classmethod
     def plain(cls, dtype: str) -> "WeightSizes":
         """Weights that are all stored in `dtype`."""
-        return cls.of(dtype, dict.fromkeys(PARTS, dtype_bytes(dtype)))
-
-    @classmethod
-    def of(
-        cls, name: str, means: Mapping[str, float], products: str | None = None
-    ) -> "WeightSizes":
-        """From the bytes of a weight by the name of its part."""
-        return cls(name=name, products=products, **means)
+        return cls(dtype, products=None, **dict.fromkeys(PARTS, dtype_bytes(dtype)))
 
     def total(self, config: ModelConfig) -> int:
         """Bytes of all weights of a model."""

@@ -1,10 +1,10 @@
 """Adaptive speculative decoding: draft counts from measured acceptance rates and step times.
 
-                   no drafts                         drafts
-    steps     ....................|t|........|t t t d d d d d d p p p d d d d ...
-                    pause          |  pause   |      |           |
-                                   trial:     trials gain,       plain steps (without
-                                   it loses   so drafts go on    drafts) to compare with
+                   no drafts                            drafts
+    steps     ....................|t t|..........|t t|d d d d d d p p p d d d d ...
+                    pause          |     pause     |   |           |
+                                   trial:          trial that      plain steps (without
+                                   it loses        promises gains  drafts) to compare with
 
 A step of B rows with drafts, of which G are accepted, yields B + G tokens, and takes v times as
 long as a plain step (one without drafts). It gains if (1 + G / B) / v is above 1. `survival.py`
@@ -13,15 +13,17 @@ predicts G, `plan/step_times.py` predicts v.
 A draft position of a row is drafted if its survival, the probability that it is accepted, reaches a
 level. The level is the same for all rows: that of `LEVELS` with the best predicted gain.
 
-During a pause there are no drafts, and the proposer is not called. After it, a trial step has few
-drafts, and each losing trial doubles the pause. Drafts also stop if measured steps lose, whatever
-is predicted. The number of drafts affects the speed only, never the tokens.
+During a pause there are no drafts, and the proposer is not called. Then a trial has few drafts for
+few rows, in two steps if a model drafts: in the first it computes all that it has not computed yet,
+so only the time of the second predicts others. Each losing trial doubles the pause. If one loses
+much, the pause is long enough for it to be a small share of the time. Drafts also stop if measured
+steps lose, whatever is predicted. The number of drafts affects the speed only, never the tokens.
 """
 
 from collections.abc import Mapping, Sequence
 
 from minillm.cache.manager import BlockManager
-from minillm.plan.step_times import OUTLIER, StepTimes, at
+from minillm.plan.step_times import StepTimes, at
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.plan import StepPlan
@@ -30,13 +32,13 @@ from minillm.scheduling.request import Sequence as ScheduledSequence
 from minillm.scheduling.survival import Curve, Survival
 
 MIN_CHANGE = 1.05  # the level changes for a predicted gain of more than 5%
-FIRST_PAUSE, MAX_PAUSE = 8, 64  # steps
-TRIAL_LOSS_SHARE = 0.01  # of the time; pauses beyond MAX_PAUSE grow while trials lose more
+FIRST_PAUSE, MAX_PAUSE = 8, 64  # steps; pauses double up to the second while trials lose little
+TRIAL_LOSS_SHARE = 0.01  # of the time
 NEVER_TRIED = (0, FIRST_PAUSE)  # initial (step of the next trial, pause after it) of a row
 COMPARE_AFTER, COMPARE_STEPS = 96, 3  # steps with drafts between comparisons; plain steps of each
+CHOOSE_EVERY = 4  # steps with the same rows; choosing takes a tenth of a step of a small model
 DEEPER_EVERY = 16  # steps; then each row with drafts has one more, to measure it
 MAX_BALANCE = 2.0  # plain steps; maximum balance, and the loss at which drafts stop
-MAX_STEP_LOSS = 1.5  # plain steps; more is attributed to other load on the machine
 TRIAL_DRAFTS = 2  # drafts of a row in a trial
 CHEAP_PROPOSAL = 0.05  # plain steps; if proposing costs less, pauses do not grow
 TRIAL_ROW_EVERY = 8  # rows; one of them has drafts in a trial
@@ -47,7 +49,8 @@ class AdaptiveDrafts(Drafts):
     """Chooses the number of drafts per row, up to `num_tokens`, and none if they would lose time.
 
     The unit of gains and losses is the time of a plain step of the same batch. `values` belong to
-    the drafts of a tree, of which a row gets the first ones.
+    the drafts of a tree, of which a row gets the first ones. `price` is what the first trial is
+    expected to lose; it takes place when this is `TRIAL_LOSS_SHARE` of the steps.
     """
 
     def __init__(
@@ -56,23 +59,32 @@ class AdaptiveDrafts(Drafts):
         max_num_seqs: int | None = None,
         max_position: int | None = None,
         values: Sequence[float] = (),
+        price: float = 0.0,
     ):
         super().__init__(num_tokens, max_num_seqs, max_position)
         self.acceptance = Survival(num_tokens, values)
         self.times = StepTimes()
         self._records: list[StepRecord] = []  # of undelivered steps, the oldest first
         self._delivered = 0.0  # time at which the last step was delivered
-        self._drafted = 0  # number of the last step with drafts
+        self._had_drafts = False  # whether the last delivered step had
         self._step = 0  # plans so far
-        self._due = 0  # first step that may have drafts
+        self._due = int(price / TRIAL_LOSS_SHARE)  # first step that may have drafts
         self._since = 0  # steps with drafts since the last plain ones
-        self._level: int | None = None  # index into `LEVELS`; None: no drafts
-        self._is_after_pause = True  # no drafts since the last pause
+        self._level: int | None = None  # index into `LEVELS`
+        self._tried, self._trial_steps = 0, 2 if price else 1  # of a trial so far, and in all
+        self._trial: set[int] = set()  # its seq_ids
+        self._first = 0  # number of its first step
+        self._first_seconds = self._lag_price = 0.0  # of it; of a token that a proposer catches up
+        self._lag = 0  # tokens that the proposer had not computed before the trial
+        self._seen: dict[int, int] = {}  # tokens of a sequence at its last drafts, by seq_id
+        self._gain = 1.0  # predicted
+        self._chosen: tuple[list[int], list[int]] = [], []  # seq_ids, and drafts of each
         self._balance = self._peak = 0.0  # gain since the last pause; its maximum
-        self._cost = 0.0  # uncapped loss since the last pause
         self._has_gained = False  # whether the last step with drafts had an accepted one
-        self._is_idle = False  # whether the proposer found no drafts for that step
-        self._pause, self._loss = FIRST_PAUSE, 0.0  # next pause; loss of the last trial
+        self._cost = 0.0  # loss since the last pause, that of the trial included
+        self._is_idle = False  # whether the proposer found no drafts for the last step with drafts
+        self._pause, self._loss = FIRST_PAUSE, price  # next pause; loss of the last trial
+        self._price = price or CHEAP_PROPOSAL  # what a trial loses, by row
         self._turn = 0  # first row of the next trial
         self._rows: dict[int, tuple[int, int]] = {}  # by seq_id; see NEVER_TRIED
 
@@ -81,6 +93,9 @@ class AdaptiveDrafts(Drafts):
     def watch(self, record: StepRecord) -> None:
         """Count a new plan, and learn from the steps delivered since the last."""
         self._step += 1
+        if self._step + MAX_PAUSE < self._due:  # a long pause: measuring each step has a price, too
+            self._records = []
+            return
         self._records.append(record)
         while len(self._records) > 1 and self._records[0].delivered:
             self._learn(self._records.pop(0))
@@ -95,35 +110,36 @@ class AdaptiveDrafts(Drafts):
         """Learn from the time of a delivered step, if it only decoded."""
         seconds = record.delivered - max(record.started, self._delivered)
         self._delivered = record.delivered
-        since = record.step - self._drafted
-        if record.drafted:
-            self._drafted = record.step
+        after_drafts, self._had_drafts = self._had_drafts, bool(record.drafted)
         batch = record.num_decode_tokens
         moved = record.copies or record.swap_out or record.swap_in
         if record.num_prefill_tokens or moved or not batch or seconds <= 0:
             return
         if record.drafted:
-            self._compare(record, batch, seconds, is_rare=since > FIRST_PAUSE)
-        elif since > 1:  # the step after drafts is slower: it cannot be planned ahead
+            self._compare(record, batch, seconds)
+        elif not after_drafts:  # the step after drafts is slower: it cannot be planned ahead
             self.times.add_plain(batch, seconds)
 
-    def _compare(self, record: StepRecord, batch: int, seconds: float, is_rare: bool) -> None:
+    def _compare(self, record: StepRecord, batch: int, seconds: float) -> None:
         """Compare a step with drafts to a plain one."""
         plain = self.times.plain(batch)
         if plain is None:
             return
         drafted = sum(each.num_drafted for each in record.drafted)
         accepted = sum(each.num_accepted for each in record.drafted)
-        ratio = seconds / plain
-        expected = at(self.times.curve(batch), drafted / batch)
-        self.times.add(batch, drafted / batch, ratio, is_rare)
-        self._cost += ratio - 1 - accepted / batch
-        ratio = min(ratio, expected * OUTLIER) / self.times.disturbance
-        gain = max(1 + accepted / batch - ratio, -MAX_STEP_LOSS)
-        self._balance = min(self._balance + gain, MAX_BALANCE)
-        self._peak = max(self._peak, self._balance)
-        self._has_gained = accepted > 0
+        self._cost += seconds / plain - 1 - accepted / batch
         self._is_idle = not drafted
+        self._has_gained = accepted > 0
+        if record.step == self._first and self._trial_steps > 1:
+            self._first_seconds = seconds
+        else:
+            if self._first_seconds and self._lag:
+                self._lag_price = max(self._first_seconds - seconds, 0.0) / self._lag
+            self._first_seconds = 0.0
+            self.times.add(batch, drafted / batch, seconds / plain)
+            usual = at(self.times.curve(batch), drafted / batch)
+            self._balance = min(self._balance + 1 + accepted / batch - usual, MAX_BALANCE)
+            self._peak = max(self._peak, self._balance)
 
     # ---- choosing ------------------------------------------------------------------------
 
@@ -150,30 +166,52 @@ class AdaptiveDrafts(Drafts):
             return nothing
         if self.times.plain(batch) is None or self._since >= COMPARE_AFTER:
             self._since, self._due = 0, self._step + COMPARE_STEPS
+            self._lag_price /= 2  # it may have been measured while something else ran
             return nothing
         seq_ids = [each.seq_id for each in sequences]
         self._drop_finished(seq_ids)
+        has_prefill = self._records[-1].num_prefill_tokens > 0  # such a step is not timed
+        is_untried = self._tried < self._trial_steps
+        if is_untried and self._trial_steps > 1:
+            return nothing if has_prefill else self._try(sequences)
+        if self._since % CHOOSE_EVERY and self._balance > 0 and self._chosen[0] == seq_ids:
+            self._since += 1
+            self._remember(sequences, self._chosen[1])
+            return self._chosen[1]
         curves = self.acceptance.curves(seq_ids)
-        was_pausing, self._level = self._level is None, self._choose(curves)
-        if self._level is None and self._is_after_pause and self._records[-1].num_prefill_tokens:
-            return nothing  # no trial: a step with prefill is not timed
-        may_try = self._is_after_pause or (was_pausing and self._has_gained and self._balance > 0)
-        if self._balance < -MAX_BALANCE or (self._level is None and not may_try):
+        was_trying, self._level = self._level is None, self._choose(curves)
+        goes_on = was_trying and self._has_gained and self._balance > 0
+        if self._level is None and (is_untried or goes_on):
+            return nothing if has_prefill else self._try(sequences)
+        self._tried = self._trial_steps
+        if self._level is None or self._balance < -MAX_BALANCE:
             self._start_pause(batch)
             return nothing
-        self._is_after_pause = False
+        pairs = zip(self._counts(curves, seq_ids), sequences, strict=True)
+        counts = [count * self._joins(one, batch) for count, one in pairs]
+        if not any(counts):
+            self._start_pause(batch)
+            return nothing
         self._since += 1
-        return self._trial(batch) if self._level is None else self._counts(curves, seq_ids)
+        self._remember(sequences, counts)
+        self._chosen = seq_ids, counts
+        return counts
+
+    def _joins(self, sequence: ScheduledSequence, batch: int) -> bool:
+        """Whether the tokens that a sequence still gets repay what the proposer has to catch up."""
+        lag = sequence.num_tokens - self._seen.get(sequence.seq_id, 0)
+        plain = (self.times.plain(batch) or 0.0) / batch
+        saved = (sequence.end - sequence.num_tokens) * plain * (1 - 1 / self._gain)
+        return lag <= self.num_tokens + COMPARE_STEPS + 1 or self._lag_price * lag < saved
 
     def _choose(self, curves: Sequence[Curve]) -> int | None:
         """The level with the best predicted gain; the current one if it is about as good."""
         gains = self._predict(curves)
         best, now = max(range(len(gains)), key=gains.__getitem__), self._level
-        if now is None:
-            return best if gains[best] > MIN_CHANGE else None
-        if gains[best] <= MIN_CHANGE * gains[now]:
+        if now is not None and gains[best] <= MIN_CHANGE * gains[now]:
             best = now
-        return best if gains[best] > 1 else None
+        self._gain = gains[best]
+        return best if self._gain > (MIN_CHANGE if now is None else 1) else None
 
     def _predict(self, curves: Sequence[Curve]) -> list[float]:
         """Predicted gain of each level: tokens per second relative to plain steps."""
@@ -194,7 +232,7 @@ class AdaptiveDrafts(Drafts):
         """Drafts per row at the current level, limited to what `StepTimes.reach` allows."""
         level = self._level or 0
         counts = [curve.nums[level] for curve in curves]
-        if self._since % DEEPER_EVERY == 0:
+        if self._since and self._since % DEEPER_EVERY == 0:
             counts = [min(count + 1, self.num_tokens) if count else 0 for count in counts]
         drafts = sum([curve.counts[level] for curve in curves]) / len(curves)
         if (excess := drafts / self.times.reach(len(curves))) > 1:
@@ -207,12 +245,31 @@ class AdaptiveDrafts(Drafts):
 
     # ---- trials --------------------------------------------------------------------------
 
-    def _trial(self, batch: int) -> list[int]:
-        """Drafts per row of a trial step: few, for a few rows in turn."""
-        num_rows = max(1, batch // TRIAL_ROW_EVERY)
-        self._turn = (self._turn + num_rows) % batch
+    def _try(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
+        """Drafts per row of a step of a trial: few, for the same few rows in all of its steps."""
+        seq_ids = [each.seq_id for each in sequences]
+        if not self._tried or self._trial.isdisjoint(seq_ids):
+            # In turn; no more than lose a plain step.
+            most = max(1, min(len(seq_ids) // TRIAL_ROW_EVERY, int(1 / self._price)))
+            self._turn = (self._turn + most) % len(seq_ids)
+            self._trial = set((seq_ids * 2)[self._turn : self._turn + most])
+            self._first = self._records[-1].step
+        self._tried += 1
         depth = min(TRIAL_DRAFTS, self.num_tokens)
-        return [depth * ((place - self._turn) % batch < num_rows) for place in range(batch)]
+        counts = [depth * (seq_id in self._trial) for seq_id in seq_ids]
+        lag = self._remember(sequences, counts)
+        self._lag = lag if self._tried == 1 else self._lag
+        return counts
+
+    def _remember(self, sequences: Sequence[ScheduledSequence], counts: Sequence[int]) -> int:
+        """Remember how many tokens the proposer has computed after this step; returns how many of
+        these it has not computed before."""
+        lag = 0
+        for sequence, count in zip(sequences, counts, strict=True):
+            if count:
+                lag += sequence.num_tokens - self._seen.get(sequence.seq_id, 0)
+                self._seen[sequence.seq_id] = sequence.num_tokens
+        return lag
 
     def _trial_row(self, seq_id: int) -> int:
         """Drafts of a row whose level allows none: a few at increasing intervals, else 0."""
@@ -223,19 +280,23 @@ class AdaptiveDrafts(Drafts):
         return min(TRIAL_DRAFTS, self.num_tokens) if due else 0
 
     def _start_pause(self, batch: int) -> None:
-        """Start a pause. Its length doubles, except if drafts gained (then it is `FIRST_PAUSE`), or
-        if none were proposed and proposing is cheap (then it stays)."""
-        loss, self._cost = max(self._cost, 0.0), 0.0
+        """Start a pause. Its length doubles, except if drafts gained (then it is `FIRST_PAUSE`), if
+        much was lost, or if none were proposed and proposing is cheap (then it stays)."""
+        loss, is_dear = max(self._cost, 0.0), self._trial_steps > 1
+        paid = min(loss, self._loss)  # the larger one may be a disturbance
+        if is_dear:
+            paid = loss = (self._loss + min(loss, 2 * self._loss)) / 2
+        self._loss, self._price = loss, max(paid / max(len(self._trial), 1), CHEAP_PROPOSAL)
         if self._balance < -MAX_BALANCE:
             self.acceptance.discount()
         if self._peak >= MAX_BALANCE:
             self._pause = FIRST_PAUSE
         elif not self._is_idle or at(self.times.curve(batch), 0.0) > 1 + CHEAP_PROPOSAL:
-            longest = max(MAX_PAUSE, min(loss, self._loss) / TRIAL_LOSS_SHARE)
-            self._pause = min(2 * self._pause, int(longest))
-        self._due, self._loss = self._step + self._pause, loss
-        self._level, self._is_after_pause = None, True
-        self._balance = self._peak = 0.0
+            longest = max(MAX_PAUSE, int(paid / TRIAL_LOSS_SHARE))
+            self._pause = longest if is_dear else min(2 * self._pause, longest)
+        self._due = self._step + self._pause
+        self._level, self._tried, self._chosen = None, 0, ([], [])
+        self._balance = self._peak = self._cost = 0.0
 
     def _drop_finished(self, seq_ids: Sequence[int]) -> None:
         """Now and then, drop the state of finished sequences."""
@@ -243,3 +304,4 @@ class AdaptiveDrafts(Drafts):
             self.acceptance.keep(seq_ids)
             kept = set(seq_ids)
             self._rows = {key: row for key, row in self._rows.items() if key in kept}
+            self._seen = {key: seen for key, seen in self._seen.items() if key in kept}

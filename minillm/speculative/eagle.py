@@ -149,26 +149,20 @@ def run_layers(
 
 
 class Taps:
-    """`Decoder.all_layers` of a target whose passes also store the features of their positions.
+    """`Decoder.all_layers` of a target whose passes also store hidden states of their positions.
 
     Args:
         model: the target; this takes the place of its `all_layers`.
         depths: numbers of layers after which a hidden state is taken.
-        feature: [N, depths * d] -> features [N, d].
         features: where they are stored: in the slots of keys and values.
         kv: the target's KV cache. Passes over another cache store nothing.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        depths: Sequence[int],
-        feature: nn.Module,
-        features: Features,
-        kv: KVCache,
-    ):
+    def __init__(self, model: Decoder, depths: Sequence[int], features: Features, kv: KVCache):
         self.inner, self.layers = model.all_layers, model.layers
-        self.depths, self.feature, self.features, self.kv = depths, feature, features, kv
+        self.features, self.kv = features, kv
+        columns = features.states.chunk(len(depths), dim=1)  # of [slots, d] each
+        self.pages = dict(zip(depths, columns, strict=True))
 
     def __call__(
         self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
@@ -176,14 +170,14 @@ class Taps:
         """As `AllLayers`."""
         if kv is not self.kv:
             return None if self.inner is None else self.inner(x, rope, batch, kv)
-        taps: dict[int, Tensor | None] = dict.fromkeys(self.depths)
-        done = None
         if isinstance(self.inner, AllLayers):
-            done = self.inner(x, rope, batch, kv, taps)
-        if done is None:
-            done = run_layers(self.layers, x, rope, batch, kv, taps)
+            done = self.inner(x, rope, batch, kv, self.pages)
+            if done is not None:
+                return done
+        taps: dict[int, Tensor | None] = dict.fromkeys(self.pages)
+        done = run_layers(self.layers, x, rope, batch, kv, taps)
         states = torch.cat([each for each in taps.values() if each is not None], dim=-1)
-        self.features.pages.write(0, self.feature(states)[:, None], None, batch)
+        self.features.pages.write(0, states[:, None], None, batch)
         return done
 
 
@@ -193,7 +187,7 @@ class Eagle(DraftModel):
     Args:
         layer: the layer.
         target: the target, whose embedding and output matrix it uses.
-        features: the features of all positions that the target has computed.
+        features: hidden states of all positions that the target has computed.
         shadow, max_num_tokens, coupled: as of `DraftModel`.
     """
 
@@ -210,6 +204,7 @@ class Eagle(DraftModel):
     ):
         super().__init__(layer, shadow, features.tables, max_num_tokens, coupled)
         self.layer, self.target, self.features = layer, target, features
+        self.feature = layer.feature_of(target)
 
     def allocated(self) -> dict[str, int]:
         pages = (self.shadow.kv, self.features.pages)
@@ -233,7 +228,7 @@ class Eagle(DraftModel):
         """Features [N, d] of the positions before those of the chunks, [N]; the first position of
         a sequence has none."""
         spans = [(row.place, max(start - 1, 0), end - max(start, 1)) for row, start, end in chunks]
-        known = self.features.read(spans)
+        known = self.feature(self.features.read(spans))
         if any(start == 0 for _, start, _ in chunks):
             features = known.new_zeros(len(positions), known.shape[1])
             features[positions > 0] = known

@@ -9,6 +9,7 @@ target's noise (`trees.ranked`), so the best path is the chain that `Eagle` draf
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -25,7 +26,9 @@ from minillm.speculative.trees import Path, ranked, tree_of
 class EagleTrees(Eagle):
     """A proposer that drafts the first `num_drafts` paths of `tree`, parents before children."""
 
-    tree: Sequence[Path] = ()
+    def __init__(self, *parts: Any, tree: Sequence[Path]):
+        super().__init__(*parts)
+        self.tree = tree
 
     def _draft(self, rows: Sequence[DraftRow], hidden: Tensor) -> dict[int, Draft]:
         """Drafts by seq_id; `hidden` [len(rows), d] is a of each row's last token."""

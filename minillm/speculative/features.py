@@ -1,4 +1,4 @@
-"""Final hidden states of the target model, in pages beside its KV cache.
+"""Hidden states of the target model, in pages beside its KV cache.
 
 Draft heads predict from hidden states. The state of a position is in the slot of its keys and
 values, so prefix cache hits, forks, copies and swaps need no rule of their own. What a rejected
@@ -18,13 +18,13 @@ from minillm.scheduling.plan import StepPlan
 
 
 class Features:
-    """Hidden states [d] of all cached positions.
+    """Hidden states of all cached positions.
 
     Args:
         like: the target's KV cache, whose blocks, dtype and device this has.
         host: the target's swap space.
         tables: block tables shared with the target.
-        size: d.
+        size: values of a position: d, or several times d.
     """
 
     def __init__(self, like: KVCache, host: KVCache | None, tables: BlockTables, size: int):
@@ -34,7 +34,7 @@ class Features:
         if host is not None:
             shape = host.num_blocks, host.block_size, like.dtype
             self.host = KVCache(spec, 1, *shape, swap_space_of=self.device)
-        self.states = self.pages.key.view(-1, size)  # [slots, d]
+        self.states = self.pages.key.view(-1, size)  # [slots, size]
 
     def follow(self, plan: StepPlan) -> None:
         """Apply the plan's swaps and copies, in the order of the target."""

@@ -22,8 +22,8 @@ from minillm.api.tree_config import AUTO
 from minillm.cache.spec import cache_spec
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
-from minillm.layers.linear_methods import CheckpointTensor, Matrix
-from minillm.layers.norm import RMSNorm
+from minillm.layers.kv_cache import KVCache
+from minillm.layers.linear_methods import CheckpointTensor
 from minillm.models.checkpoint import (
     ASSETS,
     WEIGHTS,
@@ -32,12 +32,17 @@ from minillm.models.checkpoint import (
     shard_headers,
     weight_files,
 )
+from minillm.models.decoder import Decoder, tensors_of
 from minillm.models.loader import fill
 from minillm.models.packing import into_panels, list_matrices
 from minillm.ops import cpu
 from minillm.speculative import trees
-from minillm.speculative.eagle import DraftLayer, EagleLayer
-from minillm.speculative.medusa import MedusaHeads
+from minillm.speculative.eagle import DraftLayer, Eagle, EagleLayer, Taps
+from minillm.speculative.eagle_trees import EagleTrees
+from minillm.speculative.features import Features
+from minillm.speculative.medusa import Medusa, MedusaHeads
+from minillm.speculative.parallel_eagle import ParallelEagle
+from minillm.speculative.proposer import Proposer
 from minillm.speculative.trees import Path as TreePath
 
 HEADS_FILE, MAX_WIDTH = "heads.json", 2**16
@@ -94,14 +99,38 @@ class HeadsSource:
         load_heads(heads, self.folder, packs)
         return heads
 
+    def proposer(
+        self,
+        heads: MedusaHeads | DraftLayer,
+        model: Decoder,
+        features: Features,
+        kv: KVCache,
+        max_num_tokens: int,
+        coupled: bool,
+    ) -> Proposer:
+        """The proposer that runs the loaded heads. A layer's target stores `features` from now on,
+        beside its KV cache `kv`."""
+        if not isinstance(heads, DraftLayer):
+            return Medusa(heads, features, model.logits, coupled, self.tree)
+        model.all_layers = Taps(model, self.depths, features, kv)
+        parts = heads, model, features, heads.cache(features, kv), max_num_tokens, coupled
+        if self.tree is not None:
+            return EagleTrees(*parts, tree=self.tree)
+        return (ParallelEagle if self.parallel else Eagle)(*parts)
+
     @property
     def config(self) -> ModelConfig:
         """Configuration of the model of which the KV cache is."""
         return self.target
 
+    @property
+    def state_size(self) -> int:
+        """Values of a position that the heads read: a hidden state, or one for each depth."""
+        return self.target.hidden_size * max(len(self.depths), 1)
+
     def planned(self, copied: torch.dtype | None = None) -> dict[str, Any]:
         """As `DraftSource.planned`."""
-        heads, values = self.build(torch.float32), self.target.hidden_size
+        heads, values = self.build(torch.float32), self.state_size
         weights = sum(each.numel() for each in heads.parameters())
         if isinstance(heads, DraftLayer):
             values += cache_spec(heads.config).block_values(1)
@@ -238,12 +267,6 @@ def mean_accuracy(given: Any, num_heads: int | None) -> trees.Table | None:
     if not right or not ((tables >= 0) & (tables <= 1)).all() or not tables[:, 0, 0].any():
         return None
     return np.minimum.accumulate(tables.mean(axis=0), axis=1).tolist()
-
-
-def tensors_of(module: nn.Module) -> dict[str, CheckpointTensor]:
-    """The tensors of a module's matrices and norms, by name."""
-    layers = (each for each in module.modules() if isinstance(each, Matrix | RMSNorm))
-    return {tensor.name: tensor for each in layers for tensor in each.checkpoint_tensors()}
 
 
 def check_shapes(

@@ -24,7 +24,7 @@ from minillm.layers.linear import Linear
 from minillm.layers.norm import RMSNorm
 from minillm.layers.rope import RotaryEmbedding
 from minillm.models.checkpoint import ModelSource, shard_headers, weight_files
-from minillm.models.decoder import Decoder, DecoderLayer, allocate
+from minillm.models.decoder import Decoder, DecoderLayer, allocate, tensors_of
 from minillm.models.loader import fill, stored_format
 from minillm.models.packing import into_panels, is_plain, list_matrices, pack_parts
 from minillm.ops import cpu
@@ -32,7 +32,7 @@ from minillm.ops.batch import Batch
 from minillm.quantization.formats import Format
 from minillm.quantization.methods import LoadingMethod
 from minillm.speculative.eagle import DraftLayer
-from minillm.speculative.heads import HeadsSource, check_shapes, tensors_of
+from minillm.speculative.heads import HeadsSource, check_shapes
 
 
 class MTPLayer(DraftLayer):

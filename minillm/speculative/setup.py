@@ -20,17 +20,15 @@ from minillm.sampling.synthetic import Synthetic
 from minillm.sampling.typical import Typical
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
-from minillm.speculative.eagle import DraftLayer, Eagle, Taps
-from minillm.speculative.eagle_trees import EagleTrees
 from minillm.speculative.features import Features
 from minillm.speculative.heads import HeadsSource, heads_tree, open_heads
-from minillm.speculative.medusa import Medusa
 from minillm.speculative.mtp import mtp_source
 from minillm.speculative.ngram import NGrams
-from minillm.speculative.parallel_eagle import ParallelEagle
 from minillm.speculative.proposer import Proposer
 from minillm.speculative.suffix import Suffixes
 from minillm.text.tokenizer import Tokenizer
+
+MODEL_PRICE = 4.0  # plain steps; expected loss of the first trial of draft models and heads
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,9 @@ def build_drafts(
     if isinstance(draft, HeadsSource):
         most = min(most, draft.most) if draft.tree is None else len(draft.tree)
         values = draft.values
-    return AdaptiveDrafts(most, *limits, values) if config.adapts else Drafts(most, *limits)
+    if not config.adapts:
+        return Drafts(most, *limits)
+    return AdaptiveDrafts(most, *limits, values, price=MODEL_PRICE if draft is not None else 0.0)
 
 
 def build_heads(
@@ -173,15 +173,7 @@ def build_heads(
     except MinillmError as error:
         name = f"model {config.model!r}" if config.model else f"method {config.method!r}"
         raise ConfigError(f"speculative_config's {name} cannot be loaded: {error}") from error
-    if not isinstance(heads, DraftLayer):
-        return Medusa(heads, features, model.logits, config.coupled, source.tree)
-    model.all_layers = Taps(model, source.depths, heads.feature_of(model), features, kv)
-    shadow = heads.cache(features, kv)
-    kind = ParallelEagle if source.parallel else Eagle if source.tree is None else EagleTrees
-    proposer = kind(heads, model, features, shadow, max_num_tokens, config.coupled)
-    if isinstance(proposer, EagleTrees):
-        proposer.tree = source.tree or ()
-    return proposer
+    return source.proposer(heads, model, features, kv, max_num_tokens, config.coupled)
 
 
 def build_proposer(config: SpeculativeConfig) -> Proposer:

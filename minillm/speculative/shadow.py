@@ -56,7 +56,8 @@ class Shadow:
         if self.host is not None and plan.swap_in:
             move(plan.swap_in, (self.host, self.filled_on_host), (self.kv, self.filled))
         for row in plan.rows:
-            table = self._tables.setdefault(row.seq_id, Table())
+            if (table := self._tables.get(row.seq_id)) is None:
+                table = self._tables[row.seq_id] = Table()
             table.blocks[row.num_kept :] = row.blocks
             self._end_marks(table, row.start, row.start + row.num_tokens)
 

@@ -92,8 +92,29 @@ def metadata(chapter: Chapter) -> Violations:
         yield -1, "metadata minillm.question is the chapter's question, ending in '?'."
     if not isinstance(about.get("minutes"), int) or not isinstance(about.get("needs"), list):
         yield -1, "metadata minillm has minutes (an integer) and needs (a list of chapters)."
+    elif not (due := reading_minutes(chapter)) <= about["minutes"] <= 60:
+        yield -1, f"reading takes {due:.0f} minutes or more, and may take at most 60: cut or split."
     if not chapter.cells[0]["source"].startswith("# "):
         yield 0, "the first cell begins with the title, '# ...'."
+
+
+def reading_minutes(chapter: Chapter) -> float:
+    """A minute for 80 words, 20 lines of open code or a picture, two for a prediction, a small task
+    or the quiz. What is folded or behind the quiz does not count, but for "Read now"."""
+    minutes = past = 0
+    for cell in chapter.cells:
+        here, text = set(tags(cell)), re.sub(r"(?s)<details>.*?</details>", "", cell["source"])
+        if cell["cell_type"] == "markdown":
+            spent = len(re.sub(r"<[^>]+>|\]\([^)]*\)", "", text).split()) / 80
+        elif here & {"predict", "turn", "quiz"}:
+            spent = 2
+        else:
+            folded = "setup" in here or cell["metadata"].get("jupyter")
+            spent = 0 if folded else len(re.findall(r"^.*\S", text, re.MULTILINE)) / 20
+            spent += any("image/png" in output.get("data", {}) for output in cell["outputs"])
+        minutes += spent * (not past or "read" in here)
+        past |= "quiz" in here
+    return minutes
 
 
 def elements(chapter: Chapter) -> Violations:

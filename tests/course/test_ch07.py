@@ -5,15 +5,12 @@ import random
 from typing import Any
 
 import pytest
-import torch
 from notebook_chapter import NOTEBOOKS
 
 from minillm import LLM, SamplingParams
 from minillm.lab.simulation import Simulation
-from minillm.ops import cpu
 from minillm_exercises.chapters import ch07
 from minillm_exercises.chapters.ch07 import Work, serve
-from minillm_kernels import reference
 
 CELLS = json.loads((NOTEBOOKS / "07_paged_attention.ipynb").read_text("utf-8"))["cells"]
 
@@ -63,31 +60,6 @@ def tiny() -> LLM:
                num_gpu_blocks_override=32)  # fmt: skip
 
 
-def generate(llm: LLM, length: int, new: int, **settings: Any) -> Any:
-    params = SamplingParams(max_tokens=new, ignore_eos=True, **settings)
-    (output,) = llm.generate([{"prompt_token_ids": [7] * length}], params, use_tqdm=False)
-    return output
-
-
-def test_attention_copies_no_blocks_in_c_and_all_of_them_in_torch(tiny, monkeypatch):
-    """The chapter's explanation of its last measurement."""
-    in_c = cpu.takes_attention(torch.ones(1, 4, 64), *2 * [torch.ones(1, 2, 16, 64)])
-    gathered = []
-    gather = reference.gather_blocks
-    monkeypatch.setattr(
-        reference, "gather_blocks", lambda *args: gathered.append(args) or gather(*args)
-    )
-    generate(tiny, 20, 3, temperature=0)
-    assert in_c == (not gathered)
-    if in_c:
-        assert {ch07.copied(size) for size in (1, 4, 16, 64, 256, 512)} == {0}
-    monkeypatch.setattr(cpu, "takes_attention", lambda *tensors: False)
-    assert ch07.copied(16) == 320 * 2 * 64 * 4
-    assert ch07.copied(512) == 0
-    generate(tiny, 20, 3, temperature=0)
-    assert gathered
-
-
 def test_holders_are_those_of_the_tables():
     simulation = Simulation(9, 16)
     simulation.add(20, 16, n=3)
@@ -97,7 +69,8 @@ def test_holders_are_those_of_the_tables():
 
 
 def test_completions_are_confirmed_and_a_wrong_one_is_not(tiny):
-    output = generate(tiny, 20, 6, n=3, temperature=1, seed=3, logprobs=0)
+    params = SamplingParams(max_tokens=6, n=3, temperature=1, seed=3, logprobs=0, ignore_eos=True)
+    (output,) = tiny.generate([{"prompt_token_ids": [7] * 20}], params, use_tqdm=False)
     assert ch07.confirmed(tiny, output) == [True] * 3
     output.outputs[1].token_ids[2] ^= 1
     assert ch07.confirmed(tiny, output) == [True, False, True]

@@ -244,6 +244,8 @@ PLANTED = {
         (edit(0, "# Every", "Every"), "begins with the title"),
         (dict(question="A topic"), "ending in '?'"),
         (dict(minutes="45"), "minutes (an integer)"),
+        (dict(minutes=9), "reading takes"),
+        (dict(minutes=61), "at most 60: cut"),
         (dict(chapter="91"), "minillm.chapter is '91'"),
     ],
     rules.elements: [

@@ -20,10 +20,10 @@ CELLS = (
     markdown("# Two seats are empty\n\nWords.", "header"),
     code("import time", "setup"),
     markdown("## A `batch` lasts\n\nMore words."),
-    code("predict(...)", "predict", says="How many?\n  a)  <1\n"),
+    code('predict("90.n", ...)', "predict", says="How many?\n  a)  <1\n"),
     code("draw()", "plot", outputs=(PLOT, CAPTION)),
     fact("count", 3),
-    code("compare(...)", "result", says="Counted: 3. That is a.\n"),
+    code('compare("90.n", 3)', "result", says="Counted: 3. That is a.\n"),
     code("def f():\n    return 1 < 2", "fix"),
     code("x = 1\n" * 19, "fix"),
     code('task("e90.1")', outputs=({**CAPTION, "data": {"text/markdown": "a long task"}},)),
@@ -38,6 +38,7 @@ def test_slides_follow_the_tags():
     headed = [bool(re.search("<h2[^>]*>A <code>batch</code> lasts", page)) for page in pages]
     assert headed == [False, False, True, True, True, False]  # a heading may tell an answer
     assert "a)  &lt;1" in pages[1]
+    assert "<em>How many?\n</em><pre>Counted: 3." in pages[2]
     assert 'src="data:image/png;base64,iVBORw0KGgo="' in pages[3]
     assert "<em>It rises.</em>" in pages[3]
     assert "return 1 &lt; 2" in pages[4]

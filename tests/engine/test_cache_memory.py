@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm import LLM, SamplingParams
+from minillm import LLM, EngineArgs, SamplingParams
 from minillm.cache.spec import CacheSpec, cache_spec
+from minillm.engine.setup import plan_memory
 from minillm.lab.roofline import step_cost
 from minillm.layers.kv_cache import KVCache
+from minillm.models.checkpoint import open_model
 from minillm.models.presets import preset
-from minillm.plan.cost import block_bytes, kv_bytes_per_token, memory_plan
+from minillm.plan.cost import BatchFit, block_bytes, kv_bytes_per_token, memory_plan
 from tests.matrix.cells import folder_of
 
 # Bytes of one token in one layer, and over all layers, in float32. GQA keeps K and V of 2 heads of
@@ -87,6 +89,14 @@ def test_the_plan_is_within_five_percent_of_the_tensors(family):
     assert kv.num_bytes == plan.num_tokens * plan.kv_bytes_per_token
     assert kv.num_bytes <= plan.kv_cache_bytes == 3_000_000
     assert kv.num_bytes == pytest.approx(plan.kv_cache_bytes, rel=SHARE)
+
+
+def test_a_context_that_does_not_fit_is_reduced_to_what_does():
+    args = EngineArgs("tiny", block_size=8, num_gpu_blocks_override=5)
+    length, plan = plan_memory(args, open_model("tiny"), "float32", torch.device("cpu"))
+    assert length == plan.settings.max_model_len == plan.num_tokens == 40
+    assert plan.combinations == (BatchFit(40, 1),)
+    assert (plan.fits, plan.hints) == (True, ())
 
 
 MEASURE = """

@@ -29,6 +29,12 @@ def on_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         return [each.exception() or each.result() for each in futures]
 
 
+def on_ranks(size: int, call: Callable[[Communicator], Any]) -> list[Any]:
+    """What each of so many threads returns, given its communicator."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(call, ThreadGroup(size, patience=10).communicators()))
+
+
 def ranks(kind: str, size: int, patience: float = LONG) -> list[Communicator]:
     """The ranks of a group."""
     if kind == "threads":

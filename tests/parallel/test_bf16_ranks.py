@@ -1,12 +1,14 @@
 """In bfloat16 ranks round their parts of a sum, which must not cost accuracy."""
 
 import random
+from functools import cache
 
 import pytest
 import torch
 
 from minillm import LLM, SamplingParams
 from minillm.parallel.communicator import Communicator
+from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.tiny import Tiny
 from tests.pairs import some
 
@@ -17,6 +19,20 @@ MODELS = {
     "deepseek_v2": Tiny("deepseek_v2", FIELDS, seed=1),
 }
 CHUNKS = (7, 20, 33)
+THREADS = {"distributed_executor_backend": "threads"}
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(checkpoint_of):  # noqa: F811
+    """Of a model: its folder, what float32 gives, and bfloat16 in whole prompts and in chunks."""
+
+    @cache
+    def get(name):
+        folder = checkpoint_of(MODELS[name]).folder
+        chunks = [prompt_logprobs(folder, long_prefill_token_threshold=size) for size in CHUNKS]
+        return folder, prompt_logprobs(folder, "float32"), (prompt_logprobs(folder), *chunks)
+
+    return get
 
 
 def prompt_logprobs(folder, dtype="bfloat16", **fields):
@@ -36,24 +52,22 @@ def prompt_logprobs(folder, dtype="bfloat16", **fields):
 
 
 @pytest.mark.parametrize("name", some(("llama", "qwen3_moe"), MODELS))
-def test_ranks_are_as_near_to_float32_as_one_rank(name, tmp_path):
+def test_ranks_are_as_near_to_float32_as_one_rank(name, of_one_rank):
     """And as chunks: what these change alone depends on which kernels ran, and may be nearly 0."""
-    folder = MODELS[name].write(tmp_path).folder
-    exact = prompt_logprobs(folder, "float32")
-    chunks = [prompt_logprobs(folder, long_prefill_token_threshold=each) for each in CHUNKS]
-    alone = [(each - exact).abs() for each in (prompt_logprobs(folder), *chunks)]
+    folder, exact, in_bf16 = of_one_rank(name)
+    alone = [(logprobs - exact).abs() for logprobs in in_bf16]
     for fields in (
         {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
         *([{"tensor_parallel_size": 2, "enable_expert_parallel": True}] * (name != "llama")),
     ):
-        found = prompt_logprobs(folder, distributed_executor_backend="threads", **fields)
-        error = (found - exact).abs()
+        error = (prompt_logprobs(folder, **THREADS, **fields) - exact).abs()
         assert error.mean() <= 1.25 * max(each.mean() for each in alone), fields
         assert error.quantile(0.99) <= 1.5 * max(each.quantile(0.99) for each in alone), fields
 
 
-def test_parts_with_too_few_bits_are_found(tmp_path, monkeypatch):
+@pytest.mark.mutation
+def test_parts_with_too_few_bits_are_found(of_one_rank, monkeypatch):
     """As if the parts of a sum lost three of their eight bits."""
     right = Communicator.sum
 
@@ -62,11 +76,10 @@ def test_parts_with_too_few_bits_are_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Communicator, "sum", coarse)
     with pytest.raises(AssertionError):
-        test_ranks_are_as_near_to_float32_as_one_rank("llama", tmp_path)
+        test_ranks_are_as_near_to_float32_as_one_rank("llama", of_one_rank)
 
 
-def test_stages_have_the_bits_of_one_rank(tmp_path):
+def test_stages_have_the_bits_of_one_rank(of_one_rank):
     """What crosses a boundary is rounded once, as the next norm would."""
-    folder = MODELS["llama"].write(tmp_path).folder
-    more = {"pipeline_parallel_size": 2, "distributed_executor_backend": "threads"}
-    assert torch.equal(prompt_logprobs(folder), prompt_logprobs(folder, **more))
+    folder, _, (alone, *_) = of_one_rank("llama")
+    assert torch.equal(alone, prompt_logprobs(folder, pipeline_parallel_size=2, **THREADS))

@@ -2,8 +2,6 @@
 
 import gc
 import os
-import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -40,7 +38,7 @@ def kind(request):
 # ---- results -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_sums_are_ordered_and_rounded_once(kind, size):
     group = ranks(kind, size)
     for dtype in DTYPES:
@@ -188,29 +186,6 @@ def test_a_sum_does_not_meet_a_gather():
     calls = [lambda: group[0].sum(torch.zeros(2)), lambda: group[1].gather(torch.zeros(2))]
     for error in on_all(calls):
         assert "differ: 8 bytes to a sum, 8 bytes to a gather." in str(error)
-
-
-@pytest.mark.slow
-def test_processes_and_the_death_of_one():
-    ranks("shared", 1)  # skips where there is no compiler
-    group = SharedGroup(2, 4096)
-    command = [sys.executable, "-m", "tests.parallel.communicator_process"]
-    running = [
-        subprocess.Popen([*command, str(rank), "2", str(group.fd)], cwd=ROOT,
-                         stdout=subprocess.PIPE, text=True, pass_fds=[group.fd])
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = running[1].communicate(timeout=120)[0]
-        assert (said, running[1].returncode) == ("right\n", -signal.SIGKILL)
-        group.abort()  # what a driver does that sees a rank end
-        said = running[0].communicate(timeout=120)[0]
-        assert said.startswith("right\nRank 0 of 2 stopped, because another rank has failed")
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
-        group.close()
 
 
 # ---- what is left behind -----------------------------------------------------------------------

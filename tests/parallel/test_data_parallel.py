@@ -184,7 +184,8 @@ def test_exchanges_and_bytes_are_those_of_the_formula(folder):
                         i, sent[i] + int((args[2] // len(module.own.held) != i).any(1).sum())
                     )
                 )
-    llm.generate([ids(1, 20), ids(2, 11), ids(3, 5)], LONG, use_tqdm=False)
+    params = replace(LONG, max_tokens=40)
+    llm.generate([ids(1, 20), ids(2, 11), ids(3, 5)], params, use_tqdm=False)
     config, places = llm.engine.source.config, llm.engine.runner.places  # type: ignore[attr-defined]
     layers = sum(map(config.is_moe_layer, range(config.num_layers)))
     steps = llm.engine.scheduler.counters.num_steps
@@ -193,7 +194,7 @@ def test_exchanges_and_bytes_are_those_of_the_formula(folder):
         assert place.traffic["gather"] == Traffic(layers * steps, layers * steps * 2 * 8)
         there, back = own * (4 * d + 4 * k + 8 * k), others * 4 * d
         assert place.traffic["all_to_all"] == Traffic(2 * layers * steps, there + back)
-    assert min(sent) > 100
+    assert min(sent) > 40
     llm.close()
 
 
@@ -277,8 +278,3 @@ def test_the_trace_of_copies_replays(folder):
 def test_what_does_not_go_with_copies_is_refused(folder, more, said):
     with pytest.raises((ConfigError, UnsupportedFeatureError), match=said):
         open_copies(folder, **more)
-
-
-def test_a_dense_model_has_no_experts_to_share():
-    with pytest.raises(ConfigError, match="needs a model with experts"):
-        open_copies(folder_of("llama"))

@@ -7,21 +7,24 @@ after preemption; here are numbers of threads, of ranks and of parts, and models
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minillm.errors import UnsupportedFeatureError
+from minillm.layers.linear_methods import Matrix, WeightSlice
 from minillm.models import deterministic
-from minillm.models.fixed_sums import FixedDecoder
+from minillm.models.fixed_sums import FixedDecoder, num_parts
 from minillm.ops import cpu
 from minillm.parallel import communicator, rank, shard
+from minillm.parallel.split import Split
 from tests.engine.small import make
 from tests.engine.test_deterministic import open_engine
 from tests.matrix.cells import Cell, Reference, folder_of, reference_of, run_cell
 from tests.matrix.jobs import everything, generate
 from tests.pairs import some
-from tests.parallel.test_shard import on_ranks
+from tests.parallel.rank_groups import on_ranks
 
 DTYPES = ("float32", "bfloat16")
 
@@ -52,8 +55,9 @@ def on(size: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ranks_and_threads_of_any_number(dtype, size):
-    """What one rank with two threads gives alone, ranks of one and of three threads give."""
+def test_ranks_and_threads_of_any_number(dtype, size, caplog):
+    """What one rank with two threads gives alone, ranks of one and of three threads give; and
+    nothing is said about the number of ranks."""
     skip_without_c(dtype)
     cell = Cell("llama", f"exact {dtype}", chunk=7, cache="radix")
     with threads(2):
@@ -67,6 +71,7 @@ def test_ranks_and_threads_of_any_number(dtype, size):
             llm.close()
         jobs = reference.jobs[: len(outputs)]
         assert not reference.differences(outputs, jobs, exact=True)
+    assert "number of ranks" not in caplog.text
 
 
 def test_stages_of_a_model_that_needs_tiles_are_refused():
@@ -116,11 +121,6 @@ def test_other_models_have_the_same_bits_on_the_same_number_of_ranks(
     assert ("because our C functions are not used" in said[0]) == bool(panels)
 
 
-def test_nothing_is_said_where_the_bits_are_those_of_one(caplog):
-    open_engine("llama", "float32", **on(2)).close()
-    assert not [each for each in caplog.records if "number of ranks" in each.message]
-
-
 # ---- what is summed ----------------------------------------------------------------------------
 
 
@@ -137,40 +137,33 @@ def test_sums_are_balanced_trees(size):
         assert torch.equal(total, left[0])
 
 
-@pytest.mark.parametrize(("size", "parts"), [(1, 8), (2, 4), (4, 2), (8, 1)])
-def test_each_rank_has_its_share_of_eight_parts(size, parts):
-    skip_without_c("float32")
-    llm = open_engine("eight heads", "float32", **(on(size) if size > 1 else {}))
-    executor = llm.engine.runner
-    for runner in executor.runners if size > 1 else [executor]:
-        found = [
-            each.inner.parts if isinstance(each, shard.RowParallel) else each.parts
-            for layer in runner.model.model.layers
-            for each in (layer.attention.o_proj.method, layer.mlp.down_proj.method)
-        ]
-        assert found == [parts] * 4
-    llm.close()
+@pytest.mark.parametrize("width", [8, 64, 100, 1536])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_each_rank_has_its_share_of_eight_parts(size, width):
+    """Or 0, where they are no whole ones."""
+    for rank_ in range(size if width % size == 0 else 0):
+        held = Split(rank_, size).share(width)
+        parts = num_parts(Matrix([WeightSlice("", (4, width), range(4), held)]))
+        assert parts == (0 if size == 3 or width % 8 else 8 // size)
 
 
 # ---- tiles -------------------------------------------------------------------------------------
 
 
-def test_ranks_use_the_tiles_that_all_of_them_can_use(monkeypatch):
-    finds = iter([(8, 16, 32), (16, 32, 64), (16, 32), (16, 32, 128)])
-    real = deterministic.find_tiles
+@pytest.mark.parametrize(
+    ("finds", "common"),
+    [(((8, 16, 32), (16, 32, 64), (16, 32), (16, 32, 128)), (16, 32)), (((8,), (16,)), (1,))],
+)
+def test_ranks_use_the_tiles_that_all_of_them_can_use(finds, common, monkeypatch):
+    monkeypatch.setattr(rank, "find_tiles", lambda model: finds[model])
+    used = []
 
-    def find(model):
-        real(model)
-        return next(finds)
+    def agree(own):
+        tiled = SimpleNamespace(model=own.rank, tiles=(1,), obstacle="", use=used.append)
+        rank.agree(tiled, own)
 
-    monkeypatch.setattr(rank, "find_tiles", find)
-    llm = open_engine("qwen3_moe", "float32", **on(4))
-    assert [each.model.tiles for each in llm.engine.runner.runners] == [(16, 32)] * 4
-    llm.close()
-    finds = iter([(8,), (16,)])
-    llm = open_engine("qwen3_moe", "float32", **on(2))
-    assert [each.model.tiles for each in llm.engine.runner.runners] == [(1,)] * 2
-    llm.close()
+    on_ranks(len(finds), agree)
+    assert list(map(tuple, used)) == [common] * len(finds)
 
 
 def test_all_ranks_try_out_tiles_with_the_same_calls(monkeypatch):

@@ -22,7 +22,8 @@ from minillm.parallel.communicator import ThreadGroup
 from minillm.parallel.device_groups import backend_of, join_devices
 from minillm.parallel.meeting import Address
 from tests.engine.small import make
-from tests.models.tiny import Tiny
+from tests.matrix.cells import folder_of
+from tests.pairs import some
 from tests.parallel.rank_groups import on_all
 from tests.parallel.test_processes import alone, assert_dead, children, generate
 
@@ -74,19 +75,10 @@ def test_processes_and_the_death_of_one(stages, ordered, monkeypatch):
 # ---- engines -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"tensor_parallel_size": 2},
-        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param(
-            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_the_tokens_of_one_rank_and_a_rank_that_is_killed(sizes, folder, gloo):
+@pytest.mark.parametrize("stages", some([1], [1, 2]))
+def test_the_tokens_of_one_rank_and_a_rank_that_is_killed(stages, folder, gloo):
     expected = alone(folder)
-    llm = make(folder, max_model_len=96, **sizes)
+    llm = make(folder, max_model_len=96, tensor_parallel_size=2, pipeline_parallel_size=stages)
     assert generate(llm) == expected
     assert generate(llm) == expected
     os.kill(llm.engine.runner.process_ids[0], signal.SIGKILL)
@@ -96,8 +88,8 @@ def test_the_tokens_of_one_rank_and_a_rank_that_is_killed(sizes, folder, gloo):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
-def test_experts(sizes, gloo, tmp_path):
-    folder = Tiny("qwen3_moe", {"num_hidden_layers": 2}, seed=2).write(tmp_path).folder
+def test_experts(sizes, gloo):
+    folder = folder_of("qwen3_moe")
     expected = alone(folder)
     with make(folder, max_model_len=96, **sizes, **EXPERTS) as llm:
         assert generate(llm) == expected
@@ -106,10 +98,8 @@ def test_experts(sizes, gloo, tmp_path):
 
 @pytest.mark.slow
 def test_deterministic_ranks_have_the_tokens_and_bits_of_those_on_cpus(folder, gloo):
-    more = {"max_model_len": 96, "deterministic": True, "logprobs": None}
-    more.pop("logprobs")
     expected = alone(folder, deterministic=True)
-    with make(folder, tensor_parallel_size=2, **more) as llm:
+    with make(folder, tensor_parallel_size=2, max_model_len=96, deterministic=True) as llm:
         assert generate(llm) == expected
 
 

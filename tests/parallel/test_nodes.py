@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +22,13 @@ from torch.distributed import TCPStore
 
 from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError, ConfigError, NodeError
-from minillm.parallel import fingerprint, launch, meeting, worker
+from minillm.parallel import launch, meeting, worker
 from minillm.parallel.meeting import Address, torchrun_address
 from minillm.parallel.worker import serve_rank
 from tests.engine.small import make
+from tests.matrix.cells import folder_of
 from tests.models.tiny import Tiny
+from tests.pairs import some
 from tests.parallel.test_processes import alone, children, generate, open_files, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -42,6 +43,7 @@ def lend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Futur
     monkeypatch.setattr(worker, "watch", lambda *_: None)  # it ends the process
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     monkeypatch.setattr(worker.gc, "freeze", lambda: None)
+    TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # a process's first leaves a pipe
     before = open_files()
     stores = []
     with ThreadPoolExecutor(8) as pool:
@@ -66,7 +68,7 @@ def lend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Futur
 # ---- the tokens of one rank --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("sizes", some([((2, 2),)], [((2, 1),), ((1, 2),), ((2, 2),)]))
 def test_the_tokens_of_one_rank(sizes, folder, lend, caplog):
     expected = alone(folder)
     caplog.set_level(logging.INFO)
@@ -81,10 +83,10 @@ def test_the_tokens_of_one_rank(sizes, folder, lend, caplog):
     assert "rank 1: loading the model" in caplog.messages
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_copies(shares, lend, tmp_path):
+@pytest.mark.parametrize("shares", some([True], [True, False]))
+def test_copies(shares, lend):
     """With and without shared experts."""
-    folder = Tiny("qwen3_moe", {"num_hidden_layers": 2}, seed=2).write(tmp_path).folder
+    folder = folder_of("qwen3_moe")
     expected = alone(folder)
     lend(2)
     more = {"data_parallel_size": 2, "enable_expert_parallel": shares}
@@ -111,59 +113,22 @@ def test_two_stores_and_one_engine_for_each(folder, lend):
 # ---- what cannot be ----------------------------------------------------------------------------
 
 
-def other_config(to: Path) -> None:
-    config = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
-
-
-def other_tensors(to: Path) -> None:
-    path = to / "model.safetensors"
-    path.write_bytes(path.read_bytes().replace(b'"BF16"', b'"F16" ').replace(b'"F32"', b'"I32"'))
-
-
-def other_values(to: Path) -> None:
-    path = to / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (other_config, r"here config \w{12} and weights \w{12}, on node .* config \w{12} and"),
-        (other_tensors, r"here config \w{12} and weights \w{12}, on node .* config \w{12} and"),
-        (other_values, r"here config \w{12} and weights \w{12}, on node .* config \w{12} and"),
-        (shutil.rmtree, r"^Node \S+ does not have the driver's model: .* Copy it to the same pl"),
-    ],
-)
-def test_another_checkpoint(change, what, folder, lend, tmp_path, monkeypatch):
-    """Of a node: it changes after the driver has looked at it."""
+def test_another_checkpoint(folder, lend, tmp_path, monkeypatch):
+    """Of a node: it changes after the driver has looked at it. `test_messages.py` has others."""
     own = tmp_path / "own"
     shutil.copytree(folder, own)
-    seen = fingerprint.fingerprint
+    seen = launch.fingerprint
 
     def then_change(*given: Any) -> dict[str, str]:
         found = seen(*given)
-        change(own)
+        shutil.rmtree(own)
         return found
 
     monkeypatch.setattr(launch, "fingerprint", then_change)
     ranks = lend(2)
-    with pytest.raises(CheckpointError, match=what) as caught:
+    with pytest.raises(CheckpointError, match=r"^Node \S+ does not have the driver's model: "):
         make(own, tensor_parallel_size=2, **EXTERNAL)
-    assert "\n" not in str(caught.value)
     assert isinstance(ranks[0].exception(LIMIT), CheckpointError)
-
-
-def test_other_versions(folder, lend, monkeypatch):
-    real = fingerprint.version
-    monkeypatch.setattr(
-        launch, "fingerprint", lambda *_: {"versions": "minillm 0, torch 1.0", "node": "alpha"}
-    )
-    ranks = lend(2)
-    with pytest.raises(NodeError, match=r"^The nodes do not match: .* torch 1\.0; install the s"):
-        make(folder, tensor_parallel_size=2, **EXTERNAL)
-    assert isinstance(ranks[0].exception(LIMIT), NodeError)
-    assert ".".join(real("torch").split(".")[:2]) in fingerprint.fingerprint({})["versions"]
 
 
 def test_ranks_that_do_not_come(folder, lend, monkeypatch):
@@ -172,20 +137,6 @@ def test_ranks_that_do_not_come(folder, lend, monkeypatch):
     with pytest.raises(NodeError, match=r"^Rank 2 of 3 did not start in 1 s; see that the same"):
         make(Tiny("llama", {"num_hidden_layers": 3}).write(folder.parent / "three").folder,
              pipeline_parallel_size=3, **EXTERNAL)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("given", "what"),
-    [
-        ({}, "needs ranks; set tensor_parallel_size"),
-        ({"tensor_parallel_size": 2}, "^distributed_executor_backend='external' needs the varia"),
-        ({"tensor_parallel_size": 2, "master_port": 70_000}, "from 0 to 65535"),
-        ({"tensor_parallel_size": 2, "master_addr": ""}, "master_addr is ''"),
-    ],
-)
-def test_bad_arguments(given, what, folder):
-    with pytest.raises(ConfigError, match=what):
-        make(folder, **EXTERNAL, **given)
 
 
 def test_other_sizes_than_torchrun_has_and_a_store_that_is_not_there(folder, lend, monkeypatch):

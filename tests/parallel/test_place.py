@@ -1,10 +1,14 @@
 """Which ranks communicate with each other, and over what."""
 
+import os
+from contextlib import ExitStack
+from dataclasses import asdict
+
 import pytest
 import torch
 
 from minillm.parallel import groups
-from minillm.parallel.groups import Groups, join
+from minillm.parallel.groups import connect_ranks, join
 from minillm.parallel.place import Topology, thread_places
 from minillm.parallel.shared_memory import shared_memory_works
 from tests.parallel.rank_groups import on_all
@@ -22,7 +26,7 @@ def test_copies(shares):
     topology = Topology(num_copies=3, share_experts=shares)
     assert topology.group(1) == (range(3) if shares else range(1, 2))
     assert [topology.after(rank) for rank in range(3)] == [None] * 3
-    for rank, place in enumerate(thread_places(1, 1, 5, 3, shares)):
+    for rank, place in enumerate(thread_places(topology, 5)):
         assert (place.rank, place.copy, place.split.size) == (rank, rank, 1)
         assert place.expert_split.size == (3 if shares else 1)
 
@@ -33,9 +37,13 @@ def test_connections_of_processes(memory, monkeypatch):
     if memory and not shared_memory_works():
         pytest.skip("memory cannot be shared here")
     monkeypatch.setattr(groups, "shared_memory_works", lambda: memory)
-    opened = Groups(Topology(size=2, num_stages=2), 20)
-    assert all(("memory" in opened.of(rank)["fds"]) is memory for rank in range(4))
-    places = [join(opened.of(rank)) for rank in range(4)]
+    opened, topology = ExitStack(), Topology(size=2, num_stages=2)
+    fds = connect_ranks(topology, opened)
+    assert all(("memory" in each) is memory for each in fds)
+    fds = [{name: os.dup(fd) for name, fd in each.items()} for each in fds]  # as processes inherit
+    opened.close()
+    plain = {"topology": asdict(topology), "patience": 20}
+    places = [join(plain | {"rank": rank, "fds": each}) for rank, each in enumerate(fds)]
     assert [each.rank for each in places] == [0, 1, 2, 3]
 
     def run(rank):
@@ -50,8 +58,5 @@ def test_connections_of_processes(memory, monkeypatch):
     assert on_all([lambda rank=rank: run(rank) for rank in range(4)]) == [3, 3, 13, 13]
     for each in places:
         each.close()
-    for each in opened._opened:  # the sockets of this one process belong to the places, too
-        if not hasattr(each, "fd"):
-            each.detach()
-    opened.close()
-    opened.close()
+    for each in fds if memory else ():
+        os.close(each["memory"])

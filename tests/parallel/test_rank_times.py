@@ -1,13 +1,13 @@
 """A trace says how long each rank took for a step, and how long it communicated."""
 
-import json
-
 import pytest
 
 from minillm import SamplingParams
 from minillm.errors import TraceFileError
+from minillm.scheduling.record import RankTime
 from minillm.trace.recorder import Trace
 from tests.engine.small import make
+from tests.trace.simulation import simulate, with_ranks
 
 SIZES = {
     "tp threads": {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"},
@@ -46,15 +46,10 @@ def test_one_rank_has_no_such_times(folder):
     assert "ranks" not in llm.trace.table()
 
 
-def test_a_file_in_which_a_rank_communicates_longer_than_it_takes(folder, tmp_path):
-    llm = make(folder, **SIZES["tp threads"])
-    llm.generate("ab", SamplingParams(max_tokens=3), use_tqdm=False)
-    path = tmp_path / "trace.jsonl"
-    llm.trace.save(path)
-    llm.close()
-    head, first, *rest = path.read_text("utf-8").splitlines()
-    line = json.loads(first)
-    line["ranks"][1][2] = line["ranks"][1][1] + 5
-    path.write_text("\n".join([head, json.dumps(line), *rest]) + "\n", "utf-8")
+def test_a_file_in_which_a_rank_communicates_longer_than_it_takes(tmp_path):
+    path, trace = tmp_path / "trace.jsonl", with_ranks(simulate(2, 24), 2)
+    rank, seconds, _ = trace[0].ranks[1]
+    trace[0].ranks[1] = RankTime(rank, seconds, seconds + 5)
+    trace.save(path)
     with pytest.raises(TraceFileError, match="rank 1 communicates longer than its step takes"):
         Trace.load(path)

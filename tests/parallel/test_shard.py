@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -15,19 +14,13 @@ from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.layers.linear_methods import Matrix, PlainLinearMethod, WeightSlice
 from minillm.models.checkpoint import open_model
 from minillm.models.presets import preset
-from minillm.parallel.communicator import ThreadGroup
-from minillm.parallel.place import thread_places
+from minillm.parallel.place import Topology, thread_places
 from minillm.parallel.rank import load_rank
 from minillm.parallel.shard import VocabularyParallel
 from minillm.parallel.split import Split, check_split, cut_layers
+from tests.parallel.rank_groups import on_ranks
 
 TINY = preset("smollm2-135m")
-
-
-def on_ranks(size, call):
-    """What each of so many threads returns."""
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(call, ThreadGroup(size, patience=10).communicators()))
 
 
 # ---- pure numbers ------------------------------------------------------------------------------
@@ -69,6 +62,9 @@ def test_a_size_that_does_not_divide_is_refused_with_those_that_do(fields, size,
     with pytest.raises(ConfigError, match=f"{what}.*can be 1") as caught:
         check_split(config, size)
     assert "\n" not in str(caught.value)
+    mixtral = replace(preset("mixtral-8x7b"), num_heads=48, num_kv_heads=24, intermediate_size=6)
+    with pytest.raises(ConfigError, match=r"8 experts.*can be 1, 2, 4, 8"):
+        check_split(mixtral, 3, whole_experts=True)
 
 
 def ranges(lengths):
@@ -93,37 +89,34 @@ def test_no_cut_is_better():
         assert dearest(costs, output, cut_layers(costs, output, count)) == best
 
 
-def test_arguments_of_experts():
-    with pytest.raises(ConfigError, match="enable_expert_parallel is 1"):
-        EngineArgs("tiny", enable_expert_parallel=1, tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="are 1; set one of them to 2"):
-        EngineArgs("tiny", enable_expert_parallel=True)
-    more = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
-    with pytest.raises(ConfigError, match="a model with experts, which this"):
-        LLM("tiny", enable_expert_parallel=True, **more)
-    mixtral = replace(preset("mixtral-8x7b"), num_heads=48, num_kv_heads=24, intermediate_size=6)
-    with pytest.raises(ConfigError, match=r"8 experts.*can be 1, 2, 4, 8"):
-        check_split(mixtral, 3, whole_experts=True)
+EXTERNAL = {"distributed_executor_backend": "external"}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 
 
-def test_arguments_of_a_pipeline():
-    with pytest.raises(ConfigError, match="pipeline_parallel_size"):
-        EngineArgs("tiny", pipeline_parallel_size=0)
-    with pytest.raises(ConfigError, match="at most 7, the layers"):
-        LLM("tiny", pipeline_parallel_size=8, distributed_executor_backend="threads")
-    ngram = {"method": "ngram", "num_speculative_tokens": 2}
-    with pytest.raises(UnsupportedFeatureError, match="tokens that are still in the pipeline"):
-        EngineArgs("tiny", pipeline_parallel_size=2, speculative_config=ngram)
-
-
-def test_arguments():
-    for wrong in (0, -1, 1.5, True, "2"):
-        with pytest.raises(ConfigError, match="tensor_parallel_size"):
-            EngineArgs("tiny", tensor_parallel_size=wrong)
-    with pytest.raises(ConfigError, match="distributed_executor_backend"):
-        EngineArgs("tiny", distributed_executor_backend="mpi")
-    with pytest.raises(ConfigError, match="can be 1, 2, 4"):
-        LLM("tiny", tensor_parallel_size=3)
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        *(({"tensor_parallel_size": each}, "^tensor_par") for each in (0, -1, 1.5, True, "2")),
+        ({"tensor_parallel_size": 3}, "can be 1, 2, 4"),
+        ({"pipeline_parallel_size": 0}, "^pipeline_parallel_size"),
+        ({"pipeline_parallel_size": 8}, "at most 7, the layers"),
+        ({"pipeline_parallel_size": 2, "speculative_config": NGRAM}, "still in the pipeline"),
+        ({"enable_expert_parallel": 1, "tensor_parallel_size": 2}, "enable_expert_parallel is 1"),
+        ({"enable_expert_parallel": True}, "are 1; set one of them to 2"),
+        ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, "needs a model with experts"),
+        ({"distributed_executor_backend": "mpi"}, "mp, threads, external, ray"),
+        ({"distributed_executor_backend": "ray"}, "needs ranks; set tensor_parallel_size"),
+        (EXTERNAL, "needs ranks; set tensor_parallel_size"),
+        (EXTERNAL | {"tensor_parallel_size": 2}, "^distributed_executor_backend='external' needs"),
+        ({"tensor_parallel_size": 2, "master_port": 70_000}, "from 0 to 65535"),
+        ({"tensor_parallel_size": 2, "master_addr": ""}, "master_addr is ''"),
+    ],
+    ids=str,
+)
+def test_one_sentence_says_what_cannot_be(fields, what):
+    with pytest.raises((ConfigError, UnsupportedFeatureError), match=what) as caught:
+        LLM("tiny", **fields)
+    assert "\n" not in str(caught.value)
 
 
 # ---- weights -----------------------------------------------------------------------------------
@@ -158,8 +151,8 @@ def test_random_weights_are_slices_of_one_rank_s(name):
     source = replace(source, config=config)
     args = EngineArgs("tiny", load_format="dummy", seed=3)
     load = partial(load_rank, args, source, torch.float32, torch.device("cpu"), 64)
-    (whole,) = map(load, thread_places(1))
-    left, right = map(load, thread_places(2))
+    (whole,) = map(load, thread_places(Topology()))
+    left, right = map(load, thread_places(Topology(2)))
     mine = dict(whole.named_parameters())
     for name, one in left.named_parameters():
         other, all_of_it = dict(right.named_parameters())[name], mine[name]
@@ -185,8 +178,8 @@ def test_random_weights_of_stages_are_layers_of_one_rank_s():
     config = replace(config, head_dim=24, intermediate_size=64, vocab_size=101)
     args = EngineArgs("tiny", load_format="dummy", seed=3)
     parts = args, replace(source, config=config), torch.float32, torch.device("cpu"), 64
-    (whole,) = (load_rank(*parts, place) for place in thread_places(1))
-    first, last = (load_rank(*parts, place) for place in thread_places(1, 2))
+    (whole,) = (load_rank(*parts, place) for place in thread_places(Topology()))
+    first, last = (load_rank(*parts, place) for place in thread_places(Topology(1, 2)))
     layers = [each.mlp.down_proj.weight for one in (first, last) for each in one.layers]
     for mine, right in zip(layers, whole.layers, strict=True):
         assert torch.equal(mine, right.mlp.down_proj.weight)
@@ -202,8 +195,8 @@ def test_random_weights_of_whole_experts_are_those_of_one_rank():
     args = EngineArgs("tiny", load_format="dummy", seed=3, tensor_parallel_size=2)
     args = replace(args, enable_expert_parallel=True)
     parts = args, replace(source, config=config), torch.float32, torch.device("cpu"), 64
-    (whole,) = (load_rank(*parts, place) for place in thread_places(1))
-    ranks = [load_rank(*parts, place) for place in thread_places(2)]
+    (whole,) = (load_rank(*parts, place) for place in thread_places(Topology()))
+    ranks = [load_rank(*parts, place) for place in thread_places(Topology(2))]
     for name in ("gate_up", "down"):
         held = [getattr(each.layers[0].mlp.experts, name).weight for each in ranks]
         all_of_them = getattr(whole.layers[0].mlp.experts, name).weight

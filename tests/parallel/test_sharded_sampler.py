@@ -1,6 +1,5 @@
 """Ranks that each have some of the logits choose the tokens that one rank chooses from all."""
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -9,11 +8,12 @@ import torch
 from minillm import SamplingParams
 from minillm.ops import cpu_sampling
 from minillm.parallel import sampler as sharded
-from minillm.parallel.communicator import ThreadGroup, Traffic
+from minillm.parallel.communicator import Traffic
 from minillm.parallel.sampler import ShardedSampler
 from minillm.parallel.split import Split
 from minillm.sampling.edits import SamplingRow
 from minillm.sampling.sampler import Sampler
+from tests.parallel.rank_groups import on_ranks
 
 CPU = torch.device("cpu")
 ROWS = 96
@@ -41,12 +41,6 @@ def chosen(sampler, logits, kinds, forks=()):
     for row, request in enumerate(requests(kinds)):
         sampler.set_row(row, request)
     return sampler.choose(logits, range(ROWS), [5 + i for i in range(ROWS)], forks)
-
-
-def on_ranks(size, call):
-    """What each of so many threads returns, given its communicator."""
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(call, ThreadGroup(size, patience=10).communicators()))
 
 
 def by_ranks(size, logits, kinds, forks=(), traffic=None):

@@ -17,7 +17,8 @@ from minillm.ops import c_library
 from minillm.parallel import shared_memory
 from minillm.parallel.executor import guarded
 from tests.ops.test_c_mutants import QUICKLY
-from tests.parallel.rank_groups import call, on_all, ordered_sum, parts_of, ranks, same_bits
+from tests.parallel import test_communicators as communicators
+from tests.parallel.rank_groups import on_all, ordered_sum, parts_of, ranks, same_bits
 
 PATIENCE = 10.0  # of calls in which all ranks come
 F32, BF16 = torch.float32, torch.bfloat16
@@ -26,34 +27,18 @@ F32, BF16 = torch.float32, torch.bfloat16
 # ---- tests -------------------------------------------------------------------------------------
 
 
-def sums(dtype: torch.dtype = F32, size: int = 3, count: int = 1500) -> None:
-    """Twice, so that both buffers are used."""
-    group = ranks("shared", size, PATIENCE)
-    for seed in range(2):
-        parts = parts_of(size, (count,), dtype, seed)
-        for got in call(group, "sum", parts):
-            assert same_bits(got, ordered_sum(parts))
+def sums(sizes: tuple[int, ...] = (3,)) -> None:
+    """Of all dtypes and numbers of pieces, in both buffers."""
+    for size in sizes:
+        communicators.test_sums_are_ordered_and_rounded_once("shared", size)
 
 
 def pairs() -> None:
-    for size in (4, 8):
-        sums(size=size)
-
-
-def halves() -> None:
-    sums(BF16)
-
-
-def pieces() -> None:
-    sums(count=5003)
+    sums((4, 8))
 
 
 def gathers() -> None:
-    group = ranks("shared", 3, PATIENCE)
-    for seed in range(3):  # a result may lie where the one before was
-        parts = parts_of(3, (5003,), F32, seed)
-        for got in call(group, "gather", parts):
-            assert same_bits(got, torch.stack(parts))
+    communicators.test_gathers_are_in_rank_order("shared", (3, 1025))
 
 
 def often(rounds: int = 400) -> None:
@@ -101,19 +86,6 @@ def aborted() -> None:
     assert "stopped" in str(on_all([lambda: alone.gather(torch.zeros(3))])[0])
 
 
-def unequal() -> None:
-    group = ranks("shared", 2, PATIENCE)
-    for error in on_all([lambda c=c: c.gather(torch.zeros(1 + c.rank)) for c in group]):
-        assert "differ: 4 bytes to a gather, 8 bytes to a gather." in str(error)
-
-
-def kinds() -> None:
-    group = ranks("shared", 2, PATIENCE)
-    calls = [lambda: group[0].sum(torch.zeros(2)), lambda: group[1].gather(torch.zeros(2))]
-    for error in on_all(calls):
-        assert "differ: 8 bytes to a sum, 8 bytes to a gather." in str(error)
-
-
 # ---- mistakes ----------------------------------------------------------------------------------
 
 
@@ -153,14 +125,14 @@ MUTANTS = {
     "rounded after each part": Mutant(
         r"sums\[top\]\[i\] \+= load\(part\[i\]\)",
         "sums[top][i] = rounded(sums[top][i] + load(part[i]))",
-        halves,
+        sums,
         "BF16",
     ),
     "float64": Mutant(r"float sums\[", "double sums[", sums),
-    "a block is left out": Mutant(r"begin \+= BLOCK", "begin += 2 * BLOCK", pieces),
+    "a block is left out": Mutant(r"begin \+= BLOCK", "begin += 2 * BLOCK", sums),
     "the last piece is dropped": Mutant(r"while \(done < count\)", "while (done + most < count)",
-                                        pieces),
-    "pieces in one place": Mutant(r"add_up\(g, call, part \+ done", "add_up(g, call, part", pieces),
+                                        sums),
+    "pieces in one place": Mutant(r"add_up\(g, call, part \+ done", "add_up(g, call, part", sums),
     "the last piece of a gather": Mutant(
         r"while \(done < bytes\)", "while (done + g->room < bytes)", gathers
     ),
@@ -176,8 +148,13 @@ MUTANTS = {
         r"if \(atomic_load\(&g->aborted\)\) return ABORTED;\n    memcpy",
         "memcpy", aborted
     ),
-    "sizes are not compared": Mutant(r"return unequal \? UNEQUAL : found", "return found", unequal),
-    "kinds are not compared": Mutant(r"\* 4 \+ GATHER", "* 4 + SUM", kinds),
+    "sizes are not compared": Mutant(
+        r"return unequal \? UNEQUAL : found", "return found",
+        communicators.test_parts_of_unequal_size_are_refused,
+    ),
+    "kinds are not compared": Mutant(
+        r"\* 4 \+ GATHER", "* 4 + SUM", communicators.test_a_sum_does_not_meet_a_gather
+    ),
 }  # fmt: skip
 
 

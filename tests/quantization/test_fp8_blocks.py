@@ -16,7 +16,7 @@ from minillm.quantization.methods import QuantizedMethod
 from minillm.quantization.readers import scales
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.tiny import Tiny
-from tests.quantization.test_quantized_engines import tokens
+from tests.quantization.test_quantized_engines import RANKS, tokens
 from tests.quantization.test_reader_matrix import check, write
 
 # Rows: q 192, k and v 64, gate and up 320. Columns: 192 and 320.
@@ -32,7 +32,6 @@ EXPERTS = Tiny("qwen3_moe", {
     "num_hidden_layers": 1, "hidden_size": 192, "head_dim": 64, "moe_intermediate_size": 160,
     "num_attention_heads": 6})  # fmt: skip
 TINIES = {"dense": DENSE, "latent": LATENT, "experts": EXPERTS}
-RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
 
 
 def parts(folder) -> dict[str, tuple[Matrix, torch.Tensor]]:
@@ -101,6 +100,7 @@ def no_incomplete_block(self, found):
     return values, index
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", [no_incomplete_block, of_the_whole_stack], ids=["last", "stack"])
 def test_wrong_blocks_are_seen(checkpoint_of, tmp_path, monkeypatch, bug):  # noqa: F811
     checkpoint = checkpoint_of(LATENT if bug is no_incomplete_block else DENSE)
@@ -110,6 +110,7 @@ def test_wrong_blocks_are_seen(checkpoint_of, tmp_path, monkeypatch, bug):  # no
         check(checkpoint, due, tmp_path)
 
 
+@pytest.mark.mutation
 def test_a_rank_with_blocks_of_its_own_is_seen(checkpoint_of, tmp_path, monkeypatch):  # noqa: F811
     write(checkpoint_of(EXPERTS), "fp8 blocks", "plain", tmp_path)
     alone = tokens(tmp_path)

@@ -78,16 +78,3 @@ def test_values_have_the_bits_of_the_tool(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name):
     compare_logits(name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_codes_stay_quantised_in_memory(name):
-    """Except a matrix that has no resident form."""
-    methods = {
-        part.name.removeprefix("model.layers.0."): type(matrix.method)
-        for matrix in opened(name).layers.modules()
-        if isinstance(matrix, Matrix)
-        for part in matrix.parts
-    }
-    dense = {each for each, kind in methods.items() if kind is not QuantizedMethod}
-    assert dense == DENSE.get(name, set())

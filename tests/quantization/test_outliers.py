@@ -114,6 +114,7 @@ def whole_columns(self, matrix, x, bias):
     return rest + ((x[:, outlying[0]].double() @ codes.double().T) * scales).to(x.dtype)
 
 
+@pytest.mark.mutation
 def test_whole_columns_depend_on_other_rows(monkeypatch):
     monkeypatch.setattr(outliers.OutlierMethod, "apply", whole_columns)
     with pytest.raises(AssertionError):
@@ -137,6 +138,7 @@ def unsigned(self, matrix, columns):
 COLUMNS = OutlierMethod.columns
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("bug", [neighbour, no_scale, unsigned], ids=lambda bug: bug.__name__)
 def test_wrong_columns_are_seen(monkeypatch, bug):
     monkeypatch.setattr(OutlierMethod, "columns", bug)

@@ -1,6 +1,7 @@
 """The memory plan counts the bytes that a quantised model then takes, and a step those it reads."""
 
 import json
+from itertools import product
 
 import gguf
 import pytest
@@ -21,6 +22,7 @@ from minillm.plan.cost import weight_bytes
 from minillm.plan.weight_sizes import WeightSizes
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.tiny import CASES
+from tests.pairs import some
 from tests.quantization.gguf.export import export
 from tests.quantization.test_golden import GOLDEN, NAMES
 
@@ -69,8 +71,10 @@ def test_quantisation_while_loading_takes_the_planned_bytes(family, how, checkpo
     compare(open_model(checkpoint_of(family).folder), False, how)
 
 
-@pytest.mark.parametrize("how", ["int8", "int4"])
-@pytest.mark.parametrize("eager", [False, True], ids=["packed", "eager"])
+@pytest.mark.parametrize(
+    ("how", "eager"),
+    some([("int8", False), ("int4", True)], product(("int8", "int4"), (False, True))),
+)
 def test_an_engine_takes_the_planned_bytes(how, eager):
     with LLM("tiny", quantization=how, enforce_eager=eager, max_model_len=64) as llm:
         planned, found = llm.plan().weight_bytes, llm.engine.allocated()["weights"]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from minillm.models.checkpoint import open_model, shard_files
 from minillm.models.loader import load_model
 from minillm.quantization.methods import QuantizedMethod
 from tests.models.conftest import checkpoint_of  # noqa: F401
-from tests.models.parity import FlatRunner
+from tests.models.parity import whole
 from tests.models.tiny import Tiny, prompt
 from tests.pairs import some
 
@@ -32,9 +33,7 @@ QUICK = (
 )
 
 
-def logits(model) -> torch.Tensor:
-    """Logits [20, V] of a fixed prompt."""
-    return FlatRunner(model, 16, 32, 1).step([(0, prompt(20))])[0]
+logits = partial(whole, ids=prompt(20))  # [20, V]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -25,14 +25,13 @@ from minillm.lab.quantise.recipe import Recipe
 from minillm.layers.linear_methods import MergedMatrices
 from minillm.models.checkpoint import open_model, shard_files
 from minillm.models.loader import load_model
-from minillm.parallel.place import thread_places
+from minillm.parallel.place import Topology, thread_places
 from minillm.parallel.rank import load_rank
 from tests.models.conftest import checkpoint_of  # noqa: F401
 from tests.models.parity import FlatRunner
 from tests.models.tiny import FAMILY, Checkpoint, Tiny, prompt
 from tests.quantization.layouts import LAYOUTS, as_array, as_tensor, values_of
 from tests.quantization.test_quantize_folder import LAYOUTS as WRITTEN
-from tests.quantization.test_quantized_load import put
 
 F32 = torch.float32
 # Widths that groups of 32 divide, and not all of them blocks of 64 or 128.
@@ -84,6 +83,21 @@ def write(
     settings = {"quantization_config": LAYOUTS[layout].settings}
     (folder / "config.json").write_text(json.dumps(checkpoint.config | settings))
     return values
+
+
+def put(state: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
+    """Store a weight in a transformers model, which keeps experts stacked."""
+    name = name.replace("block_sparse_moe", "mlp")  # Mixtral
+    if name in state:
+        state[name].copy_(values)
+        return
+    stem, expert, kind = name.removesuffix(".weight").rsplit(".", 2)
+    if kind in ("down_proj", "w2"):
+        state[f"{stem}.down_proj"][int(expert)].copy_(values)
+        return
+    half = len(values)
+    start = 0 if kind in ("gate_proj", "w1") else half
+    state[f"{stem}.gate_up_proj"][int(expert), start : start + half].copy_(values)
 
 
 def reference_logits(checkpoint: Checkpoint, values: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -155,7 +169,7 @@ def test_a_merged_matrix_is_cut_in_every_layout(checkpoint_of, tmp_path, layout)
     args = EngineArgs("tiny", enforce_eager=True)
     load = partial(load_rank, args, source, F32, torch.device("cpu"), 64)
     for size in (1, 2):
-        for rank, model in enumerate(map(load, thread_places(size))):
+        for rank, model in enumerate(map(load, thread_places(Topology(size)))):
             for number, layer in enumerate(model.layers):
                 q, k, v = values[f"model.layers.{number}.self_attn.qkv_proj.weight"].split(
                     (64, 32, 32)

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from minillm.models.families import FAMILIES
 from minillm.models.loader import load_model
 from minillm.text.tokenizer import Tokenizer
 from tests.models.conftest import checkpoint_of  # noqa: F401
-from tests.models.parity import FlatRunner
+from tests.models.parity import FlatRunner, whole
 from tests.models.tiny import Tiny, prompt
 
 F32 = torch.float32
@@ -27,9 +28,7 @@ MHA = Tiny("llama", {"num_key_value_heads": 4})
 POST_NORM = Tiny("olmo2", {"num_key_value_heads": 4})
 
 
-def logits(model) -> torch.Tensor:
-    """Logits [20, V] of a fixed prompt."""
-    return FlatRunner(model, 16, 32, 1).step([(0, prompt(20))])[0]
+logits = partial(whole, ids=prompt(20))  # [20, V]
 
 
 def change(source, only_norms: bool = False) -> float:

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from minillm import LLM
 from minillm.models.checkpoint import open_model
+from minillm.models.decoder import tensors_of
 from minillm.speculative.eagle import Eagle, layer_config
-from minillm.speculative.heads import HeadsSource, base_hash, tensors_of
+from minillm.speculative.heads import HeadsSource, base_hash
 from tests.speculative.headed import Watch, with_heads
 
 K = 4

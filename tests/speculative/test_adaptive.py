@@ -9,7 +9,7 @@ from minillm.api.speculative_config import AUTO_MOST, SpeculativeConfig
 from minillm.plan.step_times import StepTimes
 from minillm.scheduling.adaptive_drafts import AdaptiveDrafts
 from minillm.scheduling.drafts import Drafts
-from minillm.speculative.setup import build_drafts
+from minillm.speculative.setup import MODEL_PRICE, build_drafts
 from tests.pairs import pairwise
 from tests.scheduling.invariants import check_invariants
 from tests.speculative.virtual import Habit, Machine
@@ -102,6 +102,42 @@ def test_good_drafts_that_are_too_dear_cost_less_than_three_percent():
     made = machine(lambda batch, tokens, asked: 0.001 * tokens, [Habit(0.9)] * 16)
     made.run(500)
     assert made.speed(500) > 0.97 * 1000
+
+
+def layer(batch, tokens, asked):
+    """`tiny` with an EAGLE layer: a draft costs as much as two thirds of a plain step."""
+    return 0.0008 + 0.0003 * batch + (0.002 + 0.0001 * (tokens - batch) if asked else 0)
+
+
+SHORT = {"max_tokens": 64, "prompt": 128}
+
+
+@pytest.mark.parametrize("accepted", [0.0, 0.5])
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_a_dear_proposer_of_short_requests_costs_less_than_1_5_percent(batch, accepted):
+    """It has to compute each prompt before its first draft; the first requests count, too."""
+    made = Machine(AdaptiveDrafts(8, price=MODEL_PRICE), layer, lag=25e-6)
+    plain = Machine(Drafts(0), layer).serve(32, batch, Habit(accepted), **SHORT)
+    assert made.serve(32, batch, Habit(accepted), **SHORT) > 0.985 * plain
+    assert made.serve(32, batch, Habit(accepted), **SHORT) > 0.985 * plain
+    assert batch > 8 or any(made.asked(1000))
+
+
+def test_a_dear_proposer_is_used_where_it_pays():
+    made = Machine(AdaptiveDrafts(8, price=MODEL_PRICE), roomy, lag=25e-6)
+    made.serve(8, 1, Habit(0.85), **SHORT)
+    plain = Machine(Drafts(0), roomy).serve(8, 1, Habit(0.85), **SHORT)
+    assert made.serve(32, 1, Habit(0.85), **SHORT) > 2 * plain
+
+
+@pytest.mark.parametrize(("batch", "lag"), [(8, 5e-4), (32, 2e-4)])
+def test_rows_that_end_before_their_prompt_is_repaid_have_no_drafts(batch, lag):
+    """The trial promises gains, but the proposer would compute the prompt of every row."""
+    made = Machine(AdaptiveDrafts(8, price=MODEL_PRICE), roomy, lag=lag)
+    plain = Machine(Drafts(0), roomy).serve(128, batch, Habit(0.85), **SHORT)
+    for _ in range(2):
+        assert made.serve(128, batch, Habit(0.85), **SHORT) > 0.97 * plain
+    assert any(made.asked(1000))
 
 
 @pytest.mark.parametrize("batch", [1, 16])

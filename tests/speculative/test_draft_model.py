@@ -158,6 +158,7 @@ class Toggled(Drafts):
 def test_with_as_many_drafts_as_pay(folder, monkeypatch):
     """How many that are hangs on the clock; that all are right does not."""
     llm = with_draft(folder, folder, "auto")
+    llm.engine.scheduler.drafts._due = 0  # tried at once
     watch(llm, monkeypatch)
     params = params_of(60, **SAMPLED)
     found = generate(llm, [LONG[:9], LONG[20:23]], params)

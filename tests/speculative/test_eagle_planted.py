@@ -22,10 +22,11 @@ BUGS = {
     "features of the positions themselves": (
         eagle, "features[positions > 0] = known", "features[positions < "
         "positions.max()] = known", FORMULA),
-    "one depth less": (cpu_layers, "taps[last] = x + residual", "taps[last] = residual", IN_C),
+    "a depth too early in C": (
+        cpu_layers, "else None for i in range(count)", "else None for i in range(1, count + 1)",
+        IN_C),
     "a depth too early": (
-        eagle, "dict.fromkeys(self.depths)", "dict.fromkeys(max(n - 1, 1) for n in self.depths)",
-        FORMULA),
+        eagle, "zip(depths, columns", "zip((max(n - 1, 1) for n in depths), columns", FORMULA),
     "no residual stream": (eagle, "return self.mlp(x) + residual", "return self.mlp(x)", FORMULA),
     "halves exchanged": (
         eagle, "(self.embedding_norm(embedded), self.feature_norm(features))",

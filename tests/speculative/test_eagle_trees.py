@@ -148,6 +148,7 @@ def test_auto_grows_from_the_accuracies_and_beyond_them(folder, layer, tmp_path)
     table = [*TABLE["0"], *[TABLE["0"][-1]] * 13]
     assert eagle_of(llm).tree == tuple(grown(table, 31))
     assert max(map(len, eagle_of(llm).tree)) > 2
+    llm.engine.scheduler.drafts._due = 0  # tried at once
     generate(llm, PROMPTS, params_of(20, temperature=0.0))
     assert llm.engine.runner.speculator.proposer is not None
 

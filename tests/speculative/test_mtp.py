@@ -241,5 +241,5 @@ def test_a_planted_bug_is_found(bug, made, monkeypatch):
     plant_everywhere(monkeypatch, mtp, right, wrong)
     if not found:
         return test_drafts_are_those_of_transformers_and_change_no_token(made, monkeypatch, {})
-    with pytest.raises((AssertionError, CheckpointError, ConfigError)):
+    with pytest.raises((AssertionError, CheckpointError, ConfigError, RuntimeError)):
         test_drafts_are_those_of_transformers_and_change_no_token(made, monkeypatch, {})

@@ -39,20 +39,31 @@ class Machine:
     seed: int = 0
     noise: float = 0.0
     pauses: float = 0.0  # how often something else has the processor for up to 4 plain steps
+    lag: float = 0.0  # seconds of a token that the proposer has not computed when a row has drafts
     clock: float = 0.0
     habits: dict[str, Habit] = field(default_factory=dict)
     steps: list[tuple[StepRecord, float, int]] = field(default_factory=list)  # seconds, tokens
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
+        self.known: dict[int, int] = {}  # tokens that the proposer has computed, by sequence
         config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048)
         self.scheduler = Scheduler(config, BlockManager(40000, 16, None, 0), drafts=self.drafts)
 
-    def add(self, name: str, habit: Habit, max_tokens: int = 4000) -> None:
+    def add(self, name: str, habit: Habit, max_tokens: int = 4000, prompt: int = 3) -> None:
         """A request whose prompt is computed at once."""
         self.habits[name] = habit
-        params = SamplingParams(max_tokens=max_tokens)
-        self.scheduler.add(Request(name, (1, 2, 3), params, max_tokens, arrival=self.clock))
+        params, ids = SamplingParams(max_tokens=max_tokens), (1,) * prompt
+        self.scheduler.add(Request(name, ids, params, max_tokens, arrival=self.clock))
+
+    def serve(self, count: int, batch: int, habit: Habit, **sizes: int) -> float:
+        """So many requests, `batch` at a time; returns tokens per second."""
+        before, start = len(self.steps), self.clock
+        for number in range(count):
+            self.add(f"{start}, {number}", habit, **sizes)
+            while self.scheduler.has_work and (number + 1) % batch == 0:
+                self.step()
+        return sum(tokens for *_, tokens in self.steps[before:]) / (self.clock - start)
 
     def run(self, count: int) -> None:
         """So many steps."""
@@ -67,15 +78,18 @@ class Machine:
         record.started = record.planned = started
         sampled: dict[int, list[int | None]] = {}
         num_drafted: dict[int, int] = {}
-        tokens = 0
+        tokens = missing = 0
         for row in plan.rows:
             drafted, accepted = self._verify(row)
+            if row.num_logits > 1:
+                missing += row.start - self.known.get(row.seq_id, 0)
+                self.known[row.seq_id] = row.start
             tokens += row.num_tokens if row.num_logits < 2 else 1 + drafted
             if drafted:
                 num_drafted[row.seq_id] = drafted
             sampled[row.seq_id] = [7] * (1 + accepted)
         asked = any(row.num_logits > 1 for row in plan.rows)
-        seconds = self.step_time(len(plan.rows), tokens, asked)
+        seconds = self.step_time(len(plan.rows), tokens, asked) + self.lag * missing
         if self.noise:
             seconds *= 1 + self.random.expovariate(1 / self.noise)
         if self.random.random() < self.pauses:

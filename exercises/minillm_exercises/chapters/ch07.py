@@ -12,17 +12,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-import torch
-
-from minillm import LLM, SamplingParams, ops
+from minillm import LLM, SamplingParams
 from minillm.api.outputs import RequestOutput
 from minillm.lab.simulation import Simulation
 from minillm.models.forward_pass import Chunk
-from minillm.ops import cpu
-from minillm.ops.batch import Batch, Pages
+from minillm.ops.batch import Batch
 from minillm_exercises.chapters.common import chosen
 from minillm_exercises.chapters.common import show_table as show_table
-from minillm_exercises.counting import counting
 from minillm_exercises.errors import ExerciseError
 
 CAP = 2048
@@ -290,26 +286,6 @@ def _filled(size: int, sequences: int, length: int, longest: int) -> LLM:
         llm.engine.add(llm.engine.make_request(f"{name}", None, [name + 1] * length, params))
     llm.engine.step()
     return llm
-
-
-def copied(size: int, length: int = 320) -> int:
-    """Bytes of keys that attention of one decode token copies on this CPU, with a sequence of
-    `length` tokens in blocks of `size` slots. The C function reads blocks in place; what the torch
-    function copies is counted."""
-    blocks, heads, width = -(-length // size), 2, 64
-    pages = Pages(torch.ones(blocks, heads, size, width), torch.ones(blocks, heads, size, width))
-    batch = Batch(
-        torch.zeros(1, dtype=torch.long), torch.tensor([length - 1]), torch.tensor([length - 1]),
-        torch.tensor([0, 1], dtype=torch.int32), torch.tensor([length], dtype=torch.int32),
-        torch.arange(blocks)[None], torch.zeros(1, dtype=torch.long), max_query_len=1,
-    )  # fmt: skip
-    query = torch.ones(1, 2 * heads, width)
-    if cpu.takes_attention(query, pages.key, pages.value):
-        return 0
-    with torch.inference_mode(), counting() as counts:
-        ops.paged_attention(query, pages, batch, width**-0.5)
-    whole = length * heads * width
-    return 4 * counts.max_new if counts.max_new >= whole else 0
 
 
 def holders(simulation: Simulation) -> list[dict[int, list[int]]]:

@@ -144,29 +144,6 @@ def draw_steps(models: Mapping[str, ModelConfig], gpu: Hardware, tokens: Sequenc
     )
 
 
-def draw_balance(found: Mapping[str, Mapping[int, float]], gpus: int) -> None:
-    """Draw the balance (mean over largest number of rows of a GPU) against the tokens of a step."""
-    fig, ax = figure(
-        "tokens in a step (logarithmic)", "mean rows of a GPU / largest", size=(7.6, 4.4)
-    )
-    for number, (name, values) in enumerate(found.items()):
-        ax.plot(list(values), list(values.values()), label=name, **series(number))
-    tokens = list(next(iter(found.values())))
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(tokens, [f"{each:,}" for each in tokens])
-    bound(ax, tokens, [1.0] * len(tokens), "all GPUs have equally many rows", "above", at=0.0)
-    ax.set_ylim(0, 1.15)
-    fig.legend(loc="outside lower center", ncols=2, fontsize=9)
-    last = tokens[-1]
-    ranked = sorted(found, key=lambda name: found[name][last])
-    told = " and ".join(f"{found[name][last]:.2f} for '{name}'" for name in (ranked[0], ranked[-1]))
-    show(
-        fig,
-        f"Simulated balance of {gpus} GPUs, the mean number of rows divided by the largest: at "
-        f"{last:,} tokens it lies between {told}.",
-    )
-
-
 def draw_loads(rows: Mapping[str, Sequence[int]]) -> None:
     """Draw the rows of every GPU in one step, the GPUs with the most first, one panel per way."""
     fig, axes = figure("GPUs, the busiest first", "rows in a step", cols=len(rows), size=(9.6, 3.3))

@@ -123,3 +123,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         expert_placement.show(balances, terminal)
 
     return finish(found, args, terminal, show)
+
+
+if __name__ == "__main__":
+    raise SystemExit("This is no program; run 'minillm bench parallel'.")

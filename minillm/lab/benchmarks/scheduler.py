@@ -249,3 +249,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
             terminal.table(["", "size", "microseconds", "per item", "growth"], table(series))
 
     return finish(found, args, terminal, show)
+
+
+if __name__ == "__main__":
+    raise SystemExit("This is no program; run 'minillm bench scheduler'.")

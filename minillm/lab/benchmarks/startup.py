@@ -156,3 +156,7 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
         )
     for line in [*found["statement"], *found["left_out"].values()]:
         terminal.paragraph(line)
+
+
+if __name__ == "__main__":
+    raise SystemExit("This is no program; run 'minillm bench startup'.")

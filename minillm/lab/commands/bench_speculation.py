@@ -52,8 +52,8 @@ def work_of(args: Namespace) -> SpeculationWork:
 def real_variants(
     draft: str | None, vocab_size: int, heads: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Mapping[str, Any] | None]:
-    """Plain decoding, n-grams, suffixes, a draft model, draft heads (as a chain and as a tree), an
-    EAGLE layer, and random drafts (the worst case).
+    """Plain decoding, n-grams, suffixes, a draft model, draft heads and an EAGLE layer (each as a
+    chain and as a tree), and random drafts (the worst case).
 
     Repeats have the same prompts, so suffixes of earlier outputs are a variant of its own."""
     variants: dict[str, Mapping[str, Any] | None] = {PLAIN: None}
@@ -66,10 +66,9 @@ def real_variants(
         for method, name in heads.items():
             own = {"method": method, "model": name, "num_speculative_tokens": number}
             variants[f"{name} {number}"] = own
-            if method == "medusa":
-                nodes = number if number == "auto" else NUM_NODES
-                tree = {"tree": "auto", "num_speculative_tokens": nodes}
-                variants[f"{name}, tree {nodes}"] = own | tree
+            nodes = number if number == "auto" else NUM_NODES
+            tree = {"tree": "auto", "num_speculative_tokens": nodes}
+            variants[f"{name}, tree {nodes}"] = own | tree
     variants["suffix auto, seen before"] = {"method": "suffix", "num_speculative_tokens": "auto"}
     wrong = RandomDrafts(vocab_size)
     variants["random auto"] = {"method": wrong, "num_speculative_tokens": "auto"}

@@ -21,10 +21,10 @@ from minillm.lab.training.heads import LATER, HeadRecipe, Task, autocast
 from minillm.lab.training.own_text import PART, PROMPT, TEMPERATURES
 from minillm.lab.training.ranks import RANKS
 from minillm.lab.training.trainer import rows_batch
+from minillm.models.decoder import tensors_of
 from minillm.ops.batch import Batch
 from minillm.ops.sampling import Pack
 from minillm.speculative.eagle import EagleLayer, run_layers
-from minillm.speculative.heads import tensors_of
 from minillm.speculative.trees import ranked
 
 RECIPE = HeadRecipe("eagle", num_heads=0, lr=2e-3)

@@ -28,10 +28,10 @@ from minillm.lab.training.own_text import PROMPT, TEMPERATURES, own_text
 from minillm.lab.training.ranks import rank_accuracy
 from minillm.lab.training.trainer import CHECKPOINT, load_state, rows_batch, save_state
 from minillm.models.checkpoint import WEIGHTS, open_model
-from minillm.models.decoder import Decoder
+from minillm.models.decoder import Decoder, tensors_of
 from minillm.models.loader import load_model
 from minillm.plan.machine import cpu_has_bf16, cpu_name
-from minillm.speculative.heads import HEADS_FILE, base_hash, tensors_of
+from minillm.speculative.heads import HEADS_FILE, base_hash
 from minillm.speculative.medusa import MedusaHeads
 
 COMPILED_FROM, EVERY = 300, 100  # steps; those between two checkpoints

@@ -74,6 +74,14 @@ static int64_t mlp_half(const layer *l, const shape *s, const step *now) {
     return product_of(now->narrow, l->down, l->down_bias, now->x, n, inner, hidden, 0);
 }
 
+/* Copy the residual stream to the slots of `pages`. */
+static void store_tap(element *pages, const shape *s, const step *now) {
+    for (int64_t row = 0; row < now->n && row < now->num_slots; row++)
+        if (now->slots[row] >= 0)
+            memcpy(pages + now->slots[row] * now->tap_stride, now->residual + row * s->hidden,
+                   (size_t)s->hidden * sizeof(element));
+}
+
 /* Run `halves` of layers `first` to `last` - 1 on x [n, hidden]. Afterwards `x` is the output of
  * the last half and `residual` the residual stream without it. Returns 0 or an error: 1 and 2 as in
  * decode_attention, 3 if a slot is outside the cache. */
@@ -83,6 +91,7 @@ int64_t run_layers(const layer *layers, int64_t first, int64_t last, int64_t hal
         if (halves & ATTENTION) {
             int64_t status = attention_half(&layers[i], s, now, i == 0);
             if (status) return status;
+            if (now->taps && now->taps[i]) store_tap(now->taps[i], s, now);
         }
         if (halves & MLP && mlp_half(&layers[i], s, now)) return 1;
     }

@@ -49,6 +49,8 @@ typedef struct {
     element *wide;               /* [n, (heads + 2 kv_heads) x head_dim] */
     element *narrow, *attended;  /* [n, max(heads x head_dim, intermediate)] each */
     char *memory;                /* for MLA and experts */
+    element *const *taps;        /* pages for the states after i layers, NULL entries; NULL */
+    int64_t tap_stride;          /* from one slot of these pages to the next */
 } step;
 
 void rms_norm(const element *, int64_t, const element *, element *, int64_t, int64_t, float);

@@ -2,6 +2,7 @@
 engines that are made up."""
 
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from minillm.lab.benchmarks.compare import Work, cost_of, options, result, state
 from minillm.lab.benchmarks.compare_table import remarks, table
 from minillm.lab.benchmarks.contest import Case, Run, Score
 from minillm.lab.benchmarks.engine_process import EngineFailedError
+from minillm.lab.commands.bench_options import BENCHMARKS
+from minillm.lab.commands.bench_options import OWN as FOLDER
 from minillm.lab.hardware import Hardware
 from minillm.models.families import parse_config
 from minillm.models.presets import PRESETS, preset
@@ -365,3 +368,11 @@ def test_a_written_checkpoint_loads_here_and_in_transformers(tmp_path, monkeypat
     for _ in range(6):
         ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), 1)
     assert ids[0, 8:].tolist() == output.outputs[0].token_ids
+
+
+def test_a_benchmark_that_is_run_as_a_file_names_its_command():
+    own = {name: one.module for name, one in BENCHMARKS.items() if one.module.startswith(FOLDER)}
+    assert len(own) > 2
+    for name, module in own.items():
+        with pytest.raises(SystemExit, match=f"'minillm bench {name}'"):
+            runpy.run_path(str(ROOT / f"{module.replace('.', '/')}.py"), run_name="__main__")

@@ -1,8 +1,9 @@
 """Writes a tiny Hugging Face checkpoint as GGUF with the `gguf` package: its writer, its table of
 tensor names and its quantisers. The metadata are those of llama.cpp's convert_hf_to_gguf.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -58,6 +59,35 @@ def export(
             writer.add_tensor(full, small_blocks(own, array.shape), raw_dtype=own)
         else:
             writer.add_tensor(full, gguf.quants.quantize(array, own), raw_dtype=own)
+    return finished(writer, path)
+
+
+def copied(
+    path: Path,
+    to: Path,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    more: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> Path:
+    """Write a file anew, its tensors in float32 and `more` of them, with other metadata; None
+    leaves a field out."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(to, str(reader.fields["general.architecture"].contents()))
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key not in {"general.architecture", *changes}:
+            writer.add_key_value(key, field.contents(), field.types[0])
+    adders = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+    for key, value in changes.items():
+        if value is not None:
+            adders[type(value)](key, value)
+    plain = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+             for tensor in reader.tensors}  # fmt: skip
+    for name, array in (plain | dict(more)).items():
+        writer.add_tensor(name, array)
+    return finished(writer, to)
+
+
+def finished(writer: gguf.GGUFWriter, path: Path) -> Path:
+    """Write all that was added."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

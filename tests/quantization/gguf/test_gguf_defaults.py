@@ -22,7 +22,7 @@ from minillm.text.gguf_splits import SPLITS
 from minillm.text.tokenizer import Tokenizer
 from tests.models.parity import whole
 from tests.models.tiny import CASES, prompt
-from tests.quantization.gguf.export import export
+from tests.quantization.gguf.export import copied, export
 
 LLAMA3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "a", "b", "ab"]
 
@@ -149,24 +149,8 @@ def plain(tmp_path_factory):
 
 def changed(plain, path, changes, factors=None):
     """A copy with other metadata; None leaves a field out."""
-    reader, writer = gguf.GGUFReader(plain), gguf.GGUFWriter(path, "llama")
     changes = {f"llama.{name}": value for name, value in changes.items()}
-    for key, field in reader.fields.items():
-        if not key.startswith("GGUF.") and key not in {"general.architecture", *changes}:
-            writer.add_key_value(key, field.contents(), field.types[0])
-    adders = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
-    for key, value in changes.items():
-        if value is not None:
-            adders[type(value)](key, value)
-    for each in reader.tensors:
-        writer.add_tensor(each.name, np.array(each.data))
-    if factors is not None:
-        writer.add_tensor("rope_freqs.weight", factors)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return copied(plain, path, changes, {} if factors is None else {"rope_freqs.weight": factors})
 
 
 def logits(path):
