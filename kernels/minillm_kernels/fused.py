@@ -35,6 +35,7 @@ from minillm_kernels.launch import (
     INTEGERS,
     INTERPRETED,
     KernelError,
+    cdiv,
     check_contiguous,
     check_device,
     check_dtype,
@@ -262,7 +263,7 @@ def _launch_norm(
             *tensors, eps, inner, *strides, SIZE=size, BLOCK=tile.block, num_warps=tile.num_warps
         )
         return
-    _rms_norm[(triton.cdiv(num_rows, tile.rows),)](
+    _rms_norm[(cdiv(num_rows, tile.rows),)](
         *(*tensors, eps, num_rows, inner, *strides),
         SIZE=size,
         ROWS=tile.rows,
@@ -318,9 +319,9 @@ def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
         return out
     rows, out_rows = _as_matrix("gate_up", gate_up), _as_matrix("out", out)
     tile = columns_tile(size)
-    grid = (triton.cdiv(len(rows), tile.rows) * triton.cdiv(size, tile.block),)
+    grid = (cdiv(rows.shape[0], tile.rows) * cdiv(size, tile.block),)
     _silu_mul[grid](
-        *(rows, out_rows, len(rows), rows.stride(0), out_rows.stride(0)),
+        *(rows, out_rows, rows.shape[0], rows.stride(0), out_rows.stride(0)),
         SIZE=size,
         ROWS=tile.rows,
         BLOCK=tile.block,
@@ -370,7 +371,7 @@ def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -
     if DEBUG:
         _check_ids(token_ids, num_rows)
     tile = columns_tile(size)
-    grid = (triton.cdiv(len(token_ids), tile.rows) * triton.cdiv(size, tile.block),)
+    grid = (cdiv(len(token_ids), tile.rows) * cdiv(size, tile.block),)
     _embedding[grid](
         *(token_ids, weight, out, len(token_ids), num_rows, weight.stride(0), out.stride(0)),
         SIZE=size,

@@ -21,6 +21,7 @@ __all__ = [
     "TensorDescriptor",
     "TritonMissingError",
     "arch",
+    "cdiv",
     "check_block_tables",
     "check_contiguous",
     "check_device",
@@ -77,9 +78,17 @@ def arch() -> int:
     """Compute capability that the next launch is compiled for (80, 90, 100); 0 if interpreted."""
     if INTERPRETED:
         return 0
+    driver = triton.runtime.driver.active
+    return _arch_of(type(driver).__name__, driver.get_current_device())
+
+
+@cache
+def _arch_of(driver: str, device: int) -> int:
+    # Asking takes microseconds, and each launch needs it. A device of `offline` is its arch.
     return int(triton.runtime.driver.active.get_current_target().arch)
 
 
+@cache
 def num_multiprocessors(device: torch.device) -> int:
     """Number of multiprocessors of the GPU; that of an H200 without a GPU (compiling only)."""
     if device.type != "cuda":
@@ -110,12 +119,12 @@ def compiled() -> Iterator[list[str]]:
 def check_device(**tensors: Tensor | None) -> torch.device:
     """Check that all tensors are on the current CUDA device and that it is supported (or on the CPU
     if interpreted); returns the device."""
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    devices = {name: tensor.device for name, tensor in given.items()}
-    name, device = next(iter(devices.items()))
-    for other, found in devices.items():
-        if found != device:
-            raise KernelError(f"{name} is on {device} and {other} on {found}; move one of them.")
+    name, device = next((name, each.device) for name, each in tensors.items() if each is not None)
+    for other, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise KernelError(
+                f"{name} is on {device} and {other} on {tensor.device}; move one of them."
+            )
     if INTERPRETED:
         if device.type != "cpu":
             raise KernelError(f"{name} is on {device}; interpreted kernels need CPU tensors.")
@@ -125,18 +134,23 @@ def check_device(**tensors: Tensor | None) -> torch.device:
             "minillm_kernels.reference there, or set TRITON_INTERPRET=1 before the import."
         )
     elif device.type == "cuda" and torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability(device)
-        if 10 * major + minor < OLDEST:
-            raise KernelError(
-                f"{name} is on {device} with compute capability {major}.{minor}; these kernels "
-                "need 8.0 (Ampere) or newer. Use minillm_kernels.reference there."
-            )
+        _check_capability(name, device)
         if device.index != torch.cuda.current_device():  # Triton launches on the current device
             raise KernelError(
                 f"{name} is on {device} and the current device is cuda:"
                 f"{torch.cuda.current_device()}; launch inside torch.cuda.device({device.index})."
             )
     return device
+
+
+@cache
+def _check_capability(name: str, device: torch.device) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if 10 * major + minor < OLDEST:
+        raise KernelError(
+            f"{name} is on {device} with compute capability {major}.{minor}; these kernels "
+            "need 8.0 (Ampere) or newer. Use minillm_kernels.reference there."
+        )
 
 
 def check_dtype(allowed: Sequence[torch.dtype], **tensors: Tensor | None) -> None:
@@ -149,6 +163,9 @@ def check_dtype(allowed: Sequence[torch.dtype], **tensors: Tensor | None) -> Non
 
 def check_same_dtype(**tensors: Tensor | None) -> torch.dtype:
     """Check that all tensors have the same floating-point dtype; returns it."""
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor is not None}
+    if len(dtypes) == 1 and (dtype := dtypes.pop()) in FLOATS:
+        return dtype
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     check_dtype(FLOATS, **given)
     (name, first), *rest = given.items()
@@ -164,8 +181,9 @@ def check_shape(name: str, tensor: Tensor, *shape: int | str) -> None:
     """Check the shape of a tensor; a string stands for any size."""
     sizes = tensor.shape
     fits = len(sizes) == len(shape)
-    for want, size in zip(shape, sizes, strict=False):  # a generator would take twice as long
-        fits = fits and (want == size or isinstance(want, str))
+    for want, size in zip(shape, sizes):  # noqa: B905  # a generator would take twice as long
+        if want != size and not isinstance(want, str):
+            fits = False
     if not fits:
         wanted = ", ".join(map(str, shape))
         raise KernelError(f"{name} is {list(sizes)}; it must be [{wanted}].")
@@ -174,7 +192,7 @@ def check_shape(name: str, tensor: Tensor, *shape: int | str) -> None:
 def check_last_contiguous(**tensors: Tensor | None) -> None:
     """Check that the last dimension is contiguous; the other strides may be anything."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise KernelError(
                 f"{name} has strides {tensor.stride()}; its last dimension must be contiguous "
                 f"(stride 1): call {name}.contiguous()."
@@ -220,6 +238,11 @@ def output(out: Tensor | None, shape: Sequence[int], like: Tensor, name: str = "
             f"{name} is {out.dtype} on {out.device}; it must be {like.dtype} on {like.device}."
         )
     return out
+
+
+def cdiv(size: int, block: int) -> int:
+    """The quotient rounded up, as `triton.cdiv`, which takes microseconds on the host."""
+    return -(-size // block)
 
 
 def padded(size: int, least: int = 16) -> int:

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minillm_kernels.launch import arch, check_device, output, padded, tl, triton
+from minillm_kernels.launch import arch, cdiv, check_device, output, padded, tl, triton
 from minillm_kernels.moe_config import Config, Tile, check_arguments, choose_config, operand
 from minillm_kernels.moe_plan import check_ids, existing_expert, make_plan
 
@@ -101,7 +101,7 @@ def _run_sorted(call: _Call) -> None:
     described = weight is not call.down
     # With one choice per token the contribution is the result.
     contributions = out if top_k == 1 else call.x.new_empty(num_tokens * top_k, d)
-    _down_kernel[(num_blocks * triton.cdiv(d, tile.n),)](
+    _down_kernel[(num_blocks * cdiv(d, tile.n),)](
         operand(hidden, config.block_m, tile.k, config) if described else hidden,
         weight,
         call.weights,
@@ -116,7 +116,7 @@ def _run_sorted(call: _Call) -> None:
     )
     if top_k > 1:
         block = min(1024, padded(d))
-        grid = num_tokens, triton.cdiv(d, block)
+        grid = num_tokens, cdiv(d, block)
         _sum_kernel[grid](contributions, out, out.stride(0), d, TOP_K=top_k, BLOCK=block)
 
 
@@ -127,7 +127,7 @@ def _run_direct(call: _Call) -> None:
     hidden = call.x.new_empty(num_tokens * top_k, intermediate)
     _launch_gate_up(call, hidden, None, None)
     weight = operand(call.down, tile.n, tile.k, config)
-    _down_of_token_kernel[(triton.cdiv(d, tile.n), num_tokens)](
+    _down_of_token_kernel[(cdiv(d, tile.n), num_tokens)](
         hidden,
         weight,
         call.weights,
@@ -150,7 +150,7 @@ def _launch_gate_up(
     config, tile, intermediate = call.config, call.config.gate_up, hidden.shape[1]
     num_blocks = call.ids.numel() if expert_of_block is None else len(expert_of_block)
     weight = operand(call.gate_up, tile.n, tile.k, config)
-    _gate_up_kernel[(num_blocks * triton.cdiv(intermediate, tile.n),)](
+    _gate_up_kernel[(num_blocks * cdiv(intermediate, tile.n),)](
         call.x,
         weight,
         hidden,

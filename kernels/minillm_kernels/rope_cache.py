@@ -28,6 +28,7 @@ from minillm_kernels.launch import (
     INTEGERS,
     INTERPRETED,
     KernelError,
+    cdiv,
     check_contiguous,
     check_device,
     check_dtype,
@@ -165,7 +166,7 @@ def rotate(
         return out
     num_rows, rows = num_tokens * num_heads, rows_of_program(dim)
     strides = (*x.stride()[:2], cos.stride(0), sin.stride(0), *out.stride()[:2])
-    _rotate[(triton.cdiv(num_rows, rows),)](
+    _rotate[(cdiv(num_rows, rows),)](
         *(x, cos, sin, out, num_rows, num_heads, *strides),
         DIM=dim,
         HALF=padded(dim) // 2,
@@ -232,7 +233,7 @@ def write_cache(
     rows = rows_of_program(block)
     value_strides = (0, 0) if value is None else value.stride()[:2]
     strides = (*key.stride()[:2], *value_strides, *k_cache.stride()[:3], *v_cache.stride()[:3])
-    _write_cache[(triton.cdiv(num_rows, rows),)](
+    _write_cache[(cdiv(num_rows, rows),)](
         *(key, value, k_cache, v_cache, slot_mapping),
         *(num_rows, len(slot_mapping), len(k_cache), *strides),
         NUM_HEADS=num_heads,
@@ -366,12 +367,12 @@ def norm_rope_write(
     if not num_tokens:
         return out
     rows = rows_of_program(dim)
-    programs = triton.cdiv(num_tokens * num_heads, rows)
-    programs += 2 * triton.cdiv(num_tokens * num_kv_heads, rows)
+    programs = cdiv(num_tokens * num_heads, rows)
+    programs += 2 * cdiv(num_tokens * num_kv_heads, rows)
     strides = (*qkv.stride()[:2], cos.stride(0), sin.stride(0), *out.stride()[:2])
     _norm_rope_write[(programs,)](
         *(qkv, q_weight, k_weight, cos, sin, slot_mapping, out, k_cache, v_cache),
-        *(eps, num_tokens, len(slot_mapping), len(k_cache)),
+        *(eps, num_tokens, slot_mapping.shape[0], k_cache.shape[0]),
         *(*strides, *k_cache.stride()[:3], *v_cache.stride()[:3]),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,

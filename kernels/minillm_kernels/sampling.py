@@ -1,4 +1,4 @@
-"""Sampling on the GPU: argmax, sampling with Gumbel noise, top-k and top-p.
+"""Sampling on the GPU: argmax or sampling with Gumbel noise, top-k and top-p.
 
 `argmax(logits / temperature + Gumbel noise)` is a sample of `softmax(logits / temperature)`
 (Gumbel, 1954). It needs no sums, and blocks of the vocabulary are independent. The noise is a
@@ -7,10 +7,9 @@ is added and never stored.
 
 A single row of 152,000 logits must fill the GPU, so a program processes one block of one row::
 
-    argmax          best of every block, then a small launch for the best of the blocks
     gumbel_argmax   best of every block (the division by the temperature needs the row's best to
                     round as torch does), then the noisy best of every block; the last program of a
-                    row to finish compares the row's blocks
+                    row to finish compares the row's blocks. Greedy rows have no noise
     truncate        best of every block, the row's cut (`truncation.py`), then the result
     sample          best of every block, the cut if any row has one, then the sample
 
@@ -19,12 +18,12 @@ blocks, other rows or the order of programs.
 
 Shapes: `logits` [K, V], float32, float16 or bfloat16, any row stride -> int64 [K].
 
-Memory: b K V bytes with logits of b bytes, read once (argmax) or twice, the second time from the L2
-cache; nothing of that size is written. Operations: comparisons for argmax. Sampling adds about 25
-integer operations per token for a quarter of a Philox block, and two logarithms in float64, about
-60 operations on the float64 units, which have half the rate of float32 on an A100 or H100 and a
-32nd or less on other GPUs. At K = 1 latency dominates (two launches, 300 to 600 kB); from about
-K = 8 argmax is memory-bound and sampling is bound by the logarithms. Blocks that truncation
+Memory: b K V bytes with logits of b bytes, read twice, the second time from the L2 cache; nothing
+of that size is written. Operations: comparisons for greedy rows. Sampling adds about 25 integer
+operations per token for a quarter of a Philox block, and two logarithms in float64, about 60
+operations on the float64 units, which have half the rate of float32 on an A100 or H100 and a 32nd
+or less on other GPUs. At K = 1 latency dominates (two launches, 300 to 600 kB); from about K = 8
+greedy rows are memory-bound and sampling is bound by the logarithms. Blocks that truncation
 excludes skip them.
 
 A row with NaN, or whose largest logit is infinite, gets an arbitrary token of the vocabulary and
@@ -52,15 +51,17 @@ from minillm_kernels.truncation import (
     best_of_row,
     cut_off,
     find_cuts,
+    nan_if_any,
     pick_config,
     scale,
     scaling,
 )
 
-__all__ = ["Config", "argmax", "gumbel_argmax", "pick_config", "sample", "truncate"]
+__all__ = ["Config", "gumbel_argmax", "pick_config", "sample", "truncate"]
 
 PER_ROW = (
-    "temperature_ptr", "min_p_ptr", "seed_ptr", "sample_index_ptr", "position_ptr", "out_ptr",
+    "temperature_ptr", "min_p_ptr", "seed_ptr", "sample_index_ptr", "position_ptr",
+    "out_ptr", "best_ptr",
 )  # fmt: skip
 SMALLEST = tl.constexpr(2.0**-32)  # spacing of uniform numbers near 0
 LARGEST = tl.constexpr(1.0 - 2.0**-24)  # largest uniform number, the float32 before 1
@@ -102,14 +103,14 @@ def best_of(scores, ids, size):
 def _best_of_block(
     logits_ptr, values_ptr, ids_ptr, arrivals_ptr, row_stride, size, BLOCK: tl.constexpr
 ):
-    """Program (row, block): its best logit and that token's id."""
+    """Program (row, block): its best logit, NaN if it has one, and that token's id."""
     row, block = tl.program_id(0), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     logits = tl.load(row_ptr + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
     best, first = best_of(logits, ids, size)
     place = row * tl.num_programs(1) + block
-    tl.store(values_ptr + place, best)
+    tl.store(values_ptr + place, nan_if_any(best, logits))
     tl.store(ids_ptr + place, first)
     if arrivals_ptr is not None:
         tl.store(arrivals_ptr + row, 0, mask=block == 0)
@@ -133,9 +134,6 @@ def best_of_blocks(
     return values, ids
 
 
-# ---- argmax -----------------------------------------------------------------------------------
-
-
 @triton.jit
 def best_of_parts(values_ptr, ids_ptr, row, num_blocks, size, BLOCKS: tl.constexpr):
     """The token of the best block; blocks are in the order of ids. Bypasses the L1 cache."""
@@ -147,37 +145,6 @@ def best_of_parts(values_ptr, ids_ptr, row, num_blocks, size, BLOCKS: tl.constex
     ids = tl.load(ids_ptr + places, mask=blocks < num_blocks, other=size, cache_modifier=".cg")
     _, first = best_of(values, ids, size)
     return first
-
-
-@triton.jit
-def _choose(values_ptr, ids_ptr, out_ptr, num_blocks, size, BLOCKS: tl.constexpr):
-    """Program (row): the best of its blocks."""
-    row = tl.program_id(0)
-    token = best_of_parts(values_ptr, ids_ptr, row, num_blocks, size, BLOCKS)
-    tl.store(out_ptr + row, token.to(tl.int64))
-
-
-def argmax(logits: Tensor, *, out: Tensor | None = None, config: Config | None = None) -> Tensor:
-    """`reference.argmax`: the most probable token of each row; ties go to the smallest id.
-
-    Args:
-        logits: [K, V], float32, float16 or bfloat16, any row stride.
-        out: int64 [K] to write to.
-
-    Returns:
-        int64 [K].
-    """
-    check_device(logits=logits)
-    num_rows, vocab_size = check_logits(logits)
-    out = _tokens(out, logits)
-    if num_rows == 0:
-        return out
-    values, ids = best_of_blocks(logits, config or pick_config(num_rows, vocab_size))
-    num_blocks = values.shape[1]
-    _choose[(num_rows,)](
-        values, ids, out, num_blocks, vocab_size, BLOCKS=padded(num_blocks), num_warps=1
-    )
-    return out
 
 
 def _tokens(out: Tensor | None, logits: Tensor) -> Tensor:
@@ -216,10 +183,11 @@ def noise(seed, sample_index, position, purpose, first, BLOCK: tl.constexpr):
 def _draw(
     logits_ptr, values_ptr, temperature_ptr, min_p_ptr, cuts_ptr,
     seed_ptr, sample_index_ptr, position_ptr, purpose,
-    scores_ptr, ids_ptr, arrivals_ptr, out_ptr, row_stride, size, num_blocks,
+    scores_ptr, ids_ptr, arrivals_ptr, out_ptr, best_ptr, row_stride, size, num_blocks,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block): the block's noisy best; the last program of a row writes the token."""
+    """Program (row, block): the block's noisy best; the last program of a row writes the token,
+    and the row's best logit if it is asked for."""
     row, block = tl.program_id(0), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
@@ -242,6 +210,8 @@ def _draw(
     if tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel", scope="gpu") == num_blocks - 1:
         token = best_of_parts(scores_ptr, ids_ptr, row, num_blocks, size, BLOCKS)
         tl.store(out_ptr + row, token.to(tl.int64))
+        if best_ptr is not None:
+            tl.store(best_ptr + row, best_of_row(values_ptr, row, num_blocks, BLOCKS))
 
 
 def gumbel_argmax(
@@ -287,12 +257,14 @@ def sample(
     purpose: int = Purpose.SAMPLE,
     *,
     out: Tensor | None = None,
+    best: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """Temperature, min-p, top-k, top-p and sampling, in this order, in two or three launches.
 
     `top_k` int32 [K] and `top_p` float32 [K] as in `truncate`, both None if no row uses them (one
     launch less); the other arguments as in `gumbel_argmax`. Rows with temperature 0 are greedy.
+    `best` float32 [K] gets the largest logit of each row, NaN if it has one.
     """
     check_device(
         logits=logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
@@ -301,6 +273,8 @@ def sample(
     num_rows, vocab_size = check_logits(logits)
     check_per_row(num_rows, torch.float32, temperature=temperature, min_p=min_p)
     check_per_row(num_rows, torch.int64, seed=seed, sample_index=sample_index, position=position)
+    if best is not None:
+        check_per_row(num_rows, torch.float32, best=best)
     if (top_k is None) != (top_p is None):
         raise KernelError("only one of top_k and top_p is given; give both, or None for both.")
     out = _tokens(out, logits)
@@ -316,7 +290,7 @@ def sample(
     num_blocks = values.shape[1]
     _draw[(num_rows, num_blocks)](
         logits, values, temperature, min_p, cuts, seed, sample_index, position,
-        int(Purpose(purpose)), torch.empty_like(values), ids, arrivals, out,
+        int(Purpose(purpose)), torch.empty_like(values), ids, arrivals, out, best,
         logits.stride(0), vocab_size, num_blocks,
         BLOCKS=padded(num_blocks), BLOCK=config.block, num_warps=config.num_warps,
     )  # fmt: skip

@@ -81,13 +81,19 @@ def pick_config(num_rows: int, vocab_size: int) -> Config:
 
 
 @triton.jit
+def nan_if_any(best, values):
+    """The best of some values; NaN if one of them is, which a maximum leaves out."""
+    return tl.where(tl.max((values != values).to(tl.int32), axis=0) > 0, float("nan"), best)
+
+
+@triton.jit
 def best_of_row(values_ptr, row, num_blocks, BLOCKS: tl.constexpr):
-    """The row's best logit, from the best of each block."""
+    """The row's best logit, from the best of each block; NaN if it has one."""
     blocks = tl.arange(0, BLOCKS)
     values = tl.load(
         values_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf")
     )
-    return tl.max(values, axis=0)
+    return nan_if_any(tl.max(values, axis=0), values)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from minillm.cache.spec import cache_spec
 from minillm.config import ModelConfig
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.execution.executor import Capacity, Executor
+from minillm.execution.graphs import has_graphs
 from minillm.execution.setup import build_executor, packs, records
 from minillm.models.all_layers import sizes_fit
 from minillm.models.checkpoint import ModelSource
@@ -26,6 +27,7 @@ from minillm.ops import backend_of, cpu, has_int8_kernels
 from minillm.parallel.split import largest_part
 from minillm.plan import machine
 from minillm.plan.cost import MemoryPlan, memory_plan, with_cache
+from minillm.plan.parameters import parameter_count
 from minillm.plan.weight_sizes import WeightSizes
 from minillm.scheduling.config import scheduler_config
 from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
@@ -132,6 +134,8 @@ def plan_memory(
     limits = scheduler_config(args)
     padding = PASS_ROWS if args.deterministic else 0  # a batch is padded to whole tiles
     speculation, copies = speculation_of(args), packs(args, device)
+    # Our kernels have routers in float32.
+    wide = has_graphs(device) * parameter_count(config).router * (4 - DTYPES[dtype].itemsize)
     weights, draft_weights = sizes_of_weights(args, source, DTYPES[dtype], device, draft)
     plan = memory_plan(
         largest_part(
@@ -149,7 +153,7 @@ def plan_memory(
         max_num_seqs=limits.max_num_seqs + padding,
         block_size=args.block_size or (CPU_BLOCK_SIZE if device.type == "cpu" else GPU_BLOCK_SIZE),
         gpu_memory_utilization=args.gpu_memory_utilization,
-        copied_weight_bytes=copied_weight_bytes(config, DTYPES[dtype]) if copies else 0,
+        copied_weight_bytes=copied_weight_bytes(config, DTYPES[dtype]) if copies else wide,
         cuda_graphs=records(args, device),
         num_drafts=0 if speculation is None else speculation.most,
         weights=weights,

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from minillm.execution.flight import StepResult
-from minillm.execution.runner import Runner
+from minillm.execution.runner import Group, Runner
 from minillm.scheduling.plan import Row
 from minillm.speculative.features import Features
 
@@ -26,9 +26,10 @@ class FeatureRunner(Runner):
         self.features.states.index_copy_(0, batch.slot_mapping, hidden)
         return hidden
 
-    def _replay(self, rows: Sequence[Row], result: StepResult) -> Tensor | None:
-        hidden = super()._replay(rows, result)
-        if hidden is not None:
+    def _replay(self, rows: Sequence[Row], result: StepResult) -> Group | None:
+        replayed = super()._replay(rows, result)
+        if replayed is not None:
+            rows, hidden = replayed
             spans = [(self._rows[row.seq_id].row, row.start, row.num_tokens) for row in rows]
             self.features.keep(spans, hidden)
-        return hidden
+        return replayed

@@ -32,7 +32,7 @@ from minillm.models.decoder import Decoder
 from minillm.models.deterministic import TiledDecoder
 from minillm.models.trees import tree_batch
 from minillm.ops.batch import Batch
-from minillm.ops.transfers import read_later, upload
+from minillm.ops.transfers import indices, read_later, upload
 from minillm.sampling.logprobs import LogprobTable, describe, token_logprobs
 from minillm.sampling.sampler import Sampler
 from minillm.scheduling.plan import Row, StepPlan
@@ -40,6 +40,7 @@ from minillm.speculative.speculator import Speculator
 from minillm.speculative.trees import keep_path
 
 T = TypeVar("T")
+Group = tuple[Sequence[Row], Tensor]  # rows, and the hidden states [N, d] of their tokens
 
 
 class Runner:
@@ -193,18 +194,17 @@ class Runner:
 
     # ---- forward -------------------------------------------------------------------------
 
-    def _passes(
-        self, rows: Sequence[Row], result: StepResult
-    ) -> list[tuple[Sequence[Row], Tensor]]:
-        """Run the model. Returns groups of rows with the hidden states [N, d] of their tokens."""
+    def _passes(self, rows: Sequence[Row], result: StepResult) -> list[Group]:
+        """Run the model."""
         if self.graphs is not None:
-            hidden = self._replay(rows, result)
-            if hidden is not None:
-                return [(rows, hidden)]
+            replayed = self._replay(rows, result)
+            if replayed is not None:
+                return [replayed]
         return self._retry_rows(rows, self._forward, result)
 
-    def _replay(self, rows: Sequence[Row], result: StepResult) -> Tensor | None:
-        """Hidden states [N, d] from a CUDA graph; None if no graph fits these rows."""
+    def _replay(self, rows: Sequence[Row], result: StepResult) -> Group | None:
+        """The rows in the order of the device, so that a CUDA graph's hidden states need not be
+        gathered; None if no graph fits them."""
         if not rows:
             return None
         most = max(row.num_tokens for row in rows)
@@ -213,17 +213,19 @@ class Runner:
         if graphs is None or most > graphs.query_len or any(state.tree for _, state in states):
             result.why_eager = "several tokens of a sequence"
             return None
+        states.sort(key=lambda pair: pair[1].row)
+        rows = [row for row, _ in states]
         ids, pending = self._input_ids(states)
         if most == 1:
             self._upload_last_tokens(states)
         row_ids, starts = [state.row for _, state in states], [row.start for row in rows]
         counts, on_device = [row.num_tokens for row in rows], [source for _, source in pending]
-        indices = graphs.launch(row_ids, starts, counts, ids, on_device)
-        if indices is None:
+        places = graphs.launch(row_ids, starts, counts, ids, on_device)
+        if places is None:
             result.why_eager = graphs.missing
             return None
         result.graph_rows = graphs.num_rows
-        return graphs.hidden_of(indices)
+        return rows, graphs.hidden_of(places)
 
     def _upload_last_tokens(self, states: RowStates) -> None:
         """Upload last tokens that are only on the host to `DeviceRows.last`, which graphs read."""
@@ -285,9 +287,6 @@ class Runner:
     def _states(self, rows: Sequence[Row]) -> RowStates:
         return [(row, self._rows[row.seq_id]) for row in rows]
 
-    def _tensor(self, values: Sequence[int]) -> Tensor:
-        return upload(self.device, np.array(values, dtype=np.int64))[0]
-
     # ---- sampling ------------------------------------------------------------------------
 
     def _sample(
@@ -321,7 +320,8 @@ class Runner:
             return hidden  # a pure decode step
         ends = dict(zip((row.seq_id for row in rows), ends_of(rows), strict=True))
         wanted = [range(ends[row.seq_id] - row.num_logits, ends[row.seq_id]) for row in part]
-        return hidden[self._tensor([place for places in wanted for place in places])]
+        places = [place for places in wanted for place in places]
+        return hidden if len(places) == len(hidden) else hidden[indices(self.device, places)]
 
     def _logprobs(self, states: RowStates, logits: Tensor, tokens: Tensor) -> LogprobTable | None:
         """Log-probabilities of the sampled tokens, for the rows that request them."""
@@ -336,7 +336,7 @@ class Runner:
         if not requested:
             return None
         which, samples, counts = zip(*requested, strict=True)
-        raw, chosen = logits[self._tensor(which)], tokens[self._tensor(samples)]
+        raw, chosen = logits[indices(self.device, which)], tokens[indices(self.device, samples)]
         return describe(self.sampler.whole(raw), chosen, counts, self.row_by_row)
 
     def _feed(self, states: RowStates, tokens: Tensor) -> None:
@@ -350,9 +350,12 @@ class Runner:
         if not states:
             return
         if len(last) < len(tokens):
-            tokens = tokens[self._tensor(last)]
+            tokens = tokens[indices(self.device, last)]
         row_ids = [state.row for _, state in states]
-        self.rows.last.index_copy_(0, self._tensor(row_ids), tokens)
+        if row_ids == list(range(len(row_ids))):
+            self.rows.last[: len(row_ids)] = tokens
+        else:
+            self.rows.last.index_copy_(0, indices(self.device, row_ids), tokens)
         self.sampler.append(row_ids, [row.start + row.num_tokens for row, _ in states], tokens)
         for _, state in states:
             state.is_fed = True
@@ -374,7 +377,7 @@ class Runner:
                 entries = token_logprobs(
                     lambda some: self.sampler.whole(self.model.logits(some)),
                     hidden[start : start + len(targets)],
-                    self._tensor(targets),
+                    indices(self.device, targets),
                     wanted,
                     row_by_row=self.row_by_row,
                 )

@@ -33,10 +33,20 @@ class Router(Matrix):
         self.register_buffer("bias", bias)
         self.bias: Tensor | None
 
+    def create(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        """For our kernels in float32, instead of a conversion in each step."""
+        wide = ops.backend_of(torch.device(device)).name == "triton"
+        super().create(torch.float32 if wide else dtype, device)
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N, d] -> weights [N, k] and expert ids [N, k]"""
         moe = self.moe
         logits = self.method.logits(self, x)  # [N, E]
+        if moe.num_groups == 1 and ops.uses_kernels(logits):
+            from minillm.ops import triton  # imported on a GPU only
+
+            how = moe.num_experts_per_token, moe.scoring == "softmax", moe.normalize
+            return triton.route(logits, self.bias, *how, moe.routed_scaling_factor)
         scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
         weights, ids = ops.moe_route(
             scores,

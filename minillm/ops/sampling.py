@@ -14,6 +14,7 @@ from torch import Tensor
 from minillm.ops import cpu_sampling
 from minillm.ops.dispatch import uses_kernels
 from minillm.ops.philox import Purpose
+from minillm.ops.transfers import together
 from minillm_kernels import reference
 
 
@@ -64,14 +65,16 @@ def choose(
         )
     if masks:
         raise ValueError("masks are for logits that C samples; check `cpu_sampling.takes` first.")
-    best = logits.amax(dim=-1).float() if len(logits) else logits.new_empty(0).float()
     if not uses_kernels(logits):
+        best = logits.amax(dim=-1).float() if len(logits) else logits.new_empty(0).float()
         return _choose_by_reference(logits, pack, purpose), best
     from minillm_kernels import sampling
 
     top_k, top_p = (pack.top_k, pack.top_p) if pack.truncates else (None, None)
     stream = pack.seed, pack.sample_index, pack.position, purpose
-    return sampling.sample(logits, pack.temperature, top_k, top_p, pack.min_p, *stream), best
+    out, best = together(len(logits), logits.device, torch.int64, torch.float32)
+    rows = pack.temperature, top_k, top_p, pack.min_p, *stream
+    return sampling.sample(logits, *rows, out=out, best=best), best
 
 
 def dist(logits: Tensor, pack: Pack) -> Tensor:

@@ -32,14 +32,24 @@ def indices(device: torch.device, values: ArrayLike) -> Tensor:
 
 
 def read_later(*tensors: Tensor) -> Callable[[], list[Tensor]]:
-    """Start copying tensors to the host. The returned function waits for the copies."""
-    if tensors[0].device.type == "cpu":
+    """Start copying contiguous tensors to the host. The returned function waits for the copies.
+    Tensors of one memory, such as `together` makes, are copied at once."""
+    first = tensors[0]
+    if first.device.type == "cpu":
         copies = [each.clone() for each in tensors]
         return lambda: copies
-    pinned = [torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors]
-    for here, there in zip(pinned, tensors, strict=True):
-        here.copy_(there, non_blocking=True)
-    arrived = torch.Event(tensors[0].device)
+    memory = first.untyped_storage()
+    if any(each.untyped_storage()._cdata != memory._cdata for each in tensors):
+        pinned = [_start_copy(each) for each in tensors]
+    else:
+        whole = first.as_strided((memory.nbytes() // first.itemsize,), (1,), 0)
+        here = _start_copy(whole).view(torch.uint8)
+        starts = [each.storage_offset() * each.itemsize for each in tensors]
+        pinned = [
+            here[start : start + each.nbytes].view(each.dtype).view(each.shape)
+            for start, each in zip(starts, tensors, strict=True)
+        ]
+    arrived = torch.Event(first.device)
     arrived.record()
 
     def read() -> list[Tensor]:
@@ -47,6 +57,20 @@ def read_later(*tensors: Tensor) -> Callable[[], list[Tensor]]:
         return pinned
 
     return read
+
+
+def _start_copy(there: Tensor) -> Tensor:
+    """A tensor in pinned memory, to which another one is being copied."""
+    here = torch.empty_like(there, device="cpu", pin_memory=True)
+    return here.copy_(there, non_blocking=True)
+
+
+def together(count: int, device: torch.device, *dtypes: torch.dtype) -> list[Tensor]:
+    """Uninitialised tensors [count] in one memory; the dtypes must not become larger."""
+    sizes = [count * each.itemsize for each in dtypes]
+    memory = torch.empty(-(-sum(sizes) // 8) * 8, dtype=torch.uint8, device=device)
+    parts = memory[: sum(sizes)].split(sizes)
+    return [part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
 
 
 def pack(arrays: Sequence[NDArray]) -> tuple[NDArray[np.uint8], list[int]]:

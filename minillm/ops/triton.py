@@ -16,6 +16,7 @@ from minillm_kernels.batch_invariant import tiled_attention
 from minillm_kernels.gemv import norm_linear as norm_linear  # an operation of its own
 from minillm_kernels.launch import MAX_HEAD_DIM
 from minillm_kernels.mla_config import MAX_ROPE_DIM, MAX_VALUE_DIM
+from minillm_kernels.moe_route import route as route
 
 GEMV_ROWS = 8  # with more rows, cuBLAS is faster
 # Rows in bf16 up to which a norm, its product and SwiGLU are one kernel, and not cuBLAS between two

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from minillm.ops.cpu_sampling import takes
+from minillm.ops import cpu_sampling
 from minillm.sampling.edit import Context, Copies, Edit, Ints, SamplingRow
 from minillm.sampling.masks import AllowedTokens, StructuredOutputs
 from minillm.sampling.penalties import Penalties
@@ -81,7 +81,7 @@ class Edits(Context):
                 edit.begin(rows, positions, drafts)
         masks: list[Tensor | None] = [None] * len(rows)
         may = any(edit.rows and type(edit).mask is not Edit.mask for edit in self.edits)
-        for i in members if may and logits is not None and takes(logits) else ():
+        for i in members if may and logits is not None and cpu_sampling.takes(logits) else ():
             edit, *others = self._of[rows[i]]
             masks[i] = None if others else edit.mask(rows[i], positions[i])
         copied = [i for i in members if masks[i] is None]

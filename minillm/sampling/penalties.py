@@ -35,8 +35,8 @@ class Penalties(Edit):
         counts = Counter(dict.fromkeys(prompt, 0))
         counts.update(request.output_token_ids)
         room = max(ROOM, len(counts))
-        ids = torch.tensor([*counts, *[self.context.vocab_size] * room])  # a column that is dropped
-        times = torch.tensor([*counts.values(), *[0] * room], dtype=torch.float32)
+        ids = np.array([*counts, *[self.context.vocab_size] * room])  # a column that is dropped
+        times = np.array([*counts.values(), *[0] * room], dtype=np.float32)
         self._seen.put(row, token=ids, count=times)
         self._numbers[:, row] = upload(self.context.device, np.array(numbers, np.float32))[0]
         return room, ALWAYS

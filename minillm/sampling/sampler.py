@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minillm.api.sampling_params import SamplingParams
@@ -74,7 +75,7 @@ class Sampler:
         self._top_k = np.zeros(num_rows, dtype=np.int32)
         self._keys = np.zeros((2, num_rows), dtype=np.int64)  # seed, sample index
         self._truncates = np.zeros(num_rows, dtype=bool)
-        self._last: tuple[object, Pack] | None = None  # the pack of the previous step
+        self._last: tuple[object, NDArray, Pack] | None = None  # key, positions, previous pack
 
     def set_row(self, row: int, request: SamplingRow) -> None:
         """Assign a row to a sequence."""
@@ -219,8 +220,11 @@ class Sampler:
     def _pack(
         self, rows: Sequence[int], positions: Sequence[int], counts: list[int] | None
     ) -> Pack:
-        """Parameters of the rows, repeated per sample. Cached: usually only positions change."""
-        key = (tuple(rows), counts)
+        """Parameters of the rows, repeated per sample. Cached: usually only positions change, and
+        each by 1, which the device adds."""
+        key, at = (tuple(rows), counts), np.array(positions, dtype=np.int64)
+        if counts is not None:
+            at = at.repeat(counts)
         if self._last is None or self._last[0] != key:
             of = np.array(rows, dtype=np.int64)
             keys = self._keys[:, of]
@@ -228,15 +232,20 @@ class Sampler:
                 of = of.repeat(counts)
                 keys = keys.repeat(counts, axis=1)
                 keys[1] += np.fromiter(chain.from_iterable(map(range, counts)), np.int64)
-            columns = upload(self.device, self._floats[:, of], self._top_k[of], keys)
-            floats, top_k, there = columns
-            (temperature, min_p, top_p), (seed, sample_index) = floats, there
+            columns = upload(self.device, self._floats[:, of], self._top_k[of], keys, at)
+            floats, top_k, stream, position = columns
+            (temperature, min_p, top_p), (seed, index) = floats, stream
             truncates = bool(self._truncates[of].any())
-            pack = Pack(temperature, min_p, top_p, top_k, seed, sample_index, seed, truncates)
-            self._last = key, pack
-        at = np.array(positions, dtype=np.int64)
-        (position,) = upload(self.device, at if counts is None else at.repeat(counts))
-        return self._last[1]._replace(position=position)
+            pack = Pack(temperature, min_p, top_p, top_k, seed, index, position, truncates)
+        else:
+            _, before, pack = self._last
+            if self.device.type != "cpu" and np.array_equal(at, before + 1):
+                position = pack.position + 1
+            else:
+                (position,) = upload(self.device, at)
+            pack = pack._replace(position=position)
+        self._last = key, at, pack
+        return pack
 
 
 def _take_rows(logits: Tensor, places: list[int]) -> Tensor:
@@ -274,7 +283,7 @@ def sample(
     asked = {i: row.params.logprobs for i, row in enumerate(rows) if i not in failed}
     wanted = {i: count for i, count in asked.items() if count is not None}
     if wanted:
-        where = torch.tensor(list(wanted), device=logits.device)
+        where = indices(logits.device, list(wanted))
         entries = describe(logits[where], tokens[where], list(wanted.values()), row_by_row)
         for i, entry in zip(wanted, entries.read(), strict=True):
             logprobs[i] = entry

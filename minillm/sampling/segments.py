@@ -10,7 +10,9 @@ columns; the host knows all sizes, so this does not synchronise.
 from collections.abc import Iterable
 from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -57,14 +59,14 @@ class Segments:
         other._columns = {name: column.clone() for name, column in self._columns.items()}
         return other
 
-    def put(self, row: int, **columns: Tensor) -> None:
-        """Set the segment of a row, replacing any it has. In a 2-D column, narrower segments are
-        padded with -1 on the left."""
+    def put(self, row: int, **columns: NDArray | Tensor) -> None:
+        """Set the segment of a row, replacing any it has, from arrays or tensors on the device. In
+        a 2-D column, narrower segments are padded with -1 on the left."""
         self.drop(row)
         (size,) = {len(column) for column in columns.values()}
         for name, column in columns.items():
             old = self._columns.get(name)
-            (new,) = upload(self.device, column.numpy())
+            new = column if isinstance(column, Tensor) else upload(self.device, column)[0]
             self._columns[name] = new if old is None else torch.cat(_as_wide(old, new))
         self._sizes[row] = size
         self._own()
@@ -90,9 +92,8 @@ class Segments:
     def _own(self) -> None:
         starts = accumulate(self._sizes.values(), initial=0)
         self._starts = dict(zip(self._sizes, starts, strict=False))
-        rows = torch.tensor(list(self._sizes), dtype=torch.int64)
-        sizes = torch.tensor(list(self._sizes.values()), dtype=torch.int64)
-        (self.owner,) = upload(self.device, rows.repeat_interleave(sizes).numpy())
+        rows = np.array(list(self._sizes), dtype=np.int64)
+        (self.owner,) = upload(self.device, rows.repeat(list(self._sizes.values())))
 
 
 def _as_wide(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

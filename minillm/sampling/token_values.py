@@ -55,11 +55,12 @@ class TokenValues(Edit):
         token, value, since, until, words = zip(*entries, strict=True)
         longest = max(map(len, words))
         before = [(-1,) * (longest - len(word)) + word for word in words]
-        columns = {"token": token, "value": value, "since": since, "until": until}
+        columns = {"token": token, "since": since, "until": until}
         self._entries.put(
             row,
-            before=torch.tensor(before, dtype=torch.int64).view(len(entries), longest),
-            **{name: torch.tensor(column) for name, column in columns.items()},
+            before=np.array(before, dtype=np.int64).reshape(len(entries), longest),
+            value=np.array(value, dtype=np.float32),
+            **{name: np.array(column) for name, column in columns.items()},
         )
         if longest:
             if not len(self._recent):

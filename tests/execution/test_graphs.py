@@ -23,9 +23,8 @@ from minillm.layers.kv_cache import KVCache
 from minillm.models.presets import preset
 from minillm.ops.dispatch import Backend
 from minillm.plan.cost import memory_plan
-from minillm.quantization.kernels import KernelQuantizedMethod
 from tests.engine.small import assert_idle, limit_steps, make, num_ahead, reasons, tokens
-from tests.matrix.cells import Again, Cell, give_graphs, open_cell, poison
+from tests.matrix.cells import Again, give_graphs, poison
 
 # ---- sizes ------------------------------------------------------------------------------------
 
@@ -306,61 +305,9 @@ def test_recording_ends_where_time_or_memory_do(folder, expected, caplog, limit)
     assert list(map(tokens, run(llm))) == expected
 
 
-# ---- no waiting for the device -----------------------------------------------------------------
-
-WAITS = (
-    "item",
-    "tolist",
-    "numpy",
-    "cpu",
-    "nonzero",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-)
-
-
-class Waits:
-    """Counts what would make a host wait for a GPU, outside of the operations that are kernels
-    there."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, llm: LLM):
-        self.seen: list[str] = []
-        self.paused = 0
-        for name in WAITS:
-            self.watch(patch, name)
-        for name in ("norm_rope_write", "paged_attention"):
-            patch.setattr(ops, name, self.pausing(getattr(ops, name)))
-
-    def watch(self, patch: pytest.MonkeyPatch, name: str) -> None:
-        works = getattr(torch.Tensor, name)
-
-        def watched(*arguments: Any, **named: Any) -> Any:
-            if not self.paused:
-                self.seen.append(name)
-            return works(*arguments, **named)
-
-        patch.setattr(torch.Tensor, name, watched)
-
-    def pausing(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def paused(*arguments: Any) -> Any:
-            self.paused += 1
-            try:
-                return function(*arguments)
-            finally:
-                self.paused -= 1
-
-        return paused
-
-
 def decoding(folder: Path) -> LLM:
-    """An engine in the middle of its work."""
-    return begun(make(folder))
-
-
-def begun(llm: LLM) -> LLM:
-    """The engine with three sequences that decode, and their graph is recorded."""
+    """An engine with three sequences that decode, and their graph is recorded."""
+    llm = make(folder)
     give_graphs(llm)
     for index in range(3):
         params = params_of(index, max_tokens=40)
@@ -368,63 +315,6 @@ def begun(llm: LLM) -> LLM:
     for _ in range(4):
         llm.engine.step()
     return llm
-
-
-def test_a_decode_step_waits_for_nothing_before_its_tokens(folder, monkeypatch):
-    llm = decoding(folder)
-    runner, scheduler = llm.engine.runner, llm.engine.scheduler
-    plan = scheduler.schedule()
-    with monkeypatch.context() as patch:
-        waits = Waits(patch, llm)
-        flight = runner.launch(plan)
-    assert flight.result.graph_rows == 4
-    assert waits.seen == []
-    assert flight.result.token_ids == {}
-    scheduler.commit(plan, flight.collect().token_ids)
-
-
-@pytest.mark.parametrize("planted", [False, True])
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_quantised_weights_wait_for_nothing_either(weights, planted, monkeypatch):
-    """And a product that looks at its weights would be found."""
-    cell = Cell("llama, int8", path="torch", graphs=True)
-    llm = begun(open_cell(cell, quantization=weights))
-    plan, apply = llm.engine.scheduler.schedule(), KernelQuantizedMethod.apply
-
-    def looks(self: Any, matrix: Any, *rest: Any) -> torch.Tensor:
-        matrix.get_buffer("scales").max().item()
-        return apply(self, matrix, *rest)
-
-    with monkeypatch.context() as patch:
-        if planted:
-            patch.setattr(KernelQuantizedMethod, "apply", looks)
-        waits = Waits(patch, llm)
-        flight = llm.engine.runner.launch(plan)
-    assert flight.result.graph_rows == 4
-    assert set(waits.seen) == ({"item"} if planted else set())
-    llm.engine.scheduler.commit(plan, flight.collect().token_ids)
-
-
-@pytest.mark.parametrize("planted", ["item", "nonzero", "bool mask"])
-def test_a_wait_would_be_found(folder, monkeypatch, planted):
-    llm = decoding(folder)
-    runner = llm.engine.runner
-    works = runner.sampler.append
-
-    def waiting(*arguments: Any) -> None:
-        works(*arguments)
-        if planted == "item":
-            runner.rows.last.max().item()
-        elif planted == "nonzero":
-            runner.rows.last.nonzero()
-        elif bool((runner.rows.last > 0).all()):
-            return
-
-    monkeypatch.setattr(runner.sampler, "append", waiting)
-    with monkeypatch.context() as patch:
-        waits = Waits(patch, llm)
-        runner.launch(llm.engine.scheduler.schedule())
-    assert waits.seen
 
 
 # ---- capture on a GPU, without one -------------------------------------------------------------

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +47,8 @@ def refused(sentence: str):
 def as_if_compiled(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(launch, "compiles_only", lambda: False)
+    fresh = cache(launch._check_capability.__wrapped__)
+    monkeypatch.setattr(launch, "_check_capability", fresh)
 
 
 # ---- devices ----------------------------------------------------------------------------------
@@ -72,6 +75,7 @@ def test_a_cuda_tensor_for_an_interpreted_kernel(monkeypatch):
 
 
 def test_an_old_gpu(monkeypatch):
+    """Each device is asked once."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with refused(
         r"q is on cuda:0 with compute capability 7\.5; these kernels need 8\.0 \(Ampere\) or "
@@ -80,8 +84,10 @@ def test_an_old_gpu(monkeypatch):
         check_device(q=on("cuda:0"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for capability in ((8, 0), (9, 0), (12, 0)):
+        launch._check_capability.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert check_device(q=on("cuda:0"), k=on("cuda:0")) == torch.device("cuda:0")
+    assert launch._check_capability.cache_info().misses == 1
 
 
 def test_another_device_than_the_current_one(monkeypatch):

@@ -37,12 +37,9 @@ class Size:
 
 BF16 = torch.bfloat16
 SIZES = (
-    Size("argmax", 1, target=5.0),
     Size("gumbel_argmax", 1, target=5.0),
     Size("sample", 1),
     Size("truncate", 1),
-    Size("argmax", 64),
-    Size("argmax", 256, 128256, BF16),
     Size("gumbel_argmax", 64),
     Size("gumbel_argmax", 256, 128256, BF16),
     Size("truncate", 64, sort_target=10.0),
@@ -54,7 +51,6 @@ SIZES = (
 TINY = tuple(
     Size(op, 2, 300, dtype, flat=op == "truncate")
     for op, dtype in (
-        ("argmax", BF16),
         ("gumbel_argmax", torch.float32),
         ("truncate", torch.float32),
         ("sample", BF16),
@@ -139,8 +135,6 @@ class Sets:
         logits = self.logits(number)
         temperature, top_k, top_p, min_p, seed, sample_index, position = self.parameters
         stream = (seed, sample_index, position)
-        if self.size.op == "argmax":
-            return sampling.argmax(logits)
         if self.size.op == "gumbel_argmax":
             return sampling.gumbel_argmax(logits, temperature, min_p, *stream)
         if self.size.op == "truncate":
@@ -153,8 +147,6 @@ class Sets:
         def call(number: int) -> object:
             logits = self.logits(number)
             temperature, top_k, top_p, *_ = self.parameters
-            if self.size.op == "argmax":
-                return logits.argmax(dim=-1)
             if self.size.op == "truncate":
                 return truncated_by_sort(logits.float(), top_k, top_p)
             scaled = logits.float() / temperature[:, None]

@@ -8,13 +8,14 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from minillm_kernels import moe, moe_config, reference
+from minillm_kernels import moe, moe_config, moe_route, reference
 from minillm_kernels.check.case import (
     Guarded,
     Launch,
@@ -162,6 +163,26 @@ def verify(case: Case, device: str = "cpu", kernels: ModuleType = moe) -> None:
     x, gate_up, down, weights = (tensor.double() for tensor in on_cpu[:4])
     expected = reference.moe_experts(x, gate_up, down, weights, on_cpu[4])
     compare(out, expected, "the sum over experts")
+    verify_route(case, device)
+
+
+def verify_route(case: Case, device: str = "cpu", kernels: ModuleType = moe_route) -> None:
+    """Mismatch if `kernels.route` chooses other experts or weights, with a bias or without one."""
+    rng = generator(case.num_tokens + case.num_experts)
+    logits = normal(rng, (case.num_tokens, case.num_experts), F32, "cpu", 2.0)
+    bias = torch.rand(case.num_experts, generator=rng) - 1
+    for softmax, normalize, factor, added in (
+        (True, True, 1.0, None), (True, False, 1.5, None), (False, True, 2.5, bias),
+    ):  # fmt: skip
+        given = logits + 100.0 * (factor == 1)  # whose exponential is infinite
+        scores = (given.softmax(-1) if softmax else given.sigmoid()).double()
+        how = case.top_k, softmax, normalize, factor
+        to_add = None if added is None else added.to(device)
+        weights, ids = kernels.route(given.to(device), to_add, *how)
+        expected, experts = reference.moe_route(scores, added, case.top_k, normalize=normalize)
+        if not torch.equal(ids.cpu(), experts):
+            raise Mismatch(f"tokens go to experts {ids.tolist()}, not {experts.tolist()}")
+        compare(weights, expected * factor, "the weights of experts")
 
 
 def verify_invariant(case: Case, device: str = "cpu", kernels: ModuleType = moe) -> None:
@@ -229,7 +250,9 @@ def call(
 
 def launches() -> tuple[Launch, ...]:
     """Every row of the table of tiles, and every model."""
+    scores = partial(torch.empty, 4, 128)
     return (
+        Launch("Qwen3-30B-A3B router", lambda: moe_route.route(scores(), None, 8, True, True, 1.0)),
         Launch("Qwen3-30B-A3B decode 1", call(QWEN3_30B, 1, BF16), ALL),
         Launch("Qwen3-30B-A3B decode 32", call(QWEN3_30B, 32, BF16), ALL),
         Launch("Qwen3-30B-A3B decode 256", call(QWEN3_30B, 256, BF16), ALL, NEW),

@@ -29,7 +29,7 @@ class Case:
         block, search_block, gather: of the kernel's `Config`; 0 is its own choice.
     """
 
-    op: Literal["argmax", "gumbel_argmax", "truncate", "sample"]
+    op: Literal["gumbel_argmax", "truncate", "sample"]
     num_rows: int
     vocab_size: int
     dtype: torch.dtype = torch.float32
@@ -53,13 +53,13 @@ SOME_P = (1.0, 0.9, 0.5, 0.99, 0.3, 1.0, 0.0, 0.8)
 
 CASES: tuple[Case, ...] = (
     # -- vocabularies that end inside, at and behind a block; few and many blocks
-    Case("argmax", 1, 1),
-    Case("argmax", 3, 3, FP16, gap=5),
-    Case("argmax", 2, 128, block=128),
-    Case("argmax", 3, 1000, BF16, kind="ties", block=256, gap=24),
-    Case("argmax", 2, 4099, kind="equal", block=1024, seed=3),
-    Case("argmax", 4, 300, kind="broken", block=128),
-    Case("argmax", 2, 300, kind="masked", block=128),
+    Case("sample", 1, 1, temperature=(0.0,)),
+    Case("sample", 3, 3, FP16, gap=5, temperature=(0.0,)),
+    Case("sample", 2, 128, block=128, temperature=(0.0,)),
+    Case("sample", 3, 1000, BF16, kind="ties", block=256, gap=24, temperature=(0.0,)),
+    Case("sample", 2, 4099, kind="equal", block=1024, seed=3, temperature=(0.0,)),
+    Case("sample", 4, 300, kind="broken", block=128, temperature=(0.0,)),
+    Case("sample", 2, 300, kind="masked", block=128, temperature=(0.0,)),
     # -- draws
     Case("gumbel_argmax", 1, 1),
     Case("gumbel_argmax", 3, 3, temperature=(1.0, 0.3)),
@@ -117,7 +117,7 @@ def random_case(rng: random.Random) -> Case:
     """Any case of moderate size."""
     vocab_size = rng.choice([1, 2, 63, 64, 65, 257, 300])
     return Case(
-        op=rng.choice(["argmax", "gumbel_argmax", "truncate", "sample"]),
+        op=rng.choice(["gumbel_argmax", "truncate", "sample"]),
         num_rows=rng.randint(1, 3),
         vocab_size=vocab_size,
         dtype=rng.choice([torch.float32, BF16, FP16]),
@@ -144,13 +144,18 @@ def verify(case: Case, device: str = "cpu", kernels: ModuleType | Any = sampling
     launcher = getattr(kernels, case.op)
     shape = (case.num_rows, case.vocab_size) if case.op == "truncate" else (case.num_rows,)
     out = guarded(shape, torch.float32 if case.op == "truncate" else torch.int64, device)
-    result = launcher(*arguments, out=out.view, config=config)
+    best = torch.zeros(case.num_rows, device=device)
+    more = {"best": best} if case.op == "sample" else {}
+    result = launcher(*arguments, out=out.view, config=config, **more)
     if result.data_ptr() != out.view.data_ptr():
         raise Mismatch("the result is not in the tensor that was given for it")
     out.check(written=case.kind != "broken")
     got, inputs = result.cpu(), [_on_cpu(argument) for argument in arguments]
     check = _check_truncated if case.op == "truncate" else _check_tokens
     check(case, got, inputs, healthy)
+    largest = inputs[0].float().amax(dim=-1)
+    if more and not torch.allclose(best.cpu(), largest, rtol=0.0, atol=0.0, equal_nan=True):
+        raise Mismatch(f"the largest logits are {best.tolist()}, not {largest.tolist()}")
     row = healthy[-1]
     alone = launcher(*(_row(argument, row) for argument in arguments), config=config)
     if not torch.equal(alone.cpu()[0], got[row]):
@@ -168,8 +173,6 @@ def _check_tokens(case: Case, got: Tensor, inputs: list, healthy: list[int]) -> 
 
 def _tokens(case: Case, arguments: list) -> list[int]:
     """Tokens that are right for one row: one, or two where the edge of top-p is that close."""
-    if case.op == "argmax":
-        return [int(reference.argmax(arguments[0]))]
     if case.op == "gumbel_argmax":
         return [int(reference.gumbel_argmax(*arguments))]
     logits, temperature, top_k, top_p, min_p, *stream = arguments
@@ -244,7 +247,6 @@ def _arguments(case: Case, device: str) -> list:
     position = torch.randint(0, 2**32 - 1, (rows,), generator=rng).to(device)
     stream = [seed, sample_index, position, case.purpose]
     arguments: dict[str, list] = {
-        "argmax": [logits],
         "gumbel_argmax": [logits, temperature, min_p, *stream],
         "truncate": [logits, top_k, top_p],
         "sample": [logits, temperature, top_k, top_p, min_p, *stream],
@@ -315,20 +317,16 @@ def _launch(op: str, model: str, num_rows: int, vocab_size: int, dtype: torch.dt
         integers = torch.empty(num_rows, dtype=torch.int64)
         top_k = torch.empty(num_rows, dtype=torch.int32)
         stream = (integers, integers, integers)
-        if op == "argmax":
-            return sampling.argmax(logits)
         if op == "truncate":
             return sampling.truncate(logits, top_k, floats)
         if op == "gumbel_argmax":
             return sampling.gumbel_argmax(logits, floats, floats, *stream)
-        return sampling.sample(logits, floats, top_k, floats, floats, *stream)
+        return sampling.sample(logits, floats, top_k, floats, floats, *stream, best=floats)
 
     return Launch(name, run)
 
 
 LAUNCHES: tuple[Launch, ...] = (
-    _launch("argmax", "Qwen3-0.6B", 1, 151936, torch.float32),
-    _launch("argmax", "Llama-3.1-8B", 256, 128256, BF16),
     _launch("gumbel_argmax", "Qwen3-0.6B", 1, 151936, torch.float32),
     _launch("gumbel_argmax", "Llama-3.1-8B", 64, 128256, BF16),
     _launch("gumbel_argmax", "Mistral-7B", 8, 32000, FP16),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm_kernels import moe, moe_plan
+from minillm_kernels import moe, moe_plan, moe_route
 from minillm_kernels.check.case import Mismatch
 from minillm_kernels.check.moe import (
     BF16,
@@ -20,6 +20,7 @@ from minillm_kernels.check.moe import (
     inputs_of,
     verify,
     verify_invariant,
+    verify_route,
 )
 from minillm_kernels.interpreter import ordered_dots
 from minillm_kernels.launch import KernelError
@@ -266,6 +267,23 @@ def test_a_bug_of_the_plan_is_found(
     fresh = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: fresh(*a, **k).fill_(7))
     assert convicted(verify, [case], broken)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(("old", "new"), [
+    ("scores - tl.max(scores, axis=0)", "scores"),
+    ("choice += tl.load", "scores += tl.load"),
+    ("choice = scores\n", "choice = 0.0 * scores\n"),
+    ("EXPERTS - 1), axis=0)", "EXPERTS - 1), axis=0) * 0"),
+    ("choice = tl.where(expert == best", "scores = tl.where(expert == best"),
+    ("if NORMALIZE", "if not NORMALIZE"), ("weights * factor", "weights"),
+    ("logits_ptr + token * EXPERTS", "logits_ptr + token * BLOCK"),
+    ("inside, other=float(\"-inf\")", "inside, other=0.0"),
+    ("tl.where(inside, choice", "tl.where(expert >= 0, choice"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_bug_of_the_router_is_found(old: str, new: str, tmp_path: Path) -> None:
+    assert convicted(verify_route, CASES[1:8], mutant(moe_route, old, new, tmp_path))
 
 
 def test_bugs_are_found_by_cases_that_are_tried_everywhere() -> None:

@@ -102,7 +102,6 @@ def test_sizes_of_programs_change_nothing() -> None:
 def test_an_empty_batch() -> None:
     logits = torch.empty(0, 10)
     none, integers = torch.empty(0), torch.empty(0, dtype=torch.int64)
-    assert sampling.argmax(logits).tolist() == []
     assert sampling.truncate(logits, integers.int(), none).shape == (0, 10)
     drawn = sampling.gumbel_argmax(logits, none, none, integers, integers, integers)
     assert drawn.tolist() == []
@@ -113,27 +112,31 @@ def test_a_row_of_nan_alone_gets_some_token() -> None:
     one, zero, integer = torch.ones(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64)
     drawn = sampling.sample(logits, one, integer.int() + 5, one / 2, zero, *[integer] * 3)
     assert 0 <= int(drawn) < 100
-    assert 0 <= int(sampling.argmax(logits)) < 100
 
 
 # ---- bad inputs -------------------------------------------------------------------------------
 
 
+def greedy(logits: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+    zeros = torch.zeros(len(logits), device=logits.device)
+    return sampling.gumbel_argmax(logits, zeros, zeros, *[zeros.long()] * 3, **more)
+
+
 def test_bad_logits() -> None:
     with pytest.raises(KernelError, match=r"logits is \[5\]; it must be \[K, V\]\."):
-        sampling.argmax(torch.zeros(5))
+        greedy(torch.zeros(5))
     with pytest.raises(KernelError, match=r"a vocabulary of 0 tokens; it must be 1 to 16777215\."):
-        sampling.argmax(torch.zeros(2, 0))
+        greedy(torch.zeros(2, 0))
     with pytest.raises(KernelError, match=r"logits is torch.float64; it must be float32 or"):
-        sampling.argmax(torch.zeros(2, 5, dtype=torch.float64))
+        greedy(torch.zeros(2, 5, dtype=torch.float64))
     with pytest.raises(KernelError, match=r"call logits\.contiguous\(\)"):
-        sampling.argmax(torch.zeros(5, 2).T)
+        greedy(torch.zeros(5, 2).T)
     with pytest.raises(KernelError, match=r"out is \[3\]; it must be \[2\]\."):
-        sampling.argmax(torch.zeros(2, 5), out=torch.zeros(3, dtype=torch.int64))
+        greedy(torch.zeros(2, 5), out=torch.zeros(3, dtype=torch.int64))
     with pytest.raises(KernelError, match=r"out is torch.int32 on cpu; it must be torch.int64"):
-        sampling.argmax(torch.zeros(2, 5), out=torch.zeros(2, dtype=torch.int32))
+        greedy(torch.zeros(2, 5), out=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(KernelError, match=r"interpreted kernels need CPU tensors"):
-        sampling.argmax(torch.zeros(2, 5, device="meta"))
+        greedy(torch.zeros(2, 5, device="meta"))
 
 
 def test_bad_parameters() -> None:
@@ -168,10 +171,10 @@ def _cases(operation: str, vocab_size: int | None = None) -> list[Case]:
 @pytest.mark.parametrize(
     ("operation", "old", "new"),
     [
-        ("argmax", "first = tl.min(tl.where(", "first = tl.max(tl.where("),
-        ("argmax", 'other=float("-inf")', "other=0.0"),
-        ("argmax", "blocks < num_blocks, other=size", "blocks < num_blocks - 1, other=size"),
-        ("argmax", "logits_ptr + row.to(tl.int64) * row_stride", "logits_ptr + row * size"),
+        ("sample", "first = tl.min(tl.where(", "first = tl.max(tl.where("),
+        ("sample", 'other=float("-inf")', "other=0.0"),
+        ("sample", "blocks < num_blocks, other=size", "blocks < num_blocks - 1, other=size"),
+        ("sample", "logits_ptr + row.to(tl.int64) * row_stride", "logits_ptr + row * size"),
         ("gumbel_argmax", "tl.interleave(word_0, word_2), tl.interleave(word_1, word_3)",
          "tl.interleave(word_0, word_1), tl.interleave(word_2, word_3)"),
         ("gumbel_argmax", "tl.interleave(even, odd)", "tl.interleave(odd, even)"),
@@ -190,6 +193,8 @@ def _cases(operation: str, vocab_size: int | None = None) -> list[Case]:
         ("gumbel_argmax", "scores = scale(scores, peak, temperature, floor)",
          "scores = tl.where(scores - peak < floor, -1e9, scale(scores, peak, temperature, -1e9))"),
         ("sample", "config, temperature, min_p)", "config)"),
+        ("sample", "nan_if_any(best, logits)", "best"),
+        ("sample", "row, best_of_row(values_ptr", "row, best_of_row(scores_ptr"),
         ("truncate", "out_ptr + row.to(tl.int64) * out_stride + ids, kept, mask=ids < size",
          "out_ptr + row.to(tl.int64) * out_stride + ids, kept"),
     ],
@@ -227,5 +232,5 @@ def test_bugs_of_the_search_are_found(vocab_size: int, old: str, new: str, tmp_p
 
 @pytest.mark.mutation
 def test_a_right_copy_is_not_convicted(tmp_path: Path) -> None:
-    copy = mutant(sampling, "# ---- argmax", "# ---- largest", tmp_path)
+    copy = mutant(sampling, "# ---- sampling", "# ---- draws", tmp_path)
     assert not convicted(verify, [case for case in CASES if case.vocab_size == 128], copy)
