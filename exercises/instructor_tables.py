@@ -58,17 +58,21 @@ PLANS: Mapping[str, Sequence[str | int]] = MappingProxyType(
             *("11", BREAK, "12", LUNCH),
             *("18", BREAK, "19", SLACK),
         ),
+        "what it costs to serve": ("13", BREAK, "15", LUNCH, "22", BREAK, "23", SLACK),
     }
 )
 DAYS = (  # plans of several days
     ("first day of an engine", "second day of an engine"),
     ("first of two days", "second of two days", "third of four days", "fourth of four days"),
+    ("first of two days", "second of two days", "what it costs to serve"),
 )
 # What to say of a chapter that a plan leaves out and a later chapter needs: minutes, and what.
 INSTEAD = {
     "00": (10, "no step is faster than the larger of bytes / bandwidth and operations / rate"),
     "02": (5, "a model returns a score for each token, a logit; here the largest is chosen"),
     "05": (5, "a step of many rows reads the weights once, so a row more costs little"),
+    "09": (5, "a prompt that begins like an earlier one finds the cached blocks of this beginning"),
+    "16": (5, "one step checks drafts, and keeps those that the model itself would have drawn"),
 }
 ERROR_PAGE = """\
 # Common errors
