@@ -46,7 +46,7 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 54_975, "minillm without minillm/lab": 36_262, "minillm/lab": 18_713,
+    "minillm": 54_973, "minillm without minillm/lab": 36_260, "minillm/lab": 18_713,
     "kernels": 13_189, "notebooks": 2_198,
     "exercises/minillm_exercises": 17_900, "tests": 72_948,
 }  # fmt: skip

@@ -196,10 +196,8 @@ class Runner:
 
     def _passes(self, rows: Sequence[Row], result: StepResult) -> list[Group]:
         """Run the model."""
-        if self.graphs is not None:
-            replayed = self._replay(rows, result)
-            if replayed is not None:
-                return [replayed]
+        if self.graphs is not None and (replayed := self._replay(rows, result)):
+            return [replayed]
         return self._retry_rows(rows, self._forward, result)
 
     def _replay(self, rows: Sequence[Row], result: StepResult) -> Group | None:
