@@ -47,8 +47,8 @@ FLOORS = {
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
     "minillm": 54_973, "minillm without minillm/lab": 36_260, "minillm/lab": 18_713,
-    "kernels": 13_189, "notebooks": 2_198,
-    "exercises/minillm_exercises": 17_900, "tests": 72_948,
+    "kernels": 13_191, "notebooks": 2_198,
+    "exercises/minillm_exercises": 17_900, "tests": 72_956,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

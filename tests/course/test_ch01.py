@@ -14,7 +14,6 @@ from minillm_exercises.chapters.ch01 import (
     doubling_length,
     product_pass,
 )
-from minillm_exercises.chapters.common import nearest
 from minillm_exercises.errors import ExerciseError
 
 SMALL = ModelConfig(
@@ -42,10 +41,3 @@ def test_the_doubling_length_lies_between_measured_ones(capsys):
     assert "doubled at = inf tokens" in capsys.readouterr().out
     with pytest.raises(ExerciseError, match="2 lengths and 1 times"):
         doubling_length([1, 2], [1.0])
-
-
-@pytest.mark.parametrize(
-    ("value", "letter"), [(1, "a"), (30, "b"), (45, "c"), (math.inf, "c"), (0.1, "a"), (0, "a")]
-)
-def test_the_nearest_option_is_nearest_in_ratio(value, letter):
-    assert nearest(value, {"a": 2, "b": 20, "c": 70}) == letter

@@ -29,10 +29,15 @@ from minillm_kernels.offline import compiling
 
 
 class Absent(backend_registration._DummyBackendModule):
-    """So that torch's other users find no accelerator."""
+    """So that torch's other users find no accelerator: the backend stays for the whole process."""
+
+    __name__ = "absent"
 
     def is_available(self) -> bool:
         return False
+
+    def device_count(self) -> int:
+        return 0
 
 
 backend_registration._setup_privateuseone_for_python_backend("fake", Absent())

@@ -29,7 +29,14 @@ from tests.engine.small import make
 from tests.matrix.cells import folder_of
 from tests.models.tiny import Tiny
 from tests.pairs import some
-from tests.parallel.test_processes import alone, children, generate, open_files, wait_until
+from tests.parallel.test_processes import (
+    OTHERS,
+    alone,
+    children,
+    generate,
+    open_files,
+    wait_until,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 LIMIT = 120.0  # seconds; what takes longer hangs
@@ -45,6 +52,7 @@ def lend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Futur
     monkeypatch.setattr(worker.gc, "freeze", lambda: None)
     TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # a process's first leaves a pipe
     before = open_files()
+    OTHERS.update(children(os.getpid()))
     stores = []
     with ThreadPoolExecutor(8) as pool:
 

@@ -12,7 +12,7 @@ import pytest
 from minillm import LLM, SamplingParams
 from minillm.errors import EngineDeadError, NodeError, UnsupportedFeatureError
 from minillm.parallel import ray_ranks
-from tests.parallel.test_processes import children, wait_until
+from tests.parallel.test_processes import OTHERS, children, wait_until
 
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "dtype": "float32"}
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -30,6 +30,7 @@ def test_ray_is_not_installed(monkeypatch):
 def ray() -> Iterator[Any]:
     """A cluster of two CPUs on this machine."""
     found = ray_ranks.import_ray()
+    OTHERS.update(children(os.getpid()))
     try:
         found.init(num_cpus=2, include_dashboard=False, object_store_memory=150 << 20)
     except Exception as error:  # it gives its own processes 30 s, whatever the machine does

@@ -89,9 +89,9 @@ class Kind:
 
 
 KINDS = {
-    "plain": Kind(World, 60, 2000, SEEN, 2000),
-    "ahead": Kind(AheadWorld, 40, 500, SEEN_AHEAD, 500),
-    "ahead, late": Kind(LateWorld, 40, 500, SEEN_AHEAD, 500),
+    "plain": Kind(World, 100, 2000, SEEN, 2000),
+    "ahead": Kind(AheadWorld, 80, 500, SEEN_AHEAD, 500),
+    "ahead, late": Kind(LateWorld, 80, 500, SEEN_AHEAD, 500),
     "stages": Kind(StagesWorld, 60, 120, SEEN_IN_STAGES, 120),
     "stages, late": Kind(LateStagesWorld, 60, 120, SEEN_IN_STAGES, 120),
     "drafts": Kind(World, 25, 2000, SEEN_DRAFTED, 250, True),
