@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.ops import cpu, cpu_sampling
+from minillm.sampling import sampler as sampler_module
 from minillm.sampling.edit import ALWAYS, Edit
 from minillm.sampling.edits import EDITS, Edits
 from minillm.sampling.logprobs import describe, token_logprobs
@@ -758,3 +759,18 @@ def test_of_equal_logits_the_lowest_ids_are_described(count):
     order = logits.float().sort(descending=True, stable=True).indices[:, :count]
     described = describe(logits, order[:, 0], [count] * 40).read()
     assert [list(entries) for entries in described] == order.tolist()
+
+
+def test_the_device_advances_positions_by_itself_and_others_are_uploaded(monkeypatch):
+    cpu_upload, uploads = sampler_module.upload, []
+
+    def counted(device, *arrays):
+        uploads.append(len(arrays))
+        return cpu_upload(torch.device("cpu"), *arrays)
+
+    sampler = Sampler(2, 40, torch.device("cpu"))
+    sampler.device = SimpleNamespace(type="a GPU")
+    monkeypatch.setattr(sampler_module, "upload", counted)
+    for positions in ([3, 5], [4, 6], [5, 7], [9, 8]):
+        assert sampler._pack([0, 1], positions, None).position.tolist() == positions
+    assert uploads == [4, 1]
