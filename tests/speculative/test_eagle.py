@@ -126,7 +126,7 @@ def test_in_any_history(folder, layer, monkeypatch, seed):
     watch, engine = EagleWatch(llm, layer, monkeypatch), llm.engine
     engine.scheduler.drafts = Toggled(seed)
     ways = {"temperature": 0.0}, {"n": 3}, {}
-    run_history(engine, choose, 20, 40, lambda i: {"seed": i} | choose.choice(ways))
+    run_history(engine, choose, 30, 40, lambda i: {"seed": i} | choose.choice(ways))
     counters = engine.scheduler.counters
     assert counters.num_cached_tokens > 0
     assert (counters.num_preemptions_swap, counters.num_preemptions_recompute)[1 - seed % 2] > 0
