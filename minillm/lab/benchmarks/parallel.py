@@ -1,12 +1,12 @@
 """``minillm bench parallel``: cost of parallelism on this machine.
 
-Three tables: all-reduce and all-gather of two ranks with a fitted "latency + bytes / bandwidth"
-model; step times of one rank and of several; load balance of experts with a skewed router.
+Two tables: all-reduce and all-gather of two ranks with a fitted "latency + bytes / bandwidth"
+model; step times of one rank and of several.
 ``minillm plan MODEL -tp N`` predicts several GPUs.
 """
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from minillm.cli.terminal import Terminal
-from minillm.lab.benchmarks import collectives, expert_placement
+from minillm.lab.benchmarks import collectives
 from minillm.lab.benchmarks.report import about_machine
 from minillm.lab.benchmarks.step_times import Sizes, Times, measure, opened
 from minillm.lab.commands.bench import finish
@@ -112,17 +112,12 @@ def run(args: Namespace, terminal: Terminal) -> int:
     show_collectives(rows, fits, terminal)
     model, sizes = (QUICK_MODEL, QUICK) if args.quick else (MODEL, SIZES)
     steps = steps_of(model, sizes, terminal)
-    balances = expert_placement.measure(QUICK_CALLS if args.quick else expert_placement.STEPS)
     found = about_machine("parallel") | {
         "model": model, "processors": cpu_count(), "threads": torch.get_num_threads(),
         "collectives": rows, "fits": fits, "sizes": asdict(sizes),
-        "steps": [one.as_json() for one in steps], "balances": balances,
+        "steps": [one.as_json() for one in steps],
     }  # fmt: skip
-
-    def show(_: Mapping[str, Any], terminal: Terminal) -> None:
-        expert_placement.show(balances, terminal)
-
-    return finish(found, args, terminal, show)
+    return finish(found, args, terminal, lambda *shown: None)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The embedded models are what transformers makes of them; their corpus keeps its splits apart."""
 
-import math
 import platform
 from dataclasses import replace
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from minillm import LLM
 from minillm.lab.training import corpus, evaluate, prompts
 from minillm.models.checkpoint import ASSETS, open_model
 from minillm.models.decoder import Decoder
@@ -49,25 +49,14 @@ def test_models_and_tokenizer_equal_transformers(name, tokenizer, models):
     assert (ASSETS / name / file).read_bytes() == (ASSETS / "tiny" / file).read_bytes()
 
 
-def test_they_predict_held_out_python(tokenizer: Tokenizer, models: dict[str, Decoder]) -> None:
+@pytest.mark.parametrize(("name", "limit"), [("tiny", 1.0), ("tiny-draft", 1.3)])
+def test_they_predict_held_out_python(name: str, limit: float) -> None:
     """A quarter of one held-out module; the model card has the figures of all of them."""
     text = (corpus.install_root("stdlib") / "webbrowser.py").read_text()[:6000]
-    for name, limit in {"tiny": 1.0, "tiny-draft": 1.3}.items():
-        score = evaluate.bits_per_byte(models[name], tokenizer, [text])
-        assert score.num_bytes == len(text.encode())
-        assert score.bits_per_byte < limit
-
-
-@pytest.mark.parametrize("context", [4, 7, 10, 64])
-def test_windows_predict_every_token_once_with_enough_context(context, models):
-    ids = [(i * i + i // 3) % 61 for i in range(25)]
-    total, stride = 0.0, context // 2
-    for position in range(1, len(ids)):
-        start = max(0, math.ceil((position - context) / stride)) * stride
-        logits = evaluate.logits_of(models["tiny-draft"], ids[start:position])[-1]
-        total -= float(logits.log_softmax(-1)[ids[position]])
-    found = evaluate.text_nats(models["tiny-draft"], ids, context)
-    assert found == pytest.approx(total, rel=1e-5)
+    with LLM(name, dtype="float32") as llm:
+        [score] = llm.score(text)
+    assert score.num_bytes == len(text.encode())
+    assert score.bits_per_byte < limit
 
 
 def test_the_manifest_keeps_the_splits_apart_and_the_card_names_them() -> None:
