@@ -131,7 +131,7 @@ def tokenizer_fields(folder: Path | None, vocab_size: int) -> dict[str, Any]:
         UnsupportedFeatureError: GGUF has no name for a part of the tokenizer.
     """
     try:
-        tokenizer = folder and Tokenizer.from_folder(folder)
+        tokenizer = Tokenizer.from_folder(folder) if folder else None
     except ModelNotFoundError:
         tokenizer = None
     if folder is None or tokenizer is None:
