@@ -17,12 +17,11 @@ from minillm.lab.benchmarks.contest import Case, Run, Score
 from minillm.lab.benchmarks.peers import llamacpp_files, openvino_engine
 from minillm.lab.benchmarks.peers.llamacpp_engine import Worker
 from minillm.lab.benchmarks.peers.protocol import Timeline
-from minillm.models.checkpoint import open_model
+from minillm.models.checkpoint import ASSETS, open_model
 from minillm.models.loader import load_model
 from minillm.models.presets import preset
 from minillm.plan.weight_sizes import WeightSizes
 from tests.lab.benchmarks.test_bench_command import CEILING
-from tests.models.tiny import CASES
 
 CASE = Case(4, 128, 8)
 CONFIG = preset("smollm2-135m")
@@ -68,8 +67,7 @@ def test_llama_cpp_gets_the_weights_of_the_folder_without_a_tokenizer(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "model"
-    CASES["llama"].write(folder)
+    folder = ASSETS / "tiny"
     file = gguf_of(folder, dtype)
     before = file.stat()
     assert gguf_of(folder, dtype) == file
