@@ -111,8 +111,9 @@ def device_config(config: ModelConfig, layout: Layout, layers: range | None = No
 def matrices_in(num_bytes: float, dtype: str = "bfloat16") -> WeightSizes:
     """Matrices of so many bytes per weight, such as 1 for FP8; vocabulary tables and norms stay in
     `dtype`."""
-    parts = ("attention", "mlp", "router", "experts", "shared_experts")
-    return replace(WeightSizes.plain(dtype), **dict.fromkeys(parts, num_bytes))
+    names = ("attention", "mlp", "router", "experts", "shared_experts")
+    parts: dict[str, Any] = dict.fromkeys(names, num_bytes)
+    return replace(WeightSizes.plain(dtype), **parts)
 
 
 def device_memory(
