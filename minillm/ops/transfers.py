@@ -33,7 +33,7 @@ def indices(device: torch.device, values: ArrayLike) -> Tensor:
 
 def read_later(*tensors: Tensor) -> Callable[[], list[Tensor]]:
     """Start copying contiguous tensors to the host. The returned function waits for the copies.
-    Tensors of one memory, such as `together` makes, are copied at once."""
+    Tensors of one memory, such as `together` makes, are copied at once, with what is between."""
     first = tensors[0]
     if first.device.type == "cpu":
         copies = [each.clone() for each in tensors]
@@ -42,11 +42,13 @@ def read_later(*tensors: Tensor) -> Callable[[], list[Tensor]]:
     if any(each.untyped_storage()._cdata != memory._cdata for each in tensors):
         pinned = [_start_copy(each) for each in tensors]
     else:
-        whole = first.as_strided((memory.nbytes() // first.itemsize,), (1,), 0)
-        here = _start_copy(whole).view(torch.uint8)
         starts = [each.storage_offset() * each.itemsize for each in tensors]
+        end = max(start + each.nbytes for start, each in zip(starts, tensors, strict=True))
+        begin, size = min(starts) // 8 * 8, first.itemsize
+        part = first.as_strided((-(-(end - begin) // size),), (1,), begin // size)
+        here = _start_copy(part).view(torch.uint8)
         pinned = [
-            here[start : start + each.nbytes].view(each.dtype).view(each.shape)
+            here[start - begin : start - begin + each.nbytes].view(each.dtype).view(each.shape)
             for start, each in zip(starts, tensors, strict=True)
         ]
     arrived = torch.Event(first.device)

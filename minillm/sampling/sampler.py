@@ -15,7 +15,6 @@ collected.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -37,8 +36,8 @@ __all__ = ["NO_TOKEN", "SampledBatch", "Sampler", "SamplingRow", "sample"]
 
 NO_TOKEN = -1  # in `SampledBatch.token_ids`: the row failed
 HALF_RANGE = 2**63  # of 64-bit integers
-NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
-NO_DISTRIBUTIONS: Mapping[int, Tensor | None] = MappingProxyType({})
+NO_DRAFTS: Mapping[int, Sequence[int]] = {}
+NO_DISTRIBUTIONS: Mapping[int, Tensor | None] = {}
 
 
 class DrawParams(NamedTuple):

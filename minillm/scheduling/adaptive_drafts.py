@@ -160,38 +160,47 @@ class AdaptiveDrafts(Drafts):
             super().extend(plan, sequences, num_running, blocks, config)
 
     def lengths(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
-        batch = len(sequences)
-        nothing = [0] * batch
-        if not batch:
-            return nothing
-        if self.times.plain(batch) is None or self._since >= COMPARE_AFTER:
+        if not sequences or self._compares(len(sequences)):
+            return [0] * len(sequences)
+        self._drop_finished(sequences)
+        if 1 < self._trial_steps > self._tried:
+            return self._try(sequences)
+        return self._keep(sequences) or self._choose(sequences)
+
+    def _compares(self, batch: int) -> bool:
+        """Whether the next steps are plain, to be compared with."""
+        compares = self.times.plain(batch) is None or self._since >= COMPARE_AFTER
+        if compares:
             self._since, self._due = 0, self._step + COMPARE_STEPS
             self._lag_price /= 2  # it may have been measured while something else ran
-            return nothing
-        seq_ids = [each.seq_id for each in sequences]
-        self._drop_finished(seq_ids)
-        has_prefill = self._records[-1].num_prefill_tokens > 0  # such a step is not timed
-        is_untried = self._tried < self._trial_steps
-        if is_untried and self._trial_steps > 1:
-            return nothing if has_prefill else self._try(sequences)
-        if self._since % CHOOSE_EVERY and self._balance > 0 and self._chosen[0] == seq_ids:
-            self._since += 1
-            self._remember(sequences, self._chosen[1])
-            return self._chosen[1]
+        return compares
+
+    def _keep(self, sequences: Sequence[ScheduledSequence]) -> list[int] | None:
+        """The drafts of the last choice; None if it is time to choose again."""
+        seq_ids, counts = self._chosen
+        if not self._since % CHOOSE_EVERY or self._balance <= 0:
+            return None
+        if seq_ids != [each.seq_id for each in sequences]:
+            return None
+        self._since += 1
+        self._remember(sequences, counts)
+        return counts
+
+    def _choose(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
+        """Drafts per row at the best level; a trial or a pause if none gains."""
+        batch, seq_ids = len(sequences), [each.seq_id for each in sequences]
         curves = self.acceptance.curves(seq_ids)
-        was_trying, self._level = self._level is None, self._choose(curves)
+        was_trying, self._level = self._level is None, self._best_level(curves)
         goes_on = was_trying and self._has_gained and self._balance > 0
-        if self._level is None and (is_untried or goes_on):
-            return nothing if has_prefill else self._try(sequences)
-        self._tried = self._trial_steps
-        if self._level is None or self._balance < -MAX_BALANCE:
-            self._start_pause(batch)
-            return nothing
-        pairs = zip(self._counts(curves, seq_ids), sequences, strict=True)
-        counts = [count * self._joins(one, batch) for count, one in pairs]
+        if self._level is None and (self._tried < self._trial_steps or goes_on):
+            return self._try(sequences)
+        self._tried, counts = self._trial_steps, list[int]()
+        if self._level is not None and self._balance >= -MAX_BALANCE:
+            pairs = zip(self._counts(curves, seq_ids), sequences, strict=True)
+            counts = [count * self._joins(one, batch) for count, one in pairs]
         if not any(counts):
             self._start_pause(batch)
-            return nothing
+            return [0] * batch
         self._since += 1
         self._remember(sequences, counts)
         self._chosen = seq_ids, counts
@@ -204,7 +213,7 @@ class AdaptiveDrafts(Drafts):
         saved = (sequence.end - sequence.num_tokens) * plain * (1 - 1 / self._gain)
         return lag <= self.num_tokens + COMPARE_STEPS + 1 or self._lag_price * lag < saved
 
-    def _choose(self, curves: Sequence[Curve]) -> int | None:
+    def _best_level(self, curves: Sequence[Curve]) -> int | None:
         """The level with the best predicted gain; the current one if it is about as good."""
         gains = self._predict(curves)
         best, now = max(range(len(gains)), key=gains.__getitem__), self._level
@@ -246,8 +255,11 @@ class AdaptiveDrafts(Drafts):
     # ---- trials --------------------------------------------------------------------------
 
     def _try(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
-        """Drafts per row of a step of a trial: few, for the same few rows in all of its steps."""
+        """Drafts per row of a step of a trial: few, for the same few rows in all of its steps. None
+        beside prompts, whose steps are not timed."""
         seq_ids = [each.seq_id for each in sequences]
+        if self._records[-1].num_prefill_tokens:
+            return [0] * len(seq_ids)
         if not self._tried or self._trial.isdisjoint(seq_ids):
             # In turn; no more than lose a plain step.
             most = max(1, min(len(seq_ids) // TRIAL_ROW_EVERY, int(1 / self._price)))
@@ -298,10 +310,10 @@ class AdaptiveDrafts(Drafts):
         self._level, self._tried, self._chosen = None, 0, ([], [])
         self._balance = self._peak = self._cost = 0.0
 
-    def _drop_finished(self, seq_ids: Sequence[int]) -> None:
+    def _drop_finished(self, sequences: Sequence[ScheduledSequence]) -> None:
         """Now and then, drop the state of finished sequences."""
         if self._step % CLEAN_UP_EVERY == 0:
-            self.acceptance.keep(seq_ids)
-            kept = set(seq_ids)
+            kept = {each.seq_id for each in sequences}
+            self.acceptance.keep(kept)
             self._rows = {key: row for key, row in self._rows.items() if key in kept}
             self._seen = {key: seen for key, seen in self._seen.items() if key in kept}
