@@ -31,13 +31,12 @@ from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Sequence as ScheduledSequence
 from minillm.scheduling.survival import Curve, Survival
 
-MIN_CHANGE = 1.05  # the level changes for a predicted gain of more than 5%
+MIN_GAIN = 1.05  # predicted, with which drafts begin; they end at 1
 FIRST_PAUSE, MAX_PAUSE = 8, 64  # steps; pauses double up to the second while trials lose little
 TRIAL_LOSS_SHARE = 0.01  # of the time
 NEVER_TRIED = (0, FIRST_PAUSE)  # initial (step of the next trial, pause after it) of a row
 COMPARE_AFTER, COMPARE_STEPS = 96, 3  # steps with drafts between comparisons; plain steps of each
 CHOOSE_EVERY = 4  # steps with the same rows; choosing takes a tenth of a step of a small model
-DEEPER_EVERY = 16  # steps; then each row with drafts has one more, to measure it
 MAX_BALANCE = 2.0  # plain steps; maximum balance, and the loss at which drafts stop
 TRIAL_DRAFTS = 2  # drafts of a row in a trial
 CHEAP_PROPOSAL = 0.05  # plain steps; if proposing costs less, pauses do not grow
@@ -214,13 +213,10 @@ class AdaptiveDrafts(Drafts):
         return lag <= self.num_tokens + COMPARE_STEPS + 1 or self._lag_price * lag < saved
 
     def _best_level(self, curves: Sequence[Curve]) -> int | None:
-        """The level with the best predicted gain; the current one if it is about as good."""
+        """The level with the best predicted gain, if it is large enough."""
         gains = self._predict(curves)
-        best, now = max(range(len(gains)), key=gains.__getitem__), self._level
-        if now is not None and gains[best] <= MIN_CHANGE * gains[now]:
-            best = now
-        self._gain = gains[best]
-        return best if self._gain > (MIN_CHANGE if now is None else 1) else None
+        self._gain, least = max(gains), MIN_GAIN if self._level is None else 1.0
+        return gains.index(self._gain) if self._gain > least else None
 
     def _predict(self, curves: Sequence[Curve]) -> list[float]:
         """Predicted gain of each level: tokens per second relative to plain steps."""
@@ -241,8 +237,6 @@ class AdaptiveDrafts(Drafts):
         """Drafts per row at the current level, limited to what `StepTimes.reach` allows."""
         level = self._level or 0
         counts = [curve.nums[level] for curve in curves]
-        if self._since and self._since % DEEPER_EVERY == 0:
-            counts = [min(count + 1, self.num_tokens) if count else 0 for count in counts]
         drafts = sum([curve.counts[level] for curve in curves]) / len(curves)
         if (excess := drafts / self.times.reach(len(curves))) > 1:
             most = max(1, int(self.num_tokens / excess))
@@ -299,8 +293,6 @@ class AdaptiveDrafts(Drafts):
         if is_dear:
             paid = loss = (self._loss + min(loss, 2 * self._loss)) / 2
         self._loss, self._price = loss, max(paid / max(len(self._trial), 1), CHEAP_PROPOSAL)
-        if self._balance < -MAX_BALANCE:
-            self.acceptance.discount()
         if self._peak >= MAX_BALANCE:
             self._pause = FIRST_PAUSE
         elif not self._is_idle or at(self.times.curve(batch), 0.0) > 1 + CHEAP_PROPOSAL:
