@@ -12,32 +12,12 @@ from torch import Tensor
 
 from minillm.ops import cpu, cpu_int8_cache, cpu_rope
 from minillm.ops.batch import AttentionMode, Batch, Codes, Pages, Prologue, codes_of
-from minillm.ops.dispatch import backend_of, uses_kernels
+from minillm.ops.dispatch import backend_of as backend_of
+from minillm.ops.dispatch import uses_kernels as uses_kernels
 from minillm.ops.slots import untangled
 from minillm_kernels import batch_invariant, int8_cache, reference
-from minillm_kernels.reference import causal_attention, moe_route
-
-__all__ = [
-    "add_rms_norm",
-    "backend_of",
-    "causal_attention",
-    "cos_sin",
-    "embedding",
-    "has_int8_kernels",
-    "invariant_silu_mul",
-    "linear",
-    "moe_experts",
-    "moe_route",
-    "norm_rope",
-    "norm_rope_write",
-    "paged_attention",
-    "rms_norm",
-    "rotate",
-    "silu_mul",
-    "tiled_moe_experts",
-    "uses_kernels",
-    "write_cache",
-]
+from minillm_kernels.reference import causal_attention as causal_attention
+from minillm_kernels.reference import moe_route as moe_route
 
 
 def _rows(x: Tensor, *weights: Tensor | None) -> ModuleType:
