@@ -28,7 +28,7 @@ from minillm.ops.sampling import Pack, choose
 from minillm.ops.transfers import indices, upload
 from minillm.sampling.edits import Edits, SamplingRow
 from minillm.sampling.logprobs import TokenLogprob, describe, failures
-from minillm.sampling.rules import DraftedToken, Rule, drafts_at
+from minillm.sampling.rules import DraftedToken, Rule, Verification, drafts_at
 from minillm.sampling.samples import Samples
 from minillm.structured.grammars import Grammars
 
@@ -162,7 +162,8 @@ class Sampler:
         for part in self.edits.chunks(list(drafts)):
             at, dtype = indices(self.device, part), model_dtype or logits.dtype
             some = [drafts[row] for row in part]
-            tokens[at] = self.rule.choose(tokens[at], logits[at], pack.select(at), some, dtype)
+            given = Verification(tokens[at], logits[at], pack.select(at), some, dtype)
+            tokens[at] = self.rule.choose(given)
         return tokens, best
 
     def _greedy(self, pack: Pack, edited: Collection[int]) -> Pack:
