@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int64, c_void_p
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +43,7 @@ STALE_SECONDS = 3600  # age at which a build folder is removed
 LARGE_PAGE = 2**21
 BUILD_PREFIX = "build-"
 SWITCH = "MINILLM_C"  # 0: never build, always torch
-P, N, F = c_void_p, c_int64, c_float
+P, N, F, D = c_void_p, c_int64, c_float, c_double
 ATTENTION = (P, P, P, P, N, P, P, P, N, F, N, P, N, N, N, N, N)
 # The result and the arguments of each function in C, in the order of its declaration.
 PROTOTYPES: Mapping[str, tuple[Any, ...]] = {
@@ -72,6 +72,10 @@ PROTOTYPES: Mapping[str, tuple[Any, ...]] = {
     "describe_tokens": (N, P, N, N, N, P, N, P, P, P),
     "draw_from_shard": (N, P, N, P, N, N, N, N, P, P, P),
     "set_threads": (None, N),
+    "shared_sum": (N, P, N, P, N, D, P),
+    "shared_gather": (N, P, N, P, N, P, D, P),
+    "shared_abort": (None, P),
+    "shared_bytes": (N, N, N),
 }
 
 
