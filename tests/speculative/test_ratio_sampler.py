@@ -127,8 +127,7 @@ class StopsTheBatch(Ratio):
     """Claim G4: one rejection rejects all drafts of the batch."""
 
     def choose(self, given):
-        _, logits, pack, drafted, _ = given
-        p = dist(logits, pack).double()
+        pack, drafted, p = given.pack, given.drafts, dist(given.logits, given.pack).double()
         q = torch.stack([each.dist for each in drafted]).double()
         tokens = torch.tensor([each.token for each in drafted])
         accept, resample = coins(pack, Purpose.ACCEPT, Purpose.RESAMPLE)
