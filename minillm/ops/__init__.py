@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from minillm.ops import cpu, cpu_int8_cache, cpu_rope
+from minillm.ops import cpu, cpu_int8_cache
 from minillm.ops.batch import AttentionMode, Batch, Codes, Pages, Prologue, codes_of
 from minillm.ops.dispatch import backend_of as backend_of
 from minillm.ops.dispatch import uses_kernels as uses_kernels
@@ -67,7 +67,7 @@ def cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Rotary angles: [N], float32 [D / 2] -> cos and sin times `factor`, [N, D / 2] each."""
     in_c = not plain and frequencies.dtype == torch.float32 and cpu.takes(frequencies)
-    return (cpu_rope if in_c else reference).cos_sin(positions, frequencies, factor)
+    return (cpu if in_c else reference).cos_sin(positions, frequencies, factor)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
