@@ -162,9 +162,8 @@ def test_requests_that_repeat_themselves_draft_beside_others(count, gain):
     made = machine(small, [Habit(0.95)] * count + [Habit(0.0)] * count)
     made.run(400)
     asked = [0, 0]
-    for record, *_ in made.steps[-200:]:
-        for row in record.rows:
-            asked[row.seq_id >= count] += row.num_logits - 1
+    for row in [row for record, *_ in made.steps[-200:] for row in record.rows]:
+        asked[row.seq_id >= count] += row.num_logits - 1
     assert asked[0] > 10 * asked[1]
     assert made.speed(200) > gain * 2 * count / small(2 * count, 2 * count, False)
 
