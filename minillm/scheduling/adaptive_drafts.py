@@ -162,7 +162,7 @@ class AdaptiveDrafts(Drafts):
         if not sequences or self._compares(len(sequences)):
             return [0] * len(sequences)
         self._drop_finished(sequences)
-        if 1 < self._trial_steps > self._tried:
+        if self._trial_steps > 1 and self._tried < self._trial_steps:
             return self._try(sequences)
         return self._keep(sequences) or self._choose(sequences)
 
