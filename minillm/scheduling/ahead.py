@@ -65,13 +65,11 @@ def prepare_ahead(
     """
     if not 0 < len(uncommitted.plans) < max(config.num_stages, 2):
         return False
-    rows = list(rows_in_flight(uncommitted))
+    rows, in_pipeline = list(rows_in_flight(uncommitted)), config.num_stages > 1
     for row, sequence in rows:
         # In a pipeline the token is on another stage; drafts are proposed behind known tokens.
-        waits = config.num_stages > 1 or (
-            drafts is not None and drafts.wants(sequence, len(running))
-        )
-        if (row.num_logits and waits) or not is_predictable(row, sequence):
+        waits = in_pipeline or (drafts is not None and drafts.wants(sequence, len(running)))
+        if (waits and row.num_logits) or not is_predictable(row, sequence):
             sequence.awaits_commit = True
             continue
         sequence.num_computed = row.start + row.num_tokens
