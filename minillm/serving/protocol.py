@@ -7,14 +7,7 @@ Each field here is checked for its type only. `SamplingParams` checks ranges, in
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import from_json
 
 from minillm.api.sampling_params import MAX_LOGIT_BIAS, shown

@@ -20,12 +20,7 @@ import numpy as np
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.api.structured_outputs import StructuredOutputsParams, nodes
-from minillm.errors import (
-    ForeignCode,
-    InvalidRequestError,
-    MinillmError,
-    UnsupportedFeatureError,
-)
+from minillm.errors import ForeignCode, InvalidRequestError, MinillmError, UnsupportedFeatureError
 from minillm.structured.dfa import Dfa
 from minillm.structured.lark import NAMED, pattern_of, schema_of
 from minillm.structured.matcher import DfaMatcher, Guidance, GuidanceMatcher, Matcher
