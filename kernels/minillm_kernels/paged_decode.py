@@ -25,14 +25,9 @@ from minillm_kernels.paged_parts import TABLES, TAILS, finish, merge_rows, split
 
 
 @triton.jit
-def table_of(block_tables, table_stride, tail_starts, tail_order, tail_stride, sequence):
-    """The block table of a sequence, where its tail begins, and its order; or 0 and None."""
-    table = block_tables + sequence.to(tl.int64) * table_stride
-    if tail_order is None:
-        return table, 0, None
-    else:
-        order = tail_order + sequence.to(tl.int64) * tail_stride
-        return table, tl.load(tail_starts + sequence), order
+def tail_of(tail_starts, tail_order, tail_stride, sequence):
+    """Where the tail of a sequence begins, and its order."""
+    return tl.load(tail_starts + sequence), tail_order + sequence.to(tl.int64) * tail_stride
 
 
 @triton.jit
@@ -50,7 +45,7 @@ def locate(table, tile, low, high, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constex
 
     Only entries for positions in [low, high) are read, because later entries are stale. A tile
     within one block needs one lookup; its block and first offset are scalars. With a tail (`table`
-    is that of `table_of`) it has many, as if blocks were of one position.
+    has those of `tail_of`, or 0 and None) it has many, as if blocks were of one position.
     """
     numbers, tail_start, tail = table
     first = tile * BLOCK_N
@@ -235,7 +230,10 @@ def decode_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_DV, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_DV], tl.float32)
-    table = table_of(block_tables, table_stride, tail_starts, tail_order, tail_stride, sequence)
+    tail = (0, None)  # Triton 3.6 has no function that returns None
+    if tail_order is not None:
+        tail = tail_of(tail_starts, tail_order, tail_stride, sequence)
+    table = (block_tables + sequence.to(tl.int64) * table_stride, tail[0], tail[1])
     m, weights, acc = attend_heads(
         rows, position, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table,
         begin, full, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
