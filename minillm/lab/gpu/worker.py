@@ -105,12 +105,17 @@ def tried(case: Case, kernels: list | None) -> tuple[str, dict[str, Any]]:
 
 
 def described(error: BaseException) -> str:
-    """Type and message, and where it was raised."""
+    """Type and message of the first cause, and where it was raised. Of a long message the end stays:
+    Triton's begins with the source."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     trace, where = error.__traceback__, ""
     while trace is not None:
         where = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]} ({where})"
+    text = " ".join(str(error).split())
+    text = text if len(text) <= 400 else f"{text[:100]} ... {text[-300:]}"
+    return f"{type(error).__name__}: {text} ({where})"
 
 
 if __name__ == "__main__":

@@ -134,6 +134,32 @@ def test_other_logits_than_plain_torch_s_are_found(monkeypatch):
         engine.same_logits(live, made, 3)
 
 
+def test_a_router_s_near_ties_are_no_error_and_other_choices_are(monkeypatch):
+    """128 experts: among 130 rows rounding decides some choices, which moves logits by 7%."""
+    monkeypatch.setattr(Context, "device", "cpu")
+    monkeypatch.setattr(engine, "CudaCapture", engine.Again)
+    full = preset("qwen3-30b-a3b")
+    shape = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    moe = replace(full.moe, intermediate_size=64)
+    monkeypatch.setattr(engine, "preset", lambda name: replace(
+        full, vocab_size=2000, moe=moe, **shape))  # fmt: skip
+    live, made = Context("engine", "qwen3-30b-a3b"), {}
+    assert max(engine.same_logits(live, made, 130)["figures"].values()) < 1e-2
+    with_kernels = engine.with_kernels
+
+    def moved(*given):
+        eager, replayed, known = with_kernels(*given)
+        return eager, replayed, [change(*each) for each in known]
+
+    monkeypatch.setattr(engine, "with_kernels", moved)
+    change = lambda weights, ids: (weights, (ids + 1) % 128)  # noqa: E731
+    with pytest.raises(AssertionError, match="routers choose other experts for"):
+        engine.same_logits(live, made, 3)
+    change = lambda weights, ids: (weights + 0.03, ids)  # noqa: E731
+    with pytest.raises(AssertionError, match="routers weigh experts otherwise, by 0.03"):
+        engine.same_logits(live, made, 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "stage", "task"),
