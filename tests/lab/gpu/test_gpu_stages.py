@@ -14,7 +14,7 @@ from minillm import LLM, SamplingParams
 from minillm.api.arguments import EngineArgs
 from minillm.cache.spec import cache_spec
 from minillm.cli import main as minillm_main
-from minillm.engine.setup import with_defaults_of
+from minillm.engine.setup import free_memory, with_defaults_of
 from minillm.execution.state import DeviceRows
 from minillm.lab import ceilings
 from minillm.lab.commands import bench_compare
@@ -257,6 +257,28 @@ def test_a_layer_of_a_decode_step_has_so_many_launches(kind, monkeypatch):
         model.all_layers = FusedLayers.of(model)
         one = [launches(*step) for step in steps]
     assert [x - y for x, y in zip(both, one, strict=True)] == [6, 6, 6, 6, 6, 9, 6]
+
+
+def test_memory_of_an_engine_before_is_free(monkeypatch):
+    """torch keeps what was freed, and an engine has cycles: a second one in a process would be told
+    that nothing is left."""
+    calls = []
+
+    class Engine:
+        def __init__(self):
+            self.own = self
+
+        def __del__(self):
+            calls.append("collected")
+
+    fake = SimpleNamespace(
+        empty_cache=lambda: calls.append("emptied"),
+        mem_get_info=lambda device: calls.append("asked") or (7, 9),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    Engine()
+    assert free_memory(torch.device("cuda")) == 7
+    assert calls == ["collected", "emptied", "asked"]
 
 
 def test_what_a_gpu_gets_without_being_asked(monkeypatch):
