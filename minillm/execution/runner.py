@@ -226,8 +226,13 @@ class Runner:
         return rows, graphs.hidden_of(places)
 
     def _upload_last_tokens(self, states: RowStates) -> None:
-        """Upload last tokens that are only on the host to `DeviceRows.last`, which graphs read."""
-        new = [(state.row, state.token_ids[row.start]) for row, state in states if not state.is_fed]
+        """Upload last tokens that are only on the host to `DeviceRows.last`, which graphs read. A
+        row that failed in a step in flight has none anywhere, and its result will be ignored."""
+        new = [
+            (state.row, state.token_ids[row.start])
+            for row, state in states
+            if not state.is_fed and row.start < len(state.token_ids)
+        ]
         if new:
             place, token = upload(self.device, *np.array(new, dtype=np.int64).T)
             self.rows.last.index_copy_(0, place, token)
