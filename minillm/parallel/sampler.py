@@ -64,7 +64,10 @@ class ShardedSampler(Sampler):
         if not any(of_all):
             return self._choose_here(logits, rows, positions, counts)
         shape, device = sum(counts), self.device
-        found = torch.empty(shape, dtype=torch.int64, device=device), torch.empty(shape, device=device)
+        found = (
+            torch.empty(shape, dtype=torch.int64, device=device),
+            torch.empty(shape, device=device),
+        )
         for gathers in (False, True):
             part = [i for i, each in enumerate(of_all) if each == gathers]
             some = logits[indices(device, part)]

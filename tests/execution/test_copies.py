@@ -211,7 +211,9 @@ def test_a_rule_decides_about_drafts_without_waiting(rule, known):
     assert (tokens.shape, tokens.dtype) == ((4,), torch.int64)
 
 
-@pytest.mark.parametrize("params", [[GREEDY, DRAWN], [GREEDY] * 2, [DRAWN, replace(DRAWN, top_k=3)]])
+@pytest.mark.parametrize(
+    "params", [[GREEDY, DRAWN], [GREEDY] * 2, [DRAWN, replace(DRAWN, top_k=3)]]
+)
 @pytest.mark.parametrize("forks", [(), (1, 0)])
 def test_a_rank_samples_without_waiting(params, forks):
     """Its own tokens, with and without rows that gather their logits."""

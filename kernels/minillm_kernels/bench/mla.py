@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm_kernels import launch
-from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
+from minillm_kernels.bench.case import Measurement, Sets, sets_beyond_cache
 from minillm_kernels.mla import mla_attention
 from minillm_kernels.mla_config import Config, choose
 
@@ -121,7 +121,8 @@ def measurements(tiny: bool = False) -> list[Measurement]:
 
 def measurement(size: Size, device: str) -> Measurement:
     """Its tensors are made at the first call, so that a list of measurements costs no memory."""
-    sets = Sets(size, device)
+    count = 1 if device == "cpu" else sets_beyond_cache(size.num_bytes)
+    sets = Sets(lambda number: batch(size, device), count)
     return Measurement(
         family="mla",
         name=size.name,
@@ -154,29 +155,18 @@ class Batch:
         rows = self.latents[self.block_tables.long(), 0].flatten(1, 2)[:, :longest]
         return rows.contiguous()  # [B, S, R + Dr]
 
+    @cached_property
+    def explicit(self) -> list[Tensor]:
+        """Queries, keys and values of explicit heads, of sequences of one length."""
+        size, seq_len = self.size, self.size.sequences[0][1]
+        shape, wide = (len(size.sequences), size.num_heads), NOPE_DIM + size.rope_dim
+        parts = (1, wide), (seq_len, wide), (seq_len, HEAD_VALUE_DIM)
+        return [normal((*shape, *part), str(self.q.device)) for part in parts]
+
     @property
     def scale(self) -> float:
         """Of the scores: by the dimension of an explicit head."""
         return (NOPE_DIM + self.size.rope_dim) ** -0.5
-
-
-class Sets:
-    """As many sets of tensors as it takes to leave the GPU's cache, made when first needed."""
-
-    def __init__(self, size: Size, device: str):
-        self.size, self.device = size, device
-        self.count = 1 if device == "cpu" else sets_beyond_cache(size.num_bytes)
-        self.made: list[Batch] = []
-        self.explicit: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def call(self, function: Callable[["Sets", int], object]) -> Call:
-        """`function` of these sets and the number of one."""
-        return partial(self._call, function)
-
-    def _call(self, function: Callable[["Sets", int], object], number: int) -> object:
-        if not self.made:
-            self.made = [batch(self.size, self.device) for _ in range(self.count)]
-        return function(self, number % self.count)
 
 
 def batch(size: Size, device: str) -> Batch:
@@ -213,9 +203,9 @@ def configured(size: Size) -> Config | None:
     return Config(replace(config.decode, **size.decode), replace(config.prefill, **size.prefill))
 
 
-def ours(sets: Sets, number: int, batch_invariant: bool | None = None) -> Tensor:
+def ours(given: Batch, batch_invariant: bool | None = None) -> Tensor:
     """The kernels of this family."""
-    given, size = sets.made[number], sets.size
+    size = given.size
     return mla_attention(
         given.q,
         given.latents,
@@ -241,38 +231,27 @@ def gathered(given: Batch) -> tuple[Tensor, Tensor]:
     return given.q, given.dense
 
 
-def sdpa(sets: Sets, number: int) -> Tensor:
+def sdpa(given: Batch) -> Tensor:
     """MQA by torch: the heads of a token stand where query positions do, so no mask is needed."""
-    given = sets.made[number]
     q, k = gathered(given)
     q, k = q.unsqueeze(1), k.unsqueeze(1)
-    value = k[..., : sets.size.value_dim]
+    value = k[..., : given.size.value_dim]
     return F.scaled_dot_product_attention(q, k, value, scale=given.scale).squeeze(1)
 
 
-def bmm(sets: Sets, number: int) -> Tensor:
+def bmm(given: Batch) -> Tensor:
     """Two batched products, with the scores written out between them."""
-    given = sets.made[number]
     q, k = gathered(given)
     weights = torch.bmm(q, k.transpose(1, 2)).float().mul_(given.scale).softmax(-1)
-    return torch.bmm(weights.to(k.dtype), k[..., : sets.size.value_dim])
+    return torch.bmm(weights.to(k.dtype), k[..., : given.size.value_dim])
 
 
-def explicit(sets: Sets, number: int) -> Tensor:
+def explicit(given: Batch) -> Tensor:
     """The same model with explicit keys and values, as MHA: what the latents save reading."""
-    size, device = sets.size, sets.device
-    count, seq_len = len(size.sequences), size.sequences[0][1]
-    dims = (NOPE_DIM + size.rope_dim, NOPE_DIM + size.rope_dim, HEAD_VALUE_DIM)
-    while len(sets.explicit) < sets.count:
-        lengths = (1, seq_len, seq_len)
-        parts = zip(lengths, dims, strict=True)
-        q, k, v = (normal((count, size.num_heads, *part), device) for part in parts)
-        sets.explicit.append((q, k, v))
-    q, k, v = sets.explicit[number]
-    return F.scaled_dot_product_attention(q, k, v)
+    return F.scaled_dot_product_attention(*given.explicit)
 
 
-PEERS: Mapping[str, Callable[[Sets, int], object]] = {
+PEERS: Mapping[str, Callable[[Batch], object]] = {
     "SDPA, gathered": sdpa,
     "torch.bmm, gathered": bmm,
     "explicit heads": explicit,

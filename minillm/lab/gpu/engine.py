@@ -105,7 +105,7 @@ def cases(context: Context) -> list[Case]:
     if context.task == "tiny":
         expected: list = []
         return [
-            Case(way, partial(same_tokens, way, expected, context), patience=40) for way in WAYS
+            Case(way, partial(same_tokens, way, expected, context), patience=75) for way in WAYS
         ]
     if context.task == "launches":
         return [Case("no launch waits", partial(no_launch_waits, context), patience=40)]

@@ -94,8 +94,8 @@ def lacking(stages: Sequence[Stage]) -> tuple[tuple[Stage, ...], str]:
     if not left_out:
         return tuple(stages), ""
     why = (
-        f"{', '.join(absent)} not installed for {sys.executable}, so {', '.join(left_out)} are left "
-        "out; carry the wheels, and install them into a folder of PYTHONPATH."
+        f"{', '.join(absent)} not installed for {sys.executable}, so {', '.join(left_out)} are "
+        "left out; carry the wheels, and install them into a folder of PYTHONPATH."
     )
     return tuple(stage for stage in stages if stage.name not in left_out), why
 

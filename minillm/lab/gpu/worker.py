@@ -105,8 +105,8 @@ def tried(case: Case, kernels: list | None) -> tuple[str, dict[str, Any]]:
 
 
 def described(error: BaseException) -> str:
-    """Type and message of the first cause, and where it was raised. Of a long message the end stays:
-    Triton's begins with the source."""
+    """Type and message of the first cause, and where it was raised. Of a long message the end
+    stays: Triton's begins with the source."""
     while error.__cause__ is not None:
         error = error.__cause__
     trace, where = error.__traceback__, ""

@@ -161,9 +161,7 @@ def test_a_missing_package_costs_only_the_stages_that_need_it(tmp_path, monkeypa
     monkeypatch.setattr(plan, "find_spec", lambda name: None if name in absent else name)
     monkeypatch.setattr(command.Run, "_can_go_on", lambda self: True)
     ran = []
-    monkeypatch.setattr(
-        command.Parent, "run", lambda self, stage, end=None: ran.append(stage.name)
-    )
+    monkeypatch.setattr(command.Parent, "run", lambda self, stage, end=None: ran.append(stage.name))
     assert command.main(["--out", str(tmp_path)]) == 1
     assert ran == ["facts", "smoke", "kernels", "memcheck", "rest"]
     told = capsys.readouterr()

@@ -122,7 +122,7 @@ def test_tasks_one_after_another_have_equal_shares_of_the_time(tmp_path, monkeyp
 
 def test_what_the_program_before_a_worker_found_is_not_lost(tmp_path):
     """compute-sanitizer says it by its exit code, when the worker has ended."""
-    program = "import subprocess, sys; subprocess.run(sys.argv[1:]); print('12 errors'); sys.exit({})"
+    program = "import subprocess, sys; subprocess.run(sys.argv[1:]); print('12 errors'); exit({})"
     for code, more in ((86, [("", "failed")]), (0, [])):
         prefix = (sys.executable, "-c", program.format(code))
         found, said = run(tmp_path / str(code), "good", prefix=prefix)

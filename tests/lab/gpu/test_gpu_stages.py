@@ -156,7 +156,7 @@ def test_a_router_s_near_ties_are_no_error_and_other_choices_are(monkeypatch):
     with pytest.raises(AssertionError, match="routers choose other experts for"):
         engine.same_logits(live, made, 3)
     change = lambda weights, ids: (weights + 0.03, ids)  # noqa: E731
-    with pytest.raises(AssertionError, match="routers weigh experts otherwise, by 0.03"):
+    with pytest.raises(AssertionError, match=r"routers weigh experts otherwise, by 0\.03"):
         engine.same_logits(live, made, 3)
 
 
