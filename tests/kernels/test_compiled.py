@@ -64,8 +64,10 @@ def test_no_kernel_returns_none() -> None:
         for function in ast.walk(ast.parse(path.read_text("utf-8"))):
             names = map(ast.unparse, getattr(function, "decorator_list", ()))
             if any(name.startswith("triton.jit") for name in names):
-                returns = (each for each in ast.walk(function) if isinstance(each, ast.Return))
-                parts = (part for each in returns for part in ast.walk(each))
+                returns = [each for each in ast.walk(function) if isinstance(each, ast.Return)]
+                parts = [
+                    part for each in returns for part in getattr(each.value, "elts", [each.value])
+                ]
                 found += [
                     f"{path.name}:{part.lineno}"
                     for part in parts
