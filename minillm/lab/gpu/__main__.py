@@ -135,6 +135,7 @@ class Run:
 
         paths = (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", ""))
         os.environ["PYTHONPATH"] = os.pathsep.join(each for each in paths if each)
+        os.environ["PATH"] += f"{os.pathsep}/usr/local/cuda/bin"  # of compute-sanitizer
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         end, beside = time.monotonic(), []  # a stage also has the time that earlier ones left
