@@ -226,13 +226,8 @@ class Runner:
         return rows, graphs.hidden_of(places)
 
     def _upload_last_tokens(self, states: RowStates) -> None:
-        """Upload last tokens that are only on the host to `DeviceRows.last`, which graphs read. A
-        row that failed in a step in flight has none anywhere, and its result will be ignored."""
-        new = [
-            (state.row, state.token_ids[row.start])
-            for row, state in states
-            if not state.is_fed and row.start < len(state.token_ids)
-        ]
+        """Upload last tokens that are only on the host to `DeviceRows.last`, which graphs read."""
+        new = [(state.row, state.token_ids[row.start]) for row, state in states if not state.is_fed]
         if new:
             place, token = upload(self.device, *np.array(new, dtype=np.int64).T)
             self.rows.last.index_copy_(0, place, token)
@@ -252,6 +247,7 @@ class Runner:
                 raise
             if len(rows) == 1:
                 result.fail(rows[0], failure(error))
+                self._rows[rows[0].seq_id].is_fed = True  # a step launched ahead has no other token
                 return []
         return [done for row in rows for done in self._retry_rows([row], run, result)]
 

@@ -1,6 +1,5 @@
 """Inputs of operations: the flat batch, one layer's KV cache, parameters of QK norm and RoPE."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -39,7 +38,7 @@ class Batch:
     logits_indices: Tensor  # [K] int64, indices of the tokens whose logits are needed
     max_query_len: int  # largest number of this batch's tokens of one sequence
     tails: Tails | None = None  # with token trees
-    on_host: tuple[Sequence[int], Sequence[int]] | None = None  # `query_start` and `seq_lens`
+    on_host: tuple[list[int] | range, list[int]] | None = None  # `query_start` and `seq_lens`
 
 
 AttentionMode = Literal["fast", "plain", "invariant"]
