@@ -109,6 +109,17 @@ def row_places(
     return offsets[:, None] + dims[None, :], inside
 
 
+@triton.jit
+def q_of(
+    q, strides, row, count, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """Queries of `count` rows of G heads, [BLOCK_M, BLOCK_DIM], transposed if `SWAP`."""
+    places, inside = row_places(row, count, kv_head, strides, GROUP, BLOCK_M, DIM, BLOCK_DIM)
+    rows = tl.load(q + places, mask=inside, other=0.0)
+    return tl.trans(rows) if SWAP else rows
+
+
 # ---- the online softmax -----------------------------------------------------------------------
 
 
@@ -221,11 +232,7 @@ def decode_kernel(
     full, end, low, high = split_bounds(
         begin, size, first_position, count, window, BLOCK_N, HAS_WINDOW
     )
-    places, inside = row_places(
-        start + row, count, kv_head, q_strides, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D
-    )
-    rows = tl.load(q + places, mask=inside, other=0.0)
-    rows = tl.trans(rows) if SWAP else rows
+    rows = q_of(q, q_strides, start + row, count, kv_head, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D, SWAP)
     position = first_position + tl.arange(0, BLOCK_M) // GROUP
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
