@@ -104,7 +104,8 @@ def make(size: Size, device: str, number: int) -> tuple[Tensor, list[Tensor]]:
 
 def ours(inputs: tuple[Tensor, list[Tensor]], op: str) -> object:
     """One call of the kernel."""
-    logits, (temperature, top_k, top_p, min_p, *stream) = inputs
+    logits, (temperature, top_k, top_p, min_p, seed, index, position) = inputs
+    stream = seed, index, position
     if op == "gumbel_argmax":
         return sampling.gumbel_argmax(logits, temperature, min_p, *stream)
     if op == "truncate":
