@@ -35,7 +35,7 @@ from minillm.quantization.kernels import KernelQuantizedMethod, pack_for_kernels
 from minillm.sampling import penalties
 from minillm.sampling.edits import SamplingRow
 from minillm.sampling.ratio import Ratio
-from minillm.sampling.rules import DraftedToken
+from minillm.sampling.rules import DraftedToken, Verification
 from minillm.sampling.synthetic import Synthetic
 from minillm.sampling.typical import Typical
 from minillm.scheduling.plan import StepPlan
@@ -207,7 +207,7 @@ def test_a_rule_decides_about_drafts_without_waiting(rule, known):
         dists = [torch.zeros(50, device=DEVICE) if i < known else None for i in range(4)]
         drafted = [DraftedToken(7, i, dist) for i, dist in enumerate(dists)]
         with gpu.watching():
-            tokens = rule.choose(samples, logits, pack, drafted, torch.bfloat16)
+            tokens = rule.choose(Verification(samples, logits, pack, drafted, torch.bfloat16))
     assert (tokens.shape, tokens.dtype) == ((4,), torch.int64)
 
 
