@@ -22,15 +22,14 @@ CODE_LINES = 18  # of a fix that a room can read
 KEY = re.compile(r"\b(?:predict|compare)\(\s*\"([\w.]+)\"")
 QUESTION = re.compile(r"^(?:\S.*\n)+(?= +a\))", re.MULTILINE)
 PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
-body {{ margin: 0; font: 26px/1.4 system-ui, sans-serif; }}
+body {{ margin: 0; font: 26px/1.4 system-ui, sans-serif; }} .anchor-link {{ display: none; }}
 section {{ display: none; box-sizing: border-box; min-height: 100vh; padding: 4vh 6vw; }}
-section.on {{ display: flex; flex-direction: column; height: 100vh; }}
-section > * {{ flex-shrink: 0; margin: 0.3em 0; }} em {{ font-size: 0.75em; }}
-img, svg {{ flex: 0 1 auto; min-height: 0; object-fit: contain; align-self: start; max-width: 100%;
-  background: #fff; }}
-pre {{ font-size: 0.8em; white-space: pre-wrap; }} .anchor-link {{ display: none; }}
-.result pre {{ font-size: 1.1em; }} td, th {{ padding: 0.1em 0.8em; text-align: left; }}
-.losses, .claim {{ font-size: 0.85em; }}
+section.on {{ display: flex; flex-direction: column; height: 100vh; overflow: auto; }}
+section > * {{ flex-shrink: 0; margin: 0.3em 0; }} .plot em, .result em {{ font-size: 0.75em; }}
+img, svg {{ flex: 0 1 70vh; min-height: 45vh; width: 100%; object-fit: contain;
+  object-position: left; background: #fff; }} pre {{ font-size: 0.8em; white-space: pre-wrap; }}
+.predict pre, .result pre {{ font: 1.2em/1.6 system-ui, sans-serif; }}
+td, th {{ padding: 0 0.6em; text-align: left; }} table, .losses, .claim {{ font-size: 0.8em; }}
 @media (prefers-color-scheme: dark) {{ body {{ background: #111; color: #eee; }} }}
 @media print {{ section {{ display: block; break-after: page; }} }} {style}</style>{body}<script>
 const pages = [...document.querySelectorAll('section')];
@@ -67,12 +66,13 @@ def slides(notebook: Notebook) -> Iterator[tuple[str, str]]:
                 keys = KEY.findall(source)
                 asked |= zip(keys, QUESTION.findall(stdout(cell["outputs"])), strict=False)
                 parts += [f"<em>{escape(asked[key])}</em>" for key in keys if kind == "result"]
-                parts.append(f"<pre>{escape(stdout(cell['outputs']))}</pre>")
+                said = re.sub(r"(?m)^measured: .*\n", "", stdout(cell["outputs"]))
+                said = QUESTION.sub(lambda found: " ".join(found[0].split()) + "\n", said)
+                parts.append(f"<pre>{escape(said)}</pre>")
             for data in (output.get("data", {}) for output in cell["outputs"]):
-                text = data.get("text/markdown", "")
                 if png := data.get("image/png"):
                     parts.append(f'<img alt="" src="data:image/png;base64,{png.strip()}">')
-                elif text and "<details" not in text:
+                elif (text := data.get("text/markdown")) and "<details" not in text:
                     parts.append(markdown2html(text))
             parts = [heading, *parts] if parts and kind != "predict" else parts
         if parts:

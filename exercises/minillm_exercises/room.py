@@ -14,13 +14,13 @@ PAGE = """\
 <!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>How far the room is</title><style>
 :root {{ color-scheme: light dark; }} body {{ margin: 2rem; font: 15px/1.5 system-ui, sans-serif; }}
-table {{ border-collapse: collapse; }} th:first-child {{ text-align: left; }}
-th, td {{ border: 1px solid #8886; padding: 0.2em 0.5em; text-align: center; }}
+table {{ border-collapse: collapse; font-size: 0.85em; }} th {{ background: Canvas; }}
+th, td {{ border: 1px solid #8886; padding: 0.1em 0.35em; text-align: center; }}
+th:first-child {{ text-align: left; white-space: nowrap; position: sticky; left: 0; }}
 .pass {{ background: #009e7355; }} .begun {{ background: #e69f0055; }}
 </style></head><body>
 <h1>How far the room is</h1>
-<p>Reports: {people}. Green is passed; an orange cell has the points so far. Point at a cell for
-attempts and hints.</p>
+<p>Reports: {people}. Green: passed. Orange: points so far. Point at a cell for tries and hints.</p>
 <table><tr><th></th>{head}<th>points</th></tr>
 {rows}
 <tr><th>passed</th>{passed}<td></td></tr>

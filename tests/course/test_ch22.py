@@ -46,7 +46,7 @@ def test_the_tools_count_from_sending_and_our_load_generator_from_when_it_was_du
 @pytest.mark.parametrize(("queries", "lengths", "logits"), STEPS)
 def test_the_times_are_those_of_tensor_parallelism(queries, lengths, logits, ranks, link):
     seconds = ch22_ship.StepSeconds(LLAMA, H100, ranks, LINKS[link])
-    devices = Devices(H100, LINKS[link], Layout(tensor=ranks))
+    devices = Devices(H100, LINKS[link], Layout(tensor=ranks), is_recorded=True)
     (stage,) = stage_times(LLAMA, devices, queries, lengths, precision(LLAMA, None, None), logits)
     assert seconds.of(queries, lengths, logits) == pytest.approx(stage.seconds)
 

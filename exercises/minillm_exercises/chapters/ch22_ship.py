@@ -40,7 +40,8 @@ class StepSeconds:
     """Seconds of a step of a dense model by the roofline, on `ranks` GPUs that share every layer.
 
     Bytes and operations of a step grow linearly with four counts: computed tokens, rows of logits,
-    pairs of a token and one before it, and tokens that are read from the cache.
+    pairs of a token and one before it, and tokens that are read from the cache. Steps are recorded
+    graphs, so launches take no time.
     """
 
     config: ModelConfig
@@ -74,14 +75,6 @@ class StepSeconds:
             found.append((none - token - pair - read, head, token, row, pair, read))
         return found
 
-    @cached_property
-    def launches(self) -> tuple[float, float]:
-        """Host overhead in seconds of a step without and with logits."""
-        without, with_head = (
-            step_cost(self.part, [1], [1], num_logits=n).num_operations for n in (0, 1)
-        )
-        return without * self.hardware.overhead, with_head * self.hardware.overhead
-
     def communication(self, tokens: int, logits: int) -> float:
         """Seconds of the sums of tensor parallelism, as in `parallel_cost`."""
         if self.link is None or self.ranks == 1:
@@ -101,7 +94,7 @@ class StepSeconds:
         moved, operations = (sum(map(mul, each, counts)) for each in self.constants)
         rate = self.hardware.rate(self.config.dtype)
         longer = max(moved / self.hardware.bandwidth, operations / rate)
-        return longer + self.launches[bool(logits)] + self.communication(tokens, logits)
+        return longer + self.communication(tokens, logits)
 
     def __call__(self, record: StepRecord) -> float:
         """Seconds of a simulated step."""

@@ -136,7 +136,7 @@ def draw_costs(
             **series(number) | {"linestyle": "", "markersize": 8},
         )
     floor = [1e6 * value for value in least.values()]
-    ax.plot(list(least), floor, "k--", linewidth=1.2, label="bound: bytes of all tokens")
+    ax.plot(list(least), floor, "k--", linewidth=1.2, label="bytes of all tokens, from memory")
     ax.set(xscale="log", yscale="log")
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     told = "; ".join(
