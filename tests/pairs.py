@@ -64,6 +64,15 @@ def some(usual: Sequence[Any], whole: Iterable[Any]) -> list:
     return [pytest.param(*x, marks=[pytest.mark.slow] * (not quick)) for x, quick in several]
 
 
+def one_in(count: int, whole: Iterable[Any]) -> list:
+    """Parameters: all of `whole`, of which one in `count` is not slow. A tuple is several."""
+    several = (x if isinstance(x, tuple) else (x,) for x in whole)
+    slow = [pytest.mark.slow]
+    return [
+        pytest.param(*x, marks=slow if place % count else []) for place, x in enumerate(several)
+    ]
+
+
 def part_and_rest(part: range, whole: int) -> list:
     """Parameters: the seeds of `make test`, and those up to `whole`, which are slow."""
     rest = pytest.param(range(part.stop, whole), id="all", marks=pytest.mark.slow)

@@ -72,6 +72,7 @@ def belongs_in_wheel(path: Path) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file_of_both_packages(wheel: Path) -> None:
     expected = {
         f"{name}/{path.relative_to(folder).as_posix()}"
@@ -104,6 +105,7 @@ print(minillm.__file__, minillm_kernels.__file__, len(output.outputs[0].token_id
 """
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_generates(installed: Path, tmp_path: Path) -> None:
     """From another folder, with the embedded weights that the wheel brought along."""
     said = run(sys.executable, "-c", GENERATE, cwd=tmp_path, PYTHONPATH=str(installed))

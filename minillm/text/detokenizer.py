@@ -47,7 +47,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: leave special tokens out of the text.
     """
 
-    __slots__ = ("_end", "_shown", "_skip", "_stream", "_tokenizer", "_utf8", "_window")
+    __slots__ = ("_end", "_run", "_shown", "_skip", "_stream", "_tokenizer", "_window")
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class IncrementalDetokenizer:
             return
         self._window: list[int] = []
         self._shown = ""
-        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._run = b""  # the last byte tokens, if they may become a character
         for token_id in self._prompt_end(prompt_token_ids):
             self._push(token_id)
         self._shown = self._decode()
@@ -84,7 +84,7 @@ class IncrementalDetokenizer:
         byte = self._tokenizer.byte_fallback.get(token_id)
         if byte is not None:
             return self._push_byte(byte)
-        self._utf8.reset()
+        self._run = b""
         text = self._decode()
         stable = text[:-1] if text.endswith(REPLACEMENT) else text
         new = stable[common_length(self._shown, stable) :]
@@ -127,11 +127,13 @@ class IncrementalDetokenizer:
         return new
 
     def _push_byte(self, byte: int) -> str:
+        self._run += bytes([byte])
         try:
-            if not self._utf8.decode(bytes([byte])):
+            self._run.decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
                 return ""  # the character is incomplete
-        except UnicodeDecodeError:
-            self._utf8.reset()  # invalid
+        self._run = b""
         new = self._flush()
         # A new context, because the decoder would join the next byte to the ones just returned.
         anchor, self._shown = self._tokenizer.anchor

@@ -81,6 +81,7 @@ def archive(tmp_path_factory) -> zipfile.ZipFile:
     return zipfile.ZipFile(made)
 
 
+@pytest.mark.slow
 def test_the_zip_holds_the_course(archive):
     (top,) = {name.split("/")[0] for name in archive.namelist()}
     names = {name.removeprefix(f"{top}/") for name in archive.namelist()}

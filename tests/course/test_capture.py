@@ -276,6 +276,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow
 def test_in_jupyter(tmp_path: Path) -> None:
     """The real kernel: cells have names under a temporary folder, and a magic is translated."""
     import nbformat.v4 as v4

@@ -63,6 +63,7 @@ def said(monkeypatch):
 # ---- counting --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_access_is_counted_by_tensor_and_program(x):
     found = count(shifted, x)
     assert found.read == {"x": 4 * 39}
@@ -179,6 +180,7 @@ def broken(x):
     raise ValueError(f"there are {len(x)} rows")
 
 
+@pytest.mark.slow
 def test_what_fails_in_the_other_process_is_said_here(x):
     with pytest.raises(ExerciseError, match="should count failed: ValueError: there are 3 rows"):
         count(broken, x)

@@ -33,6 +33,7 @@ def test_q4_k_has_the_error_that_is_known_for_normal_weights():
     assert not ch13.q4_k(torch.zeros(2, 256)).any()
 
 
+@pytest.mark.slow
 def test_kl_is_the_mean_over_positions(tiny):
     """Against torch's own, with other weights in one matrix."""
     name = "6.down_proj"

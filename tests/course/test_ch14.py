@@ -27,6 +27,7 @@ def test_a_planted_model_computes_what_it_did():
     assert len(where) == 14
 
 
+@pytest.mark.slow
 def test_inputs_are_changed_while_judging_only():
     tiny = Subject()
     tiny.windows = [ids[:96] for ids in tiny.windows[:1]]

@@ -68,6 +68,7 @@ def test_a_chapter_is_executed_filled_and_its_results_are_kept(course, capsys, m
     assert (course / "README.md").exists()
 
 
+@pytest.mark.slow
 def test_a_failing_cell_is_shown_and_the_file_is_left_as_it_was(course, capsys):
     before = (course / "01_bad.ipynb").read_bytes()
     status, said = run(course, "01", capsys=capsys)

@@ -281,6 +281,7 @@ def test_a_quiz_is_asked_and_judged(at: Terminal) -> None:
     at.sees(f"quiz 03 - {' '.join(letters[1:])}", "2. right.", "2 of 3 right.", code=1)
 
 
+@pytest.mark.slow
 def test_an_ascii_terminal_gets_ascii(tmp_path: Path) -> None:
     done = command("list", tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.returncode == 0, done.stderr

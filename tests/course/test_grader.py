@@ -391,6 +391,7 @@ def gone(process_id: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
 def test_the_process_that_grades_is_replaced_and_ends_with_the_one_that_started_it() -> None:
     done = subprocess.run(

@@ -44,11 +44,13 @@ def test_an_endless_loop_is_named_by_its_line(toys: Toys, graded: Graded) -> Non
     assert statuses(verdict) == ["error", "not run", "not run"]
 
 
+@pytest.mark.slow
 def test_a_loop_that_catches_everything_ends_too(toys: Toys, graded: Graded) -> None:
     loop = "while True:\n        try: size += 1\n        except: pass"
     assert graded(with_first(toys["e90.1"], loop)).status == "timeout"
 
 
+@pytest.mark.slow
 def test_a_repr_that_never_ends_does_not_hold_the_verdict_up(toys: Toys, graded: Graded) -> None:
     odd = "class Odd:\n    def __repr__(self):\n        while True: pass\n\n\n"
     source = odd + with_first(toys["e90.1"], "x = [Odd()]\n    while True: pass")
@@ -57,6 +59,7 @@ def test_a_repr_that_never_ends_does_not_hold_the_verdict_up(toys: Toys, graded:
     assert "(line 12: while True: pass). Does the loop end? The checks" in verdict.message
 
 
+@pytest.mark.slow
 def test_one_operation_without_end_is_ended_and_named(toys, graded):
     """It never comes back from C, so no signal handler of Python's can run."""
     verdict = graded(with_first(toys["e90.1"], "sum(range(10**12))"))
@@ -85,6 +88,7 @@ def test_waiting_without_computing_is_ended(toys: Toys, graded: Graded, statemen
     assert f"(line 6: {statement}). For what does it wait?" in verdict.message
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the system tells no processor time of others")
 def test_computing_slowly_is_not_waiting(toys: Toys, graded: Graded) -> None:
     """A check may compute for longer than it may wait."""
@@ -97,6 +101,7 @@ def test_waiting_costs_no_processor_time(toys: Toys, graded: Graded) -> None:
     assert graded(late, limits=Limits(cpu=0.5)).status == "pass"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGXCPU"), reason="a system without RLIMIT_CPU")
 def test_each_check_has_the_whole_processor_time() -> None:
     """The limit of a process counts from its beginning, so that it is moved with every check."""

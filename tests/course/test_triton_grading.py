@@ -19,7 +19,6 @@ from minillm_exercises.limits import ON_GPU
 from minillm_exercises.manifest import Exercise, load_manifest
 from minillm_exercises.session import unavailable
 from minillm_exercises.workspace import Workspace
-from tests.pairs import some
 
 pytest.importorskip("triton")
 EXERCISE = load_manifest()["e11.1"]
@@ -118,6 +117,7 @@ def test_guards_notice_one_element_on_each_side_and_between_rows() -> None:
     assert all(text.startswith("Out of bounds (a case): 1 elements") for text in told.values())
 
 
+@pytest.mark.slow
 def test_with_a_gpu_kernels_are_compiled_and_counted(tmp_path: Path) -> None:
     told = alone(LAUNCHES, GPU, str(tmp_path))
     assert (told["device"], told["interpreted"], told["mode"]) == ("cuda", False, "0")
@@ -154,7 +154,8 @@ CELLS = (
 )
 
 
-@pytest.mark.parametrize("interpreted", some(["1"], ["1", "0"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("interpreted", ["1", "0"])
 def test_a_notebook_saves_kernels_with_what_they_use(tmp_path, monkeypatch, interpreted):
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     names: dict[str, Any] = {"__name__": "__main__", "In": [""]}

@@ -92,6 +92,7 @@ def _count(path: Path, exercise_id: str, times: int) -> None:
         ProgressFile(path).update(exercise_id, lambda e: replace(e, attempts=e.attempts + 1))
 
 
+@pytest.mark.slow
 def test_processes_do_not_lose_each_others_entries(tmp_path: Path) -> None:
     path = tmp_path / "progress.json"
     context = multiprocessing.get_context("spawn")

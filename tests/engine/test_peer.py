@@ -28,7 +28,7 @@ PAGE = 16
 PEERS = [
     ("llama", "sdpa"),
     ("qwen3_moe", "sdpa"),
-    ("tiny", "sdpa"),
+    pytest.param("tiny", "sdpa", marks=pytest.mark.slow),
     pytest.param("llama", "eager", marks=pytest.mark.slow),
 ]
 

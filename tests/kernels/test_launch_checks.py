@@ -230,6 +230,7 @@ def without_triton(code: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_kernel_says_that_triton_is_missing():
     """One process tries all: what failed to be imported is tried anew by the next."""
     modules = [*FAMILIES, "interpreter", "offline"]

@@ -173,6 +173,7 @@ print(peak() - before, layer.num_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc/self/status")
 def test_only_the_part_that_is_held_is_read(tmp_path):
     """An eighth of 128 MiB: its pages of the file, and the memory that they are copied to."""

@@ -84,6 +84,7 @@ def peak_growth(folder: Path, extra: str = "") -> int:
     return int(run.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_is_weights_and_one_shard(big):
     folder, weights, shard = big
@@ -91,6 +92,7 @@ def test_peak_is_weights_and_one_shard(big):
     assert weights < growth <= weights + shard + MARGIN, (growth / MIB, weights / MIB, shard / MIB)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_measurement_sees_a_loader_that_keeps_every_shard(big):
     folder, weights, shard = big

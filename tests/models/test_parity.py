@@ -31,9 +31,10 @@ from tests.models.parity import (
     whole,
 )
 from tests.models.tiny import CASES, ROPE_CASES, Tiny, old_style, prompt
+from tests.pairs import one_in
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", one_in(2, CASES))
 def test_logits_and_greedy_tokens(case, checkpoint_of):
     checkpoint = checkpoint_of(case)
     parity = measure(checkpoint, load(checkpoint))
@@ -50,7 +51,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", one_in(2, CASES))
 def test_log_probabilities_as_engines_compute_them(case, way, checkpoint_of, monkeypatch):
     """A family may be right layer by layer, and wrong on a faster path that takes its block for
     another."""
@@ -99,7 +100,7 @@ def test_a_field_that_faster_paths_do_not_know_switches_them_off(checkpoint_of, 
     assert not unknown_fields(model.config)
 
 
-@pytest.mark.parametrize("case", ROPE_CASES)
+@pytest.mark.parametrize("case", one_in(3, ROPE_CASES))
 def test_rope_types(case, checkpoint_of):
     checkpoint = checkpoint_of(case)
     ids = prompt(130)

@@ -374,5 +374,6 @@ assert library.cache_info().currsize == cpu.functions.cache_info().currsize == 0
 """
 
 
+@pytest.mark.slow
 def test_importing_builds_nothing():
     subprocess.run([sys.executable, "-c", IMPORT], check=True)

@@ -3,7 +3,6 @@ parallelism notes), and what they send, refuse and record. Their tokens are in `
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from minillm.trace.replay import Replay
 from tests.engine.small import make
 from tests.matrix.cells import folder_of
 from tests.matrix.jobs import Job, generate
-from tests.pairs import some
 from tests.parallel.rank_groups import KINDS as GROUPS
 from tests.parallel.rank_groups import on_all, ranks
 from tests.scheduling.invariants import check_invariants
@@ -112,9 +110,9 @@ def steps_of(llm: LLM) -> list[int]:
     return [each.counters.num_steps for each in schedulers_of(llm.engine.scheduler)]
 
 
-@pytest.mark.parametrize(
-    ("backend", "overlaps"), some([("threads", True)], product(("threads", "mp"), (False, True)))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["threads", "mp"])
+@pytest.mark.parametrize("overlaps", [False, True])
 def test_b10_a_copy_may_be_without_work_for_100_steps(folder, backend, overlaps):
     """vllm #43547, #51984: an idle rank skips the exchanges of a step, and the others wait."""
     with_one = make(folder, **WIDE)

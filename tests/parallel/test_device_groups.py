@@ -23,7 +23,6 @@ from minillm.parallel.device_groups import backend_of, join_devices
 from minillm.parallel.meeting import Address
 from tests.engine.small import make
 from tests.matrix.cells import folder_of
-from tests.pairs import some
 from tests.parallel.rank_groups import on_all
 from tests.parallel.test_processes import alone, assert_dead, children, generate
 
@@ -75,7 +74,8 @@ def test_processes_and_the_death_of_one(stages, ordered, monkeypatch):
 # ---- engines -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stages", some([1], [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
 def test_the_tokens_of_one_rank_and_a_rank_that_is_killed(stages, folder, gloo):
     expected = alone(folder)
     llm = make(folder, max_model_len=96, tensor_parallel_size=2, pipeline_parallel_size=stages)

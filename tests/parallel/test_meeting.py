@@ -116,6 +116,7 @@ def test_strangers_keep_no_one_out(name, store, rank, monkeypatch):
     thread.join()
 
 
+@pytest.mark.slow
 def test_those_who_do_not_come(store, rank, monkeypatch):
     monkeypatch.setattr(meeting, "PATIENCE", 0.5)
     for other, name in ((2, "rank 2"), (DRIVER, "the driver")):

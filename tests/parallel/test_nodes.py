@@ -91,7 +91,8 @@ def test_the_tokens_of_one_rank(sizes, folder, lend, caplog):
     assert "rank 1: loading the model" in caplog.messages
 
 
-@pytest.mark.parametrize("shares", some([True], [True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [True, False])
 def test_copies(shares, lend):
     """With and without shared experts."""
     folder = folder_of("qwen3_moe")
@@ -102,6 +103,7 @@ def test_copies(shares, lend):
         assert generate(llm) == expected
 
 
+@pytest.mark.slow
 def test_two_stores_and_one_engine_for_each(folder, lend):
     """Rank 1 of the first engine takes no part in the second."""
     expected = alone(folder)
@@ -139,6 +141,7 @@ def test_another_checkpoint(folder, lend, tmp_path, monkeypatch):
     assert isinstance(ranks[0].exception(LIMIT), CheckpointError)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come(folder, lend, monkeypatch):
     monkeypatch.setattr(meeting, "PATIENCE", 1.0)
     lend(3, lent=2)
@@ -147,6 +150,7 @@ def test_ranks_that_do_not_come(folder, lend, monkeypatch):
              pipeline_parallel_size=3, **EXTERNAL)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_other_sizes_than_torchrun_has_and_a_store_that_is_not_there(folder, lend, monkeypatch):
     lend(3, lent=1)
     with pytest.raises(ConfigError, match=r"^torchrun has started 3 ranks, .* is 2;"):

@@ -185,9 +185,8 @@ def test_stages(folder):
 # ---- ranks that end ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("killed", "by"), [(0, "memory"), pytest.param(1, "sockets", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("killed", "by"), [(0, "memory"), (1, "sockets")])
 def test_b19_killed_in_a_step(killed, by, folder, odd, request):
     """Rank 1 computes for ever, rank 0 waits for it."""
     if by == "sockets":

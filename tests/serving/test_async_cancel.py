@@ -20,7 +20,6 @@ from minillm.scheduling.request import Status
 from minillm.serving import async_engine
 from minillm.serving.step_thread import Ticket
 from tests.engine.small import make, tokens
-from tests.pairs import some
 from tests.scheduling.invariants import check_invariants
 from tests.serving.async_small import Gate, idle, in_loop, run
 
@@ -161,7 +160,8 @@ async def consume(engine: AsyncLLMEngine, job: Job) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("setting", some(["recompute"], SETTINGS))
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_500_requests_with_random_cancellation(engine_of, jobs, expected, monkeypatch, setting):
     drawn = jobs()
     policy = SETTINGS[setting].get("scheduling_policy")

@@ -27,7 +27,6 @@ from minillm.errors import (
 from minillm.serving import async_engine
 from minillm.serving.request_stream import RequestStream
 from tests.engine.small import EOS, reasons, tokens
-from tests.pairs import some
 from tests.serving.async_small import (
     GREEDY,
     LIMIT,
@@ -628,7 +627,8 @@ async def leave(engine):
 """
 
 
-@pytest.mark.parametrize("how", some(["running"], EXITS))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", EXITS)
 def test_the_interpreter_ends_without_a_shutdown(folder, how):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT + EXITS[how], str(folder)],

@@ -114,6 +114,7 @@ def hold(server: Served) -> Any:
     return go.set
 
 
+@pytest.mark.slow
 def test_comments_keep_a_silent_stream_open(server, monkeypatch):
     monkeypatch.setattr(event_stream, "PING_SECONDS", 0.1)
     release = hold(server)

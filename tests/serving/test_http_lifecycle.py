@@ -172,6 +172,7 @@ def test_every_route_but_two_needs_a_key(server: Served) -> None:
 # ---- health ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_health_depends_on_steps(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     go, step = threading.Event(), server.engine._engine.step
     go.set()

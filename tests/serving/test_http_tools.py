@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import tokenizers
 
 from minillm.serving import tool_calls
+from tests.pairs import one_in
 from tests.serving.http_small import TEMPLATE, Served, served, write_chat_model
 from tests.text.test_chat_tools import LLAMA, QWEN
 
@@ -104,8 +106,9 @@ def check_call(call: dict[str, Any]) -> None:
     jsonschema.validate(json.loads(function["arguments"]), schemas[function["name"]])
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("name", ["required", "named", "one", "auto"])
+@pytest.mark.parametrize(
+    ("template", "name"), one_in(3, product(TEMPLATES, ["required", "named", "one", "auto"]))
+)
 def test_calls(server: Served, template: str, name: str) -> None:
     """Enforced if required or named; in tags also if the model opens one by itself."""
     given: dict[str, Any] = {
@@ -202,7 +205,7 @@ def test_a_thought_that_is_continued(server: Served) -> None:
 # ---- the loop of a client --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", one_in(2, TEMPLATES))
 def test_the_loop_of_a_client(server: Served, template: str) -> None:
     """The messages come back as they were sent, with results; then the model answers."""
     messages: list[dict[str, Any]] = list(ASK)

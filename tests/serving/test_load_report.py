@@ -53,6 +53,7 @@ def swept() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_sweep_is_json_with_all_rows(swept: dict[str, Any]) -> None:
     found = json.loads(json.dumps(swept, allow_nan=False))
     assert found["columns"] == list(COLUMNS)
@@ -65,10 +66,8 @@ def test_the_sweep_is_json_with_all_rows(swept: dict[str, Any]) -> None:
     assert found["knee"]["load"] < 20
 
 
-@pytest.mark.parametrize(
-    ("name", "start"),
-    [("a.png", b"\x89PNG"), pytest.param("a.svg", b"<?xml", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
 def test_the_figure_is_written(swept, name, start, tmp_path):
     draw(swept, str(tmp_path / name))
     assert (tmp_path / name).read_bytes().startswith(start)
@@ -131,6 +130,7 @@ def command(*args: str) -> int:
     return main(["bench", "serve", *args])
 
 
+@pytest.mark.slow
 def test_the_command_measures_a_server(url, tmp_path, capsys):
     path, plot = tmp_path / "a.json", tmp_path / "a.svg"
     code = command(url, "--api-key", "k", "--request-rate", "50,inf", "--requests", "10",

@@ -21,7 +21,7 @@ from minillm.serving.settings import Settings
 from minillm.text.detokenizer import prompt_starts
 from minillm.text.tokenizer import Tokenizer
 from tests.engine.small import write_model
-from tests.pairs import some
+from tests.pairs import one_in, some
 from tests.serving.asgi_calls import Reply, call
 from tests.serving.http_small import TEMPLATE
 from tests.text.build import KINDS
@@ -146,7 +146,7 @@ def joined(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return whole
 
 
-@pytest.mark.parametrize("seed", some(range(24), range(40)))
+@pytest.mark.parametrize("seed", one_in(4, range(40)))
 def test_a_completion(api: Api, seed: int) -> None:
     body = request_of(api, random.Random(seed))
     whole = api.post("completions", body).json()["choices"]

@@ -6,6 +6,7 @@ and its noise is the target's. So acceptance of exactly 1 convicts what no token
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from minillm.speculative.draft_model import Chunk
 from tests.engine.small import assert_idle, make, tokens
 from tests.matrix.cells import Cell, check
 from tests.models.tiny import Tiny
-from tests.pairs import some
+from tests.pairs import one_in, some
 from tests.speculative.drafted import K, assert_all_accepted, draft_of, watch, with_draft
 
 GREEDY = {"temperature": 0.0}
@@ -72,8 +73,9 @@ def record_chunks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[Chunk]
 # ---- a draft model that equals its target -----------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("prefix_cache", ["hash", "radix"])
+@pytest.mark.parametrize(
+    ("how", "prefix_cache"), one_in(3, product([GREEDY, SAMPLED], ["hash", "radix"])), ids=str
+)
 def test_with_prefixes_that_others_computed(folder, monkeypatch, prefix_cache, how):
     """Prefixes that had drafts, that had none, and that end within a block."""
     llm = with_draft(folder, folder, prefix_cache=prefix_cache, num_gpu_blocks_override=100)
@@ -239,8 +241,7 @@ def test_tokens_are_those_of_plain_decoding():
     assert 0.1 < counters.num_accepted_tokens / counters.num_draft_tokens < 0.95
 
 
-@pytest.mark.parametrize("length", [94, 95, 96])
-@pytest.mark.parametrize("context", [None, 40, 96])
+@pytest.mark.parametrize(("length", "context"), one_in(2, product([94, 95, 96], [None, 40, 96])))
 def test_up_to_the_end_of_a_context(folder, monkeypatch, length, context):
     """The target's context, and one of the draft model that ends before."""
     prompts = [LONG[:7], LONG[30:71]]

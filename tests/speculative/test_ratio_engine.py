@@ -20,6 +20,7 @@ from minillm.ops.philox import Purpose
 from minillm.ops.sampling import Pack, choose, dist
 from minillm.speculative.proposer import Draft
 from tests.engine.small import assert_idle
+from tests.pairs import one_in
 from tests.speculative.distributions import chi_square, last_two, pipeline, table
 from tests.speculative.test_ratio_sampler import StopsTheBatch
 
@@ -133,7 +134,7 @@ SWAPS = STARVED | {"swap_space": 0.001}
 
 @pytest.mark.parametrize(
     ("params", "num_drafts", "more"),
-    [(TRUNCATED, 2, ROOM), (PENALISED, 3, ROOM), (PLAIN, 3, STARVED), (PLAIN, 1, SWAPS)],
+    one_in(3, [(TRUNCATED, 2, ROOM), (PENALISED, 3, ROOM), (PLAIN, 3, STARVED), (PLAIN, 1, SWAPS)]),
     ids=["truncated", "penalised", "recompute", "swap"],
 )
 def test_the_dist_of_the_first_tokens(folder, params, num_drafts, more):
@@ -244,7 +245,9 @@ class Wild:
         return [[0, 1, 2, 3][: row.num_drafts] for row in rows]
 
 
-@pytest.mark.parametrize("rates", [(0.9, 0.5, 0.25), (0.0, 1.0, 1.0), (1.0, 1.0, 0.0)])
+@pytest.mark.parametrize(
+    "rates", one_in(2, [((0.9, 0.5, 0.25),), ((0.0, 1.0, 1.0),), ((1.0, 1.0, 0.0),)])
+)
 @pytest.mark.parametrize(
     "params", [TRUNCATED, PENALISED, SamplingParams(temperature=0.0, ignore_eos=True)],
     ids=["truncated", "penalised", "greedy"],

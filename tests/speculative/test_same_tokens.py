@@ -4,6 +4,7 @@ That each proposer changes no token in any engine is in `tests/matrix`.
 """
 
 import logging
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,13 +22,12 @@ from tests.matrix.cells import (
     run_cell,
 )
 from tests.matrix.proposers import FAILING, K, Now, Right
-from tests.pairs import some
+from tests.pairs import one_in, some
 
 WARNING = "Speculative decoding is off from now on"
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize(("overlaps", "name"), one_in(2, product([False, True], FAILING)))
 def test_a_proposer_that_fails_gives_one_warning_and_plain_decoding(name, overlaps, caplog) -> None:
     cell = Cell(chunk=7, overlaps=overlaps, drafts=name)
     config = config_for(cell)
@@ -74,8 +74,7 @@ def test_too_many_running_sequences_draft_nothing() -> None:
     assert all(record.num_running <= 3 for record in drafting)
 
 
-@pytest.mark.parametrize("k", [1, 15])
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(("k", "overlaps"), one_in(3, product([1, 15], [False, True])))
 def test_other_numbers_of_drafts(k: int, overlaps: bool) -> None:
     cell = Cell("bytes", chunk=7, cache="radix", pool="recompute", overlaps=overlaps,
                 drafts="mostly right")  # fmt: skip

@@ -34,6 +34,7 @@ from minillm_kernels.philox import Purpose, random_words_of_vocabulary, to_gumbe
 from tests.engine.small import assert_idle, make
 from tests.matrix.cells import Cell, check, folder_of, heads_of, reference_of
 from tests.matrix.proposers import Now
+from tests.pairs import one_in
 from tests.speculative.headed import COUNT, medusa_of, with_heads, write_heads
 from tests.speculative.test_draft_model import LONG, SAMPLED, generate, params_of
 from tests.speculative.treed import CANARY, Branching, Cached, random_parents
@@ -177,13 +178,14 @@ CELLS = [
     Cell("bytes", cache="radix", pool="recompute", overlaps=True),
     Cell("mistral", EXACT, chunk=32, cache="hash", pool="swap", kv="int8"),
     Cell("deepseek_v2", FAST, chunk=7, cache="radix", pool="recompute"),
-    Cell("qwen3_moe", path="torch", cache="hash", overlaps=True),
-    Cell("llama", path="operations", chunk=7, cache="radix", pool="swap"),
     Cell("qwen2", FAST, chunk=7, cache="hash", pool="recompute", kv="int8"),
+    Cell("llama", path="operations", chunk=7, cache="radix", pool="swap"),
+    Cell("bytes", path="torch", cache="hash", overlaps=True),
+    Cell("qwen3_moe", path="torch", cache="hash", overlaps=True),
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", one_in(2, CELLS), ids=str)
 def test_trees_change_no_token(cell):
     """Greedy and sampled, alone and among others, with penalties, constraints and forks."""
     reference = reference_of(cell)

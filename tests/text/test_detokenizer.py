@@ -133,6 +133,16 @@ def test_byte_tokens_become_characters_as_soon_as_they_can(kind, data, skip):
     assert stream(tokenizer, prompt, ids, skip) == expected
 
 
+@pytest.mark.parametrize("kind", BYTE_FALLBACK)
+def test_half_a_surrogate_holds_no_text_back(kind):
+    """ED A0 cannot become a character, so the byte behind it is one by itself."""
+    tokenizer = tokenizer_of(kind)
+    id_of = {byte: i for i, byte in tokenizer.byte_fallback.items()}
+    ids = [id_of[byte] for byte in (0xED, 0xA0, 0x41)]
+    assert stream(tokenizer, [], ids[:2], False) == 2 * "\ufffd"
+    assert stream(tokenizer, [], ids, False) == reference(tokenizer, ids, False) == "\ufffd\ufffdA"
+
+
 @pytest.mark.parametrize("kind", [*BYTE_FALLBACK, *OTHERS])
 @given(data=st.data(), text=st.sampled_from(TEXTS) | st.text(max_size=30))
 @settings(max_examples=60, deadline=None)

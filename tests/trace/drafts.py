@@ -10,6 +10,7 @@ from minillm.speculative.proposer import DraftRow
 from tests.engine.small import make
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+LONGEST = 28  # tokens of an answer with its drafts
 
 
 class Truth:
@@ -28,7 +29,7 @@ class Truth:
         prompt = list(new.token_ids[: new.num_prompt_tokens])
         key = (*prompt, new.params.seed, new.sample_index, tuple(new.params.stop_token_ids))
         if key not in self.known:
-            params = replace(new.params, n=new.sample_index + 1, max_tokens=None, stop=[])
+            params = replace(new.params, n=new.sample_index + 1, max_tokens=LONGEST, stop=[])
             (output,) = self.plain.generate([prompt], params, use_tqdm=False)
             self.known[key] = list(output.outputs[new.sample_index].token_ids)
         place = len(row.token_ids) - len(prompt)

@@ -56,6 +56,7 @@ def test_a_run_counts_what_the_engine_did():
     assert not llm.engine.has_work
 
 
+@pytest.mark.slow
 def test_the_command_writes_json(tmp_path: Path, capsys, monkeypatch):
     file = tmp_path / "found.json"
     variants = {PLAIN: None, "ngram 4": NGRAM}

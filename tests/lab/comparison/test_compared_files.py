@@ -42,6 +42,7 @@ def rows(folder, file):
     return run.compare(work)["results"][1:]
 
 
+@pytest.mark.slow
 def test_a_written_folder_is_what_was_made_in_memory(rows):
     written, made, _ = rows
     assert written["quality"][0]["kl"]["value"] == pytest.approx(
@@ -84,6 +85,7 @@ def test_a_gguf_file_is_compared(rows):
     assert 0.005 < row["quality"][0]["kl"]["value"] < 0.08
 
 
+@pytest.mark.slow
 def test_a_quantised_model_stands_for_its_values(folder, file):
     """The same codes again are no change, and 16 bits need 16 bits."""
     for given in (folder, file):

@@ -213,6 +213,7 @@ def test_command_writes_json_and_a_plot(text, tmp_path, capsys) -> None:
     assert "<svg" in plot.read_text()
 
 
+@pytest.mark.slow
 def test_speed_of_a_shape(capsys, tmp_path, monkeypatch) -> None:
     """Random weights: no quality. The rounds are shortened."""
     from minillm.lab.comparison import speed

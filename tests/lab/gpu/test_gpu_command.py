@@ -131,6 +131,7 @@ def test_list_needs_no_gpu(capsys):
     )
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_first_stage_says_so(capsys, tmp_path):
     """The real worker, and a summary all the same."""
     assert command.main(["--out", str(tmp_path), "--only", "smoke"]) == 2

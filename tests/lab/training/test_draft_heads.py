@@ -17,7 +17,6 @@ from minillm.models.loader import load_model
 from minillm.speculative.heads import load_heads
 from minillm_kernels.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from tests.engine.small import make
-from tests.pairs import some
 from tests.speculative.eagled import Formula, write_eagle
 
 RECIPE = HeadRecipe("medusa", num_heads=2, width=16, steps=30, rows_per_step=8, lr=0.05)
@@ -82,7 +81,8 @@ def test_a_run_continues_as_if_it_had_not_stopped(trainer, tmp_path):
         assert torch.equal(tensor, second.tensors[name])
 
 
-@pytest.mark.parametrize("name", some(["medusa"], TASKS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
 def test_the_command(folder, tmp_path, cli, monkeypatch, name):
     """It trains, goes on with a run that was stopped, and makes heads that an engine takes."""
     method = TASKS[name][0].method

@@ -51,6 +51,7 @@ def trainer(recipe: Recipe, streams: TokenStreams, folder: Path) -> Trainer:
     return Trainer(recipe, streams, options)
 
 
+@pytest.mark.slow
 def test_it_learns(streams: TokenStreams, tmp_path: Path) -> None:
     run = trainer(TOY, streams, tmp_path)
     rows = run.step_rows(0)[:4]
