@@ -65,7 +65,7 @@ def test_commits_share_everything_that_is_slow(tmp_path: Path) -> None:
 
     usual = made()
     assert made() == usual
-    number = 32
+    number = 20
     runs = [made(JOB=str(job)) for job in range(number)]
     assert usual in runs
     assert made(JOB=str(number)) == runs[0]

@@ -31,6 +31,7 @@ from minillm.sampling.sampler import SamplingRow, sample
 from minillm.scheduling.data_parallel import schedulers_of
 from tests.engine.small import BLOCK_SIZE, assert_idle, make, num_ahead, write_model
 from tests.matrix.jobs import (
+    FEWER,
     KINDS,
     SOME,
     WITHOUT_TEXT,
@@ -343,7 +344,9 @@ class Reference:
     """Each request alone, by the plainest engine; its answers are computed when first asked for."""
 
     def __init__(self, cell: Cell) -> None:
-        kinds = {"bytes": tuple(KINDS), "embedded": SOME}.get(cell.model, WITHOUT_TEXT)
+        kinds = {"bytes": tuple(KINDS), "embedded": SOME, "llama": WITHOUT_TEXT}.get(
+            cell.model, FEWER
+        )
         self.path = cell.path
         with on(self.path):
             self.llm = make(folder_of(cell.model), **cell.fields())

@@ -66,6 +66,10 @@ LENGTHS = {
     "texts to choose from": 37,
 }  # whose completions part within a block
 WITHOUT_TEXT = tuple(kind for kind in KINDS if "text" not in kind and "bad" not in kind)
+FEWER = (  # for models that differ in what is computed, not in what is asked for
+    *("greedy", "drawn", "penalties", "repetition", "min tokens", "logprobs, drawn"),
+    *("prompt logprobs", "three", "one token", "to the end", "stop ids", "long prompt"),
+)
 SOME = (  # for a model that takes long
     *("greedy", "min-p", "repetition", "bad words, drawn", "logprobs", "stop text", "three"),
     *("long prompt", "text of a schema", "text of a pattern"),

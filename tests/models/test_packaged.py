@@ -25,6 +25,7 @@ from minillm.lab.quantise.gguf_export import write_model
 from minillm.models import checkpoint, packaged
 from minillm.models.checkpoint import open_model
 from minillm.models.packaged import Package, packaged_file
+from tests.pairs import one_in
 
 CONTENT = b"weights" * 5000
 INFO = "small_model-1.0.dist-info"
@@ -174,7 +175,7 @@ MISTAKES: dict[str, tuple[Callable[[Index], Any], type[MinillmError], str, dict[
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", one_in(2, MISTAKES))
 def test_a_failure_is_one_sentence_and_leaves_nothing(index: Index, name: str) -> None:
     prepare, kind, words, changes = MISTAKES[name]
     prepare(index)

@@ -54,7 +54,7 @@ def on(size: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", one_in(2, DTYPES))
 def test_ranks_and_threads_of_any_number(dtype, size, caplog):
     """What one rank with two threads gives alone, ranks of one and of three threads give; and
     nothing is said about the number of ranks."""
