@@ -15,15 +15,17 @@ import pytest
 # CPU seconds of each folder's tests in `make test`: half as much again as they take. Whoever needs
 # more moves a matrix to `slow`, makes a test smaller, or raises the number and says why.
 FOLDERS = {
-    "api": 10, "cache": 5, "cli": 16, "clients": 5, "course": 210, "engine": 60, "execution": 15,
-    "external": 5, "interpreted": 130, "kernels": 30, "lab": 90, "layers": 8, "matrix": 120,
-    "models": 70, "ops": 55, "parallel": 100, "plan": 10, "quantization": 65, "sampling": 15,
-    "scheduling": 35, "serving": 110, "speculative": 125, "structured": 10, "tests": 30, "text": 18,
-    "trace": 32,
+    "api": 8, "cache": 3, "cli": 12, "clients": 2, "course": 85, "engine": 55, "execution": 14,
+    "external": 2, "interpreted": 130, "kernels": 22, "lab": 55, "layers": 3, "matrix": 90,
+    "models": 55, "ops": 50, "parallel": 42, "plan": 4, "quantization": 55, "sampling": 10,
+    "scheduling": 36, "serving": 65, "speculative": 110, "structured": 5, "tests": 20, "text": 12,
+    "trace": 20,
 }  # fmt: skip
-LONGEST = 2.0  # seconds of one test; what needs more is marked slow
+LONGEST = 1.0  # seconds of one test; what needs more is marked slow
 # Files where one test opens what all share, or cannot be divided; and its seconds.
 LONGER = {
+    "tests/test_floors.py": 2,  # starts a process
+    "tests/test_style.py": 2,
     "tests/course/test_strangers.py": 3,
     "tests/course/test_verify_exercises.py": 5,  # an exercise, its first known mistakes
     "tests/kernels/interpreted/test_triton_engine.py": 3,
@@ -31,9 +33,14 @@ LONGER = {
     "tests/kernels/test_compiled.py": 3,
     "tests/lab/gpu/test_gpu_command.py": 4,  # starts a worker
     "tests/lab/gpu/test_gpu_stages.py": 4,  # starts two engines
+    "tests/models/test_packing.py": 2,
+    "tests/ops/test_c_compilers.py": 2,  # starts compilers
+    "tests/ops/test_c_sampling.py": 2,
+    "tests/parallel/test_nodes.py": 4,  # starts four ranks
     "tests/parallel/test_processes.py": 4,  # starts two engines
     "tests/quantization/test_loading_memory.py": 3,
     "tests/scheduling/test_histories.py": 4,
+    "tests/serving/test_http_failures.py": 3,  # starts a server
     "tests/matrix/test_cells.py": 5,  # the first cell of a model has what it answers alone
 }
 TOLERANCE = 2.0  # for a test, whose first call may import something

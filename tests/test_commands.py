@@ -97,6 +97,7 @@ def test_every_folder_has_a_budget() -> None:
 
 def test_who_needs_too_much_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "FOLDERS", {"ops": 10.0, "tests": 1.0})
+    monkeypatch.setattr(budget, "LONGEST", 2.0)
     monkeypatch.setattr(budget, "LONGER", {"tests/ops/test_b.py": 3.5})
     within = {"tests/ops/test_a.py::test_a": 3.9, "tests/ops/test_b.py::test_b": 6.0}
     within |= {"tests/test_c.py::test_c": 1.0}
