@@ -8,14 +8,13 @@ model.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import inf
-from types import MappingProxyType
 from typing import Literal
 
 from minillm.errors import ConfigError
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 ROPE_TYPES: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 MODEL_SIZES = (
     "vocab_size",
@@ -225,21 +224,19 @@ class ModelConfig:
 # What C functions of whole layers, sums of fixed order and shards of ranks compute. A model in
 # which another field is not its default does without them: a new field is right first, and fast
 # once it is listed here.
-KNOWN_FIELDS: Mapping[type, str] = MappingProxyType(
-    {
-        ModelConfig: """family vocab_size hidden_size num_layers num_heads num_kv_heads head_dim
-            intermediate_size max_position_embeddings rope rms_norm_eps tie_word_embeddings qkv_bias
-            output_bias mlp_bias qk_norm sliding_windows mla moe moe_layers
-            merged_matrices dtype""",
-        RopeConfig: """theta rope_type factor original_max_position_embeddings low_freq_factor
-            high_freq_factor beta_fast beta_slow mscale mscale_all_dim truncate attention_factor
-            short_factor long_factor interleaved""",
-        MLAConfig: "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim q_lora_rank",
-        MoEConfig: """num_experts num_experts_per_token intermediate_size shared_intermediate_size
-            scoring normalize routed_scaling_factor num_groups topk_groups group_score
-            score_bias""",
-    }
-)
+KNOWN_FIELDS: Mapping[type, str] = {
+    ModelConfig: """family vocab_size hidden_size num_layers num_heads num_kv_heads head_dim
+        intermediate_size max_position_embeddings rope rms_norm_eps tie_word_embeddings qkv_bias
+        output_bias mlp_bias qk_norm sliding_windows mla moe moe_layers
+        merged_matrices dtype""",
+    RopeConfig: """theta rope_type factor original_max_position_embeddings low_freq_factor
+        high_freq_factor beta_fast beta_slow mscale mscale_all_dim truncate attention_factor
+        short_factor long_factor interleaved""",
+    MLAConfig: "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim q_lora_rank",
+    MoEConfig: """num_experts num_experts_per_token intermediate_size shared_intermediate_size
+        scoring normalize routed_scaling_factor num_groups topk_groups group_score
+        score_bias""",
+}
 
 
 def unknown_fields(config: ModelConfig) -> list[str]:

@@ -296,8 +296,10 @@ def changes(old: Notebook, new: Notebook) -> list[str]:
 
 
 def fill_only(path: Path) -> list[str]:
-    """Bind the prose to the committed facts and results, without running anything."""
+    """Bind the prose to the committed facts and results, and listings to the present source,
+    without running anything else."""
     notebook = read_notebook(path)
+    prose.renew_listings(notebook)
     results, claims = prose.load_results(path.stem, path.parent), prose.load_claims(path.parent)
     problems = prose.fill(notebook, prose.Sources.of(notebook, results, claims))
     write_notebook(path, notebook)

@@ -15,11 +15,13 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from chapters import NOTEBOOKS, Notebook, code_cells, facts, parsed
+from minillm_exercises.plots import listed
 from stale import pointed
 
 SPAN = re.compile(r'<span data-(?P<kind>[\w-]+)="(?P<name>[^"]*)">(?P<text>.*?)</span>', re.DOTALL)
@@ -171,6 +173,26 @@ def fill(notebook: Notebook, sources: Sources) -> list[str]:
 
         cell["source"] = SPAN.sub(replaced, pointed(cell["source"]))
     return problems
+
+
+def renew_listings(notebook: Notebook) -> None:
+    """Write the present source of what `listing` shows, in place. What a chapter imports is known
+    here; a listing of something that it computes is left as it is."""
+    shown: list[str] = []
+    names: dict[str, Any] = {}
+    for _, cell in code_cells(notebook):
+        tree = parsed(cell)
+        for statement in tree.body if tree else []:
+            is_listing = ast.unparse(statement).startswith("listing(")
+            if is_listing or isinstance(statement, ast.Import | ast.ImportFrom):
+                names["listing"] = lambda *parts: shown.append(listed(*parts))
+                with suppress(NameError):
+                    exec(compile(ast.Module([statement], []), "a cell", "exec"), names)
+        while shown:
+            text = shown.pop()
+            for data in (output.get("data", {}) for output in cell["outputs"]):
+                if data.get("text/markdown", "").partition("\n")[0] == text.partition("\n")[0]:
+                    data["text/markdown"] = text
 
 
 def unknown(kind: str, name: str, sources: Sources) -> str:

@@ -148,11 +148,14 @@ def listing(title: str, *parts: Any) -> None:
     Raises:
         ExerciseError: nothing to show.
     """
-    if not parts:
-        raise ExerciseError("listing() needs a function or a class to show.")
     from IPython.display import Markdown, display
 
+    display(Markdown(listed(title, *parts)))
+
+
+def listed(title: str, *parts: Any) -> str:
+    """What `listing` shows, as Markdown."""
+    if not parts:
+        raise ExerciseError("listing() needs a function or a class to show.")
     code = "\n\n".join(textwrap.dedent(inspect.getsource(part)).rstrip() for part in parts)
-    display(
-        Markdown(f"<details><summary>{title}</summary>\n\n```python\n{code}\n```\n\n</details>")
-    )
+    return f"<details><summary>{title}</summary>\n\n```python\n{code}\n```\n\n</details>"

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from functools import wraps
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from minillm.api.checks import CheckedArguments, checked, choice, flag, number, whole
@@ -16,26 +15,22 @@ from minillm.errors import ConfigError, UnsupportedFeatureError, did_you_mean
 
 QUANTIZATIONS = ("int8", "int4")  # of a 16-bit checkpoint while it is loaded
 KV_CACHE_DTYPES = ("auto", "int8")
-DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"half": "float16", "float": "float32"})
+DTYPE_ALIASES: Mapping[str, str] = {"half": "float16", "float": "float32"}
 REMOTE_BACKENDS = ("external", "ray")  # ranks are started outside this process
 # vLLM's arguments without effect here: the accepted values, and the reason why others are not.
 FLAG = (True, False), "it may be True or False"
-IGNORED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(  # each gives a warning
-    {
-        "use_v2_block_manager": FLAG,
-        "disable_log_requests": FLAG,
-        "enable_log_requests": FLAG,
-        "trust_remote_code": ((False,), "minillm never runs code of a checkpoint"),
-    }
-)
-ONLY_DEFAULT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
-    {
-        "tokenizer_mode": (("auto",), "there is one tokenizer, that of tokenizer.json"),
-        "skip_tokenizer_init": ((False,), "a model's tokenizer is always loaded, if it has one"),
-        "revision": ((None,), "give the folder of that revision as model"),
-        "download_dir": ((None,), "set the environment variable HF_HUB_CACHE instead"),
-    }
-)
+IGNORED: Mapping[str, tuple[tuple[Any, ...], str]] = {  # each gives a warning
+    "use_v2_block_manager": FLAG,
+    "disable_log_requests": FLAG,
+    "enable_log_requests": FLAG,
+    "trust_remote_code": ((False,), "minillm never runs code of a checkpoint"),
+}
+ONLY_DEFAULT: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "tokenizer_mode": (("auto",), "there is one tokenizer, that of tokenizer.json"),
+    "skip_tokenizer_init": ((False,), "a model's tokenizer is always loaded, if it has one"),
+    "revision": ((None,), "give the folder of that revision as model"),
+    "download_dir": ((None,), "set the environment variable HF_HUB_CACHE instead"),
+}
 
 T = TypeVar("T", bound=type)
 

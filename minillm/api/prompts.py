@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from types import MappingProxyType
 from typing import Any, NotRequired, TypedDict
 
 from minillm.api.sampling_params import SamplingParams, check_int, shown
@@ -28,18 +27,16 @@ class TokensPrompt(TypedDict):
 
 
 # Arguments of vLLM and transformers that are not supported, and what to do instead.
-LEFT_OUT: Mapping[str, str] = MappingProxyType(
-    {
-        "lora_request": "adapters are not supported; merge the adapter into the weights",
-        "tokenization_kwargs": "give the token ids as {'prompt_token_ids': [...]}",
-        "prompt_token_ids": "give {'prompt_token_ids': [...]} as the prompt",
-        "trace_headers": "tracing by OpenTelemetry is not supported; leave it out",
-        "data_parallel_rank": "the scheduler chooses the rank; leave it out",
-        "documents": "documents are not supported; put their text into a message",
-        "return_tensors": "the result is a list of ids; give it to torch.tensor",
-        "return_dict": "the result is a text or a list of ids; leave it out",
-    }
-)
+LEFT_OUT: Mapping[str, str] = {
+    "lora_request": "adapters are not supported; merge the adapter into the weights",
+    "tokenization_kwargs": "give the token ids as {'prompt_token_ids': [...]}",
+    "prompt_token_ids": "give {'prompt_token_ids': [...]} as the prompt",
+    "trace_headers": "tracing by OpenTelemetry is not supported; leave it out",
+    "data_parallel_rank": "the scheduler chooses the rank; leave it out",
+    "documents": "documents are not supported; put their text into a message",
+    "return_tensors": "the result is a list of ids; give it to torch.tensor",
+    "return_dict": "the result is a text or a list of ids; leave it out",
+}
 
 
 def refuse_left_out(function: str, given: Mapping[str, Any]) -> None:

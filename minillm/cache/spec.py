@@ -3,14 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from types import MappingProxyType
 
 from minillm.config import DTYPE_BYTES, ModelConfig
 from minillm.errors import UnsupportedFeatureError
 
-CODES: Mapping[str, str] = MappingProxyType(  # of `kv_cache_dtype="int8"`
-    {"key": "uint8", "value": "int8", "key_scale": "float16", "value_scale": "float16"}
-)
+CODES: Mapping[str, str] = {  # of `kv_cache_dtype="int8"`
+    "key": "uint8",
+    "value": "int8",
+    "key_scale": "float16",
+    "value_scale": "float16",
+}
 
 
 @dataclass(frozen=True)

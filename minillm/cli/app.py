@@ -13,27 +13,24 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from minillm.cli.terminal import Terminal
 from minillm.errors import did_you_mean
 
-COMMANDS: Mapping[str, str] = MappingProxyType(
-    {
-        "generate": "generate text from a prompt",
-        "chat": "chat with a model that has a chat template",
-        "serve": "serve a model over HTTP (OpenAI's API)",
-        "info": "describe a model, or list the models and this machine",
-        "inspect": "show how each kind of weight is stored, and check its values",
-        "plan": "predict memory use and speed, without loading the model",
-        "bench": "measure speed against upper bounds and other engines",
-        "compare": "compare quantised versions of a model: quality, bytes, speed",
-        "quantize": "quantise the weights of a model into a new folder",
-        "train": "train draft heads for a model",
-        "trace": "show a recorded trace as a web page, table or Perfetto file",
-    }
-)
+COMMANDS: Mapping[str, str] = {
+    "generate": "generate text from a prompt",
+    "chat": "chat with a model that has a chat template",
+    "serve": "serve a model over HTTP (OpenAI's API)",
+    "info": "describe a model, or list the models and this machine",
+    "inspect": "show how each kind of weight is stored, and check its values",
+    "plan": "predict memory use and speed, without loading the model",
+    "bench": "measure speed against upper bounds and other engines",
+    "compare": "compare quantised versions of a model: quality, bytes, speed",
+    "quantize": "quantise the weights of a model into a new folder",
+    "train": "train draft heads for a model",
+    "trace": "show a recorded trace as a web page, table or Perfetto file",
+}
 IN_LAB = frozenset(
     {"info", "inspect", "plan", "bench", "compare", "trace", "quantize", "train", "demo"}
 )

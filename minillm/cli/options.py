@@ -8,7 +8,6 @@ import random
 import re
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from minillm.api.arguments import EngineArgs
@@ -62,10 +61,12 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
      "medusa, eagle, mtp; the output stays the same, except with rejection_sample_method standard "
      "(vLLM's default) or typical"),
 )  # fmt: skip
-SHORT = MappingProxyType(
-    {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp",
-     "enable_expert_parallel": "-ep"}
-)  # fmt: skip
+SHORT: Mapping[str, str] = {
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "enable_expert_parallel": "-ep",
+}
 SAMPLING_OPTIONS: tuple[Option, ...] = (
     ("max_tokens", "N", int, "maximum number of output tokens ({max_tokens:g})"),
     ("temperature", "T", float, "sampling temperature; 0 is greedy ({temperature:g})"),
@@ -142,9 +143,7 @@ def engine_arguments(args: Namespace) -> dict[str, Any]:
     return given
 
 
-def sampling_params(
-    args: Namespace, recommended: Mapping[str, Any] = MappingProxyType({})
-) -> SamplingParams:
+def sampling_params(args: Namespace, recommended: Mapping[str, Any] = {}) -> SamplingParams:
     """Sampling parameters: given options, else the model's recommended values, else the command's
     defaults. Without --seed, each run uses a random seed, which can be shown."""
     seed = {"seed": random.SystemRandom().getrandbits(31)}

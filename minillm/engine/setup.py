@@ -33,11 +33,7 @@ from minillm.scheduling.config import scheduler_config
 from minillm.scheduling.data_parallel import DataParallelScheduler, schedulers_of
 from minillm.scheduling.scheduler import Scheduler
 from minillm.speculative.heads import HeadsSource
-from minillm.speculative.setup import (
-    DraftSource,
-    build_drafts,
-    speculation_of,
-)
+from minillm.speculative.setup import DraftSource, build_drafts, speculation_of
 from minillm.structured.grammars import Grammars
 from minillm.text.tokenizer import Tokenizer
 from minillm.trace.recorder import TraceSettings

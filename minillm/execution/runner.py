@@ -316,8 +316,9 @@ class Runner:
         """Hidden states [R, d] of the positions whose logits are computed."""
         if len(part) == len(hidden):
             return hidden  # a pure decode step
-        ends = dict(zip((row.seq_id for row in rows), ends_of(rows), strict=True))
-        wanted = [range(ends[row.seq_id] - row.num_logits, ends[row.seq_id]) for row in part]
+        ends = accumulate(row.num_tokens for row in rows)  # of each row in the flat batch
+        end_of = dict(zip((row.seq_id for row in rows), ends, strict=True))
+        wanted = [range(end_of[row.seq_id] - row.num_logits, end_of[row.seq_id]) for row in part]
         places = [place for places in wanted for place in places]
         return hidden if len(places) == len(hidden) else hidden[indices(self.device, places)]
 
@@ -383,11 +384,6 @@ class Runner:
                 flight.result.fail(row, failure(error))
             else:
                 flight.reads.append(partial(store_prompt_logprobs, row, entries, flight.result))
-
-
-def ends_of(rows: Sequence[Row]) -> list[int]:
-    """End index of each row in the flat batch."""
-    return list(accumulate(row.num_tokens for row in rows))
 
 
 def runner_of(executor: Executor) -> Runner:

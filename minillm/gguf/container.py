@@ -17,7 +17,6 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,9 @@ from minillm.errors import CheckpointError, ModelNotFoundError
 from minillm.gguf.types import TYPES, UNSUPPORTED, BlockType
 
 SUFFIX, MAGIC = ".gguf", b"GGUF"
-SCALARS: Mapping[int, str] = MappingProxyType({
+SCALARS: Mapping[int, str] = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d",
-})  # fmt: skip
+}  # fmt: skip
 FLOAT32, BOOL, STRING, ARRAY = 6, 7, 8, 9
 VERSIONS = (2, 3)  # both have this layout
 MAX_DIMENSIONS = 4

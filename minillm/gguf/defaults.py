@@ -7,11 +7,10 @@ byte-level vocabulary; here such a file has none.
 
 from collections.abc import Mapping
 from itertools import zip_longest
-from types import MappingProxyType
 from typing import Any
 
 UNUSED = 5  # a token_type
-SENTENCEPIECE: Mapping[str, int] = MappingProxyType({"unknown": 0, "bos": 1, "eos": 2})
+SENTENCEPIECE: Mapping[str, int] = {"unknown": 0, "bos": 1, "eos": 2}
 BEGINS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})  # pre-tokenizers that add bos
 END_TOKENS = ("eos", "eot", "eom")  # of a text, a turn, a message
 FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")  # code: padding, the next repository, the next file

@@ -5,7 +5,6 @@ not say (biases, tied output, which layers have experts) follows from the tensor
 """
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from minillm.errors import CheckpointError, UnsupportedFeatureError, did_you_mean
@@ -13,9 +12,11 @@ from minillm.gguf.container import GGUFFile
 
 SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
 YARN_MSCALE = 0.1  # yarn_log_multiplier is this much of `mscale_all_dim`
-UNITS: Mapping[str, float] = MappingProxyType(
-    {"attention.scale": 0.0, "attention.clamp_kqv": 0.0, "rope.scaling.attn_factor": 1.0}
-)
+UNITS: Mapping[str, float] = {
+    "attention.scale": 0.0,
+    "attention.clamp_kqv": 0.0,
+    "rope.scaling.attn_factor": 1.0,
+}
 
 
 class Settings:
@@ -198,9 +199,13 @@ def deepseek2(settings: Settings) -> dict[str, Any]:
 
 
 SCORE_BIAS = "exp_probs_b.bias"
-ARCHITECTURES: Mapping[str, Callable[[Settings], dict[str, Any]]] = MappingProxyType(
-    {"llama": llama, "qwen2": qwen, "qwen3": qwen, "qwen3moe": qwen3moe, "deepseek2": deepseek2}
-)
+ARCHITECTURES: Mapping[str, Callable[[Settings], dict[str, Any]]] = {
+    "llama": llama,
+    "qwen2": qwen,
+    "qwen3": qwen,
+    "qwen3moe": qwen3moe,
+    "deepseek2": deepseek2,
+}
 
 
 def vocabulary(settings: Settings) -> int:

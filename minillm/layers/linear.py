@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minillm.layers.linear_methods import (
     CheckpointTensor,
@@ -13,11 +13,6 @@ from minillm.layers.linear_methods import (
     joined,
     load_plain,
 )
-
-
-def empty_parameter(*shape: int) -> nn.Parameter:
-    """An uninitialised parameter with `requires_grad=False`. The loader fills it."""
-    return frozen(torch.empty(*shape))
 
 
 class Linear(Matrix):

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from minillm import ops
-from minillm.layers.linear import empty_parameter
-from minillm.layers.linear_methods import CheckpointTensor
+from minillm.layers.linear_methods import CheckpointTensor, frozen
 
 
 class RMSNorm(nn.Module):
@@ -16,7 +16,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.name = name
         self.eps = eps
-        self.weight = empty_parameter(size)
+        self.weight = frozen(torch.empty(size))  # the loader fills it
         self.norm, self.add_norm = ops.rms_norm, ops.add_rms_norm
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,32 +42,28 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ("*.json", "*.jinja")  # configuration and tokenizer; weights are fetched separately
 HUB_WEIGHTS = ("*.safetensors",)
 HUB_IGNORED = ("*/*", "consolidated*")  # other formats of the same weights
-SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
-    {
-        "temperature": "temperature",
-        "top_k": "top_k",
-        "top_p": "top_p",
-        "min_p": "min_p",
-        "repetition_penalty": "repetition_penalty",
-        "max_new_tokens": "max_tokens",
-    }
-)
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(  # names in safetensors' headers
-    {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-    }
-)
+SAMPLING_FIELDS: Mapping[str, str] = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+DTYPES: Mapping[str, torch.dtype] = {  # names in safetensors' headers
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 

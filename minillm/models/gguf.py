@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from minillm.config import ModelConfig
@@ -14,15 +13,13 @@ from minillm.gguf.names import places
 from minillm.gguf.settings import config_fields
 from minillm.models.families import parse_config
 
-SAMPLING: Mapping[str, str] = MappingProxyType(  # names in generation_config.json
-    {
-        "temp": "temperature",
-        "top_k": "top_k",
-        "top_p": "top_p",
-        "min_p": "min_p",
-        "penalty_repeat": "repetition_penalty",
-    }
-)
+SAMPLING: Mapping[str, str] = {  # names in generation_config.json
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 
 
 def open_gguf_model(path: Path) -> tuple[ModelConfig, dict[str, Any], int, Mapping[str, Any]]:

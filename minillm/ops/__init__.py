@@ -10,34 +10,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from minillm.ops import cpu, cpu_int8_cache, cpu_rope
+from minillm.ops import cpu, cpu_int8_cache
 from minillm.ops.batch import AttentionMode, Batch, Codes, Pages, Prologue, codes_of
-from minillm.ops.dispatch import backend_of, uses_kernels
+from minillm.ops.dispatch import backend_of as backend_of
+from minillm.ops.dispatch import uses_kernels as uses_kernels
 from minillm.ops.slots import untangled
 from minillm_kernels import batch_invariant, int8_cache, reference
-from minillm_kernels.reference import causal_attention, moe_route
-
-__all__ = [
-    "add_rms_norm",
-    "backend_of",
-    "causal_attention",
-    "cos_sin",
-    "embedding",
-    "has_int8_kernels",
-    "invariant_silu_mul",
-    "linear",
-    "moe_experts",
-    "moe_route",
-    "norm_rope",
-    "norm_rope_write",
-    "paged_attention",
-    "rms_norm",
-    "rotate",
-    "silu_mul",
-    "tiled_moe_experts",
-    "uses_kernels",
-    "write_cache",
-]
+from minillm_kernels.reference import causal_attention as causal_attention
+from minillm_kernels.reference import moe_route as moe_route
 
 
 def _rows(x: Tensor, *weights: Tensor | None) -> ModuleType:
@@ -87,7 +67,7 @@ def cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Rotary angles: [N], float32 [D / 2] -> cos and sin times `factor`, [N, D / 2] each."""
     in_c = not plain and frequencies.dtype == torch.float32 and cpu.takes(frequencies)
-    return (cpu_rope if in_c else reference).cos_sin(positions, frequencies, factor)
+    return (cpu if in_c else reference).cos_sin(positions, frequencies, factor)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

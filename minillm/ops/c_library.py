@@ -16,10 +16,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int64, c_void_p
 from functools import cache, cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from minillm.ops import instruction_sets
@@ -44,38 +43,40 @@ STALE_SECONDS = 3600  # age at which a build folder is removed
 LARGE_PAGE = 2**21
 BUILD_PREFIX = "build-"
 SWITCH = "MINILLM_C"  # 0: never build, always torch
-P, N, F = c_void_p, c_int64, c_float
+P, N, F, D = c_void_p, c_int64, c_float, c_double
 ATTENTION = (P, P, P, P, N, P, P, P, N, F, N, P, N, N, N, N, N)
 # The result and the arguments of each function in C, in the order of its declaration.
-PROTOTYPES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "rms_norm": (None, P, N, P, P, N, N, F),
-        "add_rms_norm": (None, P, P, P, P, P, N, N, F),
-        "silu_mul": (None, P, P, N, N),
-        "cos_sin": (None, P, P, F, P, P, N, N),
-        "norm_rope_write": (N, P, P, P, F, P, P, N, P, P, N, N, N, P, N, P, N, N, N, N, N),
-        "decode_attention": (N, *ATTENTION, N, N, N, P),
-        "decode_queries": (N, N),
-        "prefill_attention": (N, *ATTENTION, N),
-        "int8_attention": (N, P, P, P, P, P, N, F, N, P, N, N, N, N, N, N, P),
-        "norm_rope_write_int8": (N, P, P, P, F, P, P, N, P, P, N, P, N, N, N, N),
-        "pack_panels": (None, P, P, N, N),
-        "panel_product": (None, P, P, P, P, N, N, N, N),
-        "panel_sums": (None, P, P, P, N, N, N, N),
-        "panel_rows": (N, P, P, P, N, N, N),
-        "panel_unit": (N,),
-        "quantized_product": (N, P, P, P, P, N, N, N, N),
-        "head_linear": (None, P, N, N, P, P, N, N, N, N),
-        "latent_memory": (N, P, N),
-        "expert_memory": (N, P, N),
-        "chosen_experts": (N, P, P, P, P, P, P, N, P),
-        "run_layers": (N, P, N, N, N, P, P),
-        "choose_tokens": (N, P, N, P, N, N, N, P, P),
-        "describe_tokens": (N, P, N, N, N, P, N, P, P, P),
-        "draw_from_shard": (N, P, N, P, N, N, N, N, P, P, P),
-        "set_threads": (None, N),
-    }
-)
+PROTOTYPES: Mapping[str, tuple[Any, ...]] = {
+    "rms_norm": (None, P, N, P, P, N, N, F),
+    "add_rms_norm": (None, P, P, P, P, P, N, N, F),
+    "silu_mul": (None, P, P, N, N),
+    "cos_sin": (None, P, P, F, P, P, N, N),
+    "norm_rope_write": (N, P, P, P, F, P, P, N, P, P, N, N, N, P, N, P, N, N, N, N, N),
+    "decode_attention": (N, *ATTENTION, N, N, N, P),
+    "decode_queries": (N, N),
+    "prefill_attention": (N, *ATTENTION, N),
+    "int8_attention": (N, P, P, P, P, P, N, F, N, P, N, N, N, N, N, N, P),
+    "norm_rope_write_int8": (N, P, P, P, F, P, P, N, P, P, N, P, N, N, N, N),
+    "pack_panels": (None, P, P, N, N),
+    "panel_product": (None, P, P, P, P, N, N, N, N),
+    "panel_sums": (None, P, P, P, N, N, N, N),
+    "panel_rows": (N, P, P, P, N, N, N),
+    "panel_unit": (N,),
+    "quantized_product": (N, P, P, P, P, N, N, N, N),
+    "head_linear": (None, P, N, N, P, P, N, N, N, N),
+    "latent_memory": (N, P, N),
+    "expert_memory": (N, P, N),
+    "chosen_experts": (N, P, P, P, P, P, P, N, P),
+    "run_layers": (N, P, N, N, N, P, P),
+    "choose_tokens": (N, P, N, P, N, N, N, P, P),
+    "describe_tokens": (N, P, N, N, N, P, N, P, P, P),
+    "draw_from_shard": (N, P, N, P, N, N, N, N, P, P, P),
+    "set_threads": (None, N),
+    "shared_sum": (N, P, N, P, N, D, P),
+    "shared_gather": (N, P, N, P, N, P, D, P),
+    "shared_abort": (None, P),
+    "shared_bytes": (N, N, N),
+}
 
 
 class NoLibrary(Exception):

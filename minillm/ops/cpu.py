@@ -123,6 +123,22 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+def cos_sin(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """int64 [N], float32 [D / 2] -> cos and sin times `factor`, float32 [N, D / 2] each.
+
+    One thread: torch computes cosines with several, even for one position. These spin for a while
+    afterwards and take processor time from the threads of the next C function.
+    """
+    positions, frequencies = positions.long().contiguous(), frequencies.contiguous()
+    count, half = len(positions), len(frequencies)
+    check_integers("positions", positions, torch.int64)
+    check_vector("frequencies", frequencies, half, torch.float32)
+    cos, sin = torch.empty(count, half), torch.empty(count, half)
+    given = positions.data_ptr(), frequencies.data_ptr()
+    ready(torch.float32).cos_sin(*given, factor, cos.data_ptr(), sin.data_ptr(), count, half)
+    return cos, sin
+
+
 def takes_heads(cache: Tensor) -> bool:
     """Whether `norm_rope_write` supports the head size of a cache [.., D]."""
     dim = cache.shape[-1]

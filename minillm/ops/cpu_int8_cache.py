@@ -44,11 +44,7 @@ def takes(x: Tensor, codes: Codes) -> bool:
 
 
 def norm_rope_write(
-    qkv: Tensor,
-    prologue: Prologue,
-    rope: tuple[Tensor, Tensor],
-    codes: Codes,
-    slot_mapping: Tensor,
+    qkv: Tensor, prologue: Prologue, rope: tuple[Tensor, Tensor], codes: Codes, slot_mapping: Tensor
 ) -> Tensor:
     """`ops.norm_rope_write`: [N, H + 2 Hkv, D] -> query [N, H, D]; keys and values are stored."""
     count, rows, d = qkv.shape

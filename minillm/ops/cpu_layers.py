@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import Structure, addressof, byref, c_float, c_int64, c_void_p, memmove
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from minillm.ops.cpu_tails import tails_in_c
 
 ALIGNMENT = 64  # bytes, a cache line
 ATTENTION, MLP = 1, 2  # the halves of a layer, as in layers.c
-NO_TAPS: Mapping[int, Tensor] = MappingProxyType({})
+NO_TAPS: Mapping[int, Tensor] = {}
 
 
 @dataclass(frozen=True)

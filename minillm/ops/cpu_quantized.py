@@ -8,7 +8,6 @@ rounded.
 from collections.abc import Mapping
 from ctypes import byref
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -19,9 +18,7 @@ from minillm.ops.cpu_structures import filled
 
 PANEL = 32  # outputs of a panel, as in linear.c
 MOST_INPUTS = 1 << 16  # integer sums of longer rows could overflow
-SCALE_KINDS: Mapping[torch.dtype, int] = MappingProxyType(
-    {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-)
+SCALE_KINDS: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_ORDER = (0, 2, 1, 3)  # of four inputs of an output; its own inverse
 EXACT, ZEROS, MINIMA = 0, 1, 2  # kinds of offsets, as in matrix.h; EXACT is 8 for 4-bit codes

@@ -49,22 +49,16 @@ def takes(logits: Tensor, model_dtype: torch.dtype | None = None) -> bool:
 
 def choose_tokens(
     logits: Tensor,
-    temperature: Tensor,
-    min_p: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    seed: Tensor,
-    sample_index: Tensor,
-    position: Tensor,
+    *columns: Tensor,
     model_dtype: torch.dtype | None = None,
     purpose: Purpose = Purpose.SAMPLE,
     masks: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token per row, as `sampling.choose`. Parameters have the shapes and dtypes of
-    `sampling.Pack`.
+    """Sample one token per row, as `sampling.choose`.
 
     Args:
         logits: [K, V], for which `takes` is True.
+        columns: those of a `sampling.Pack`.
         model_dtype: dtype of the model, if these are edited logits in float32. The library of a
             bf16 model supports them too, so no second one is built.
         purpose: selects the noise.
@@ -76,13 +70,12 @@ def choose_tokens(
         of each row, float32 [K].
     """
     rows = Rows.of(logits)
-    columns = checked(len(logits), temperature, min_p, top_p, top_k, seed, sample_index, position)
-    count, masked = len(logits), addresses(masks, rows)
+    given, count, masked = checked(len(logits), *columns), len(logits), addresses(masks, rows)
     best, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
     status = cpu.ready(model_dtype or logits.dtype).choose_tokens(
         rows.at.buffer_info()[0],
         rows.wide,
-        byref(_Pack(*(column.data_ptr() for column in columns), masked.buffer_info()[0])),
+        byref(_Pack(*(column.data_ptr() for column in given), masked.buffer_info()[0])),
         count,
         rows.size,
         int(purpose),

@@ -1,21 +1,9 @@
-"""Philox random numbers, re-exported from `minillm_kernels.philox`, which the kernels share."""
+"""Philox random numbers, those of `minillm_kernels.philox`, which the kernels share."""
 
-from minillm_kernels.philox import (
-    WORD,
-    Purpose,
-    philox,
-    random_words,
-    random_words_of_vocabulary,
-    to_gumbel,
-    to_uniform,
-)
-
-__all__ = [
-    "WORD",
-    "Purpose",
-    "philox",
-    "random_words",
-    "random_words_of_vocabulary",
-    "to_gumbel",
-    "to_uniform",
-]
+from minillm_kernels.philox import WORD as WORD
+from minillm_kernels.philox import Purpose as Purpose
+from minillm_kernels.philox import philox as philox
+from minillm_kernels.philox import random_words as random_words
+from minillm_kernels.philox import random_words_of_vocabulary as random_words_of_vocabulary
+from minillm_kernels.philox import to_gumbel as to_gumbel
+from minillm_kernels.philox import to_uniform as to_uniform

@@ -33,22 +33,14 @@ def indices(device: torch.device, values: ArrayLike) -> Tensor:
 
 def read_later(*tensors: Tensor) -> Callable[[], list[Tensor]]:
     """Start copying contiguous tensors to the host. The returned function waits for the copies.
-    Tensors of one memory, such as `together` makes, are copied at once."""
+    Tensors of one memory, such as `together` makes, are copied at once, with what is between."""
     first = tensors[0]
     if first.device.type == "cpu":
         copies = [each.clone() for each in tensors]
         return lambda: copies
-    memory = first.untyped_storage()
-    if any(each.untyped_storage()._cdata != memory._cdata for each in tensors):
-        pinned = [_start_copy(each) for each in tensors]
-    else:
-        whole = first.as_strided((memory.nbytes() // first.itemsize,), (1,), 0)
-        here = _start_copy(whole).view(torch.uint8)
-        starts = [each.storage_offset() * each.itemsize for each in tensors]
-        pinned = [
-            here[start : start + each.nbytes].view(each.dtype).view(each.shape)
-            for start, each in zip(starts, tensors, strict=True)
-        ]
+    memory = first.untyped_storage()._cdata
+    alone = any(each.untyped_storage()._cdata != memory for each in tensors)
+    pinned = [_start_copy(each) for each in tensors] if alone else _copy_together(tensors)
     arrived = torch.Event(first.device)
     arrived.record()
 
@@ -57,6 +49,19 @@ def read_later(*tensors: Tensor) -> Callable[[], list[Tensor]]:
         return pinned
 
     return read
+
+
+def _copy_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The copies of tensors of one memory, by one copy of the part of it that holds them."""
+    starts = [each.storage_offset() * each.itemsize for each in tensors]
+    ends = [start + each.nbytes for start, each in zip(starts, tensors, strict=True)]
+    begin, size = min(starts) // 8 * 8, tensors[0].itemsize
+    part = tensors[0].as_strided((-(-(max(ends) - begin) // size),), (1,), begin // size)
+    here = _start_copy(part).view(torch.uint8)
+    return [
+        here[start - begin : end - begin].view(each.dtype).view(each.shape)
+        for start, end, each in zip(starts, ends, tensors, strict=True)
+    ]
 
 
 def _start_copy(there: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from time import monotonic, sleep
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,7 +135,7 @@ def open_nodes(
     set_up: SetUp,
     address: Address,
     store: "Store",
-    own: Mapping[int, Callable[[], Rank]] = MappingProxyType({}),
+    own: Mapping[int, Callable[[], Rank]] = {},
     look: Callable[[], None] = lambda: None,
     release: Callable[[], None] = lambda: None,
 ) -> RankProcesses:

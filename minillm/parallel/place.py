@@ -113,10 +113,7 @@ class Topology:
         return None if is_last else rank + self.size
 
     def place(
-        self,
-        rank: int,
-        group: Callable[[range], Communicator],
-        pipe: Callable[[int], Pipe],
+        self, rank: int, group: Callable[[range], Communicator], pipe: Callable[[int], Pipe]
     ) -> Place:
         """A rank's place; `group` connects it to several ranks, `pipe` to one of a neighbouring
         stage."""

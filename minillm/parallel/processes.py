@@ -31,10 +31,7 @@ class RankProcesses(Ranks):
     """
 
     def __init__(
-        self,
-        set_ups: Sequence[SetUp],
-        spawn: Callable[[int], Rank],
-        release: Callable[[], None],
+        self, set_ups: Sequence[SetUp], spawn: Callable[[int], Rank], release: Callable[[], None]
     ):
         self.patience, args = STEP_PATIENCE, set_ups[0].args
         super().__init__(Topology.of(args), args.step_interval)

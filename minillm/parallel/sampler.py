@@ -91,7 +91,7 @@ class ShardedSampler(Sampler):
         if not bool(greedy.all()):
             samples = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
             every = logits[samples.to(self.device)] if spread else logits
-            totals, places = draw_from_shard(every, pack, self.held.start, best, self.vocab_size)
+            totals, places = draw_from_shard(every, pack, self.held.start, best)
             drawn = self._gathered(totals, places + self.held.start)[1].long()
             # As on one rank, a row without a finite logit keeps its greedy token.
             tokens = torch.where(greedy | ~best.isfinite(), tokens, drawn)
@@ -119,9 +119,7 @@ class ShardedSampler(Sampler):
         return torch.stack((largest, parts[:, 1].where(is_largest, torch.inf).amin(dim=0)))
 
 
-def draw_from_shard(
-    logits: Tensor, pack: Pack, before: int, best: Tensor, vocab_size: int
-) -> tuple[Tensor, Tensor]:
+def draw_from_shard(logits: Tensor, pack: Pack, before: int, best: Tensor) -> tuple[Tensor, Tensor]:
     """A rank's best noisy logit float32 [K], and its index in the shard [K].
 
     Args:
@@ -129,7 +127,6 @@ def draw_from_shard(
         pack: parameters of the rows; results of greedy rows are unused.
         before: number of tokens before the shard.
         best: float32 [K], the largest logits of the whole rows.
-        vocab_size: of the whole vocabulary (V).
     """
     warm = pack.temperature.masked_fill(pack.temperature <= 0, 1.0)
     if not logits.shape[1]:

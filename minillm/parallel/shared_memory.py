@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 from collections.abc import Callable
-from ctypes import CDLL, addressof, c_char, c_double, c_int64, c_void_p
+from ctypes import addressof, c_char, c_int64
 from functools import cache
 from struct import pack_into, unpack_from
 
@@ -18,10 +18,9 @@ from torch import Tensor
 
 from minillm.errors import UnsupportedFeatureError
 from minillm.ops import cpu
-from minillm.ops.c_library import NoLibrary, library
+from minillm.ops.c_library import Library, NoLibrary, library
 from minillm.parallel.communicator import PATIENCE, Communicator
 
-P, N, D = c_void_p, c_int64, c_double
 ROOM = 2**20  # bytes of a part that are exchanged at once; larger parts go in pieces
 STEP = 4096  # `room` is a multiple of this
 DONE, LATE, ABORTED, UNEQUAL = range(4)  # as in shared_sum.c
@@ -29,26 +28,13 @@ KINDS = ("", "sum", "gather")
 
 
 @cache
-def functions(dtype: torch.dtype = torch.float32) -> CDLL | NoLibrary:
+def functions(dtype: torch.dtype = torch.float32) -> Library | NoLibrary:
     """The library whose `shared_sum` adds this dtype, or why there is none. `shared_gather` of each
     library takes any dtype."""
     element = dict(cpu.ELEMENTS).get(dtype)
     if element is None:
         return NoLibrary(f"C does not add {dtype}")
-    built = library(element)
-    return bind(built) if isinstance(built, CDLL) else built
-
-
-def bind(built: CDLL) -> CDLL:
-    """Declare the argument types of a library's functions."""
-    built.shared_sum.argtypes = [P, N, P, N, D, P]
-    built.shared_gather.argtypes = [P, N, P, N, P, D, P]
-    built.shared_abort.argtypes = [P]
-    built.shared_bytes.argtypes = [N, N]
-    built.shared_abort.restype = None
-    for each in (built.shared_sum, built.shared_gather, built.shared_bytes):
-        each.restype = c_int64
-    return built
+    return library(element)
 
 
 def why_not() -> str:
@@ -164,7 +150,7 @@ class SharedMemoryCommunicator(Communicator):
         raise self.stopped()
 
 
-def needed_functions() -> CDLL:
+def needed_functions() -> Library:
     """The library for float32. Raises UnsupportedFeatureError where memory cannot be shared."""
     reason, found = why_not(), functions()
     if reason or isinstance(found, NoLibrary):

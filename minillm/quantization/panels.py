@@ -16,10 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from minillm.layers.linear_methods import (
-    LinearMethod,
-    Matrix,
-)
+from minillm.layers.linear_methods import LinearMethod, Matrix
 from minillm.ops import c_library, cpu
 from minillm.ops.cpu_experts import panel_experts
 from minillm.ops.cpu_quantized import (

@@ -24,7 +24,7 @@ class Penalties(Edit):
 
     def __init__(self, context: Context):
         super().__init__(context)
-        self._seen = Segments(context.num_rows, context.device)
+        self._seen = Segments(context.device)
         self._numbers = torch.ones(3, context.num_rows, device=context.device)
 
     def set_row(self, row: int, request: SamplingRow) -> tuple[int, int] | None:

@@ -15,15 +15,15 @@ the number of drafts and on preemption. Drafting, acceptance, resampling and pla
 independent noise (`Purpose`); shared noise would change the distribution.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from minillm.ops.philox import Purpose
-from minillm.ops.sampling import Pack, dist
+from minillm.ops.sampling import dist
 from minillm.ops.transfers import indices
-from minillm.sampling.rules import DraftedToken, coins
+from minillm.sampling.rules import Verification, coins
 
 Decision = Callable[[Tensor, Tensor, int], tuple[float | Tensor, Tensor]]
 
@@ -35,15 +35,9 @@ class Ratio:
     with probability p(d), and otherwise has the distribution of p without d, which is the residual.
     """
 
-    def choose(
-        self,
-        samples: Tensor,
-        logits: Tensor,
-        pack: Pack,
-        drafted: Sequence[DraftedToken],
-        model_dtype: torch.dtype,
-    ) -> Tensor:
+    def choose(self, given: Verification) -> Tensor:
         """Accepted drafts, and tokens from the residual for rejected ones: int64 [K]."""
+        samples, logits, pack, drafted, _ = given
         dists = [each.dist for each in drafted if each.dist is not None]
         if not dists:
             return samples

@@ -33,30 +33,30 @@ class DraftedToken(NamedTuple):
     dist: Tensor | None
 
 
+class Verification(NamedTuple):
+    """K drafted positions, read-only.
+
+    Attributes:
+        samples: int64 [K], the tokens of plain decoding.
+        logits: [K, V] after logits processors.
+        pack: sampling parameters of the K positions.
+        drafts: the K drafts.
+        model_dtype: dtype of the model; edited logits are float32.
+    """
+
+    samples: Tensor
+    logits: Tensor
+    pack: Pack
+    drafts: Sequence[DraftedToken]
+    model_dtype: torch.dtype
+
+
 class Rule(Protocol):
     """Decides whether drafts are accepted (`Sampler.rule`). Without a rule, samples are kept."""
 
-    def choose(
-        self,
-        samples: Tensor,
-        logits: Tensor,
-        pack: Pack,
-        drafted: Sequence[DraftedToken],
-        model_dtype: torch.dtype,
-    ) -> Tensor:
-        """Tokens for K drafted positions.
-
-        Args:
-            samples: int64 [K], the tokens of plain decoding; read-only.
-            logits: [K, V] after logits processors; read-only.
-            pack: sampling parameters of the K positions.
-            drafted: the K drafts.
-            model_dtype: dtype of the model; edited logits are float32.
-
-        Returns:
-            int64 [K]: the draft if accepted, otherwise another token. The other K - 1 positions
-            must not change it.
-        """
+    def choose(self, given: Verification) -> Tensor:
+        """Tokens for K drafted positions, int64 [K]: the draft if accepted, otherwise another
+        token. The other K - 1 positions must not change it."""
         ...
 
 

@@ -15,7 +15,6 @@ collected.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +28,7 @@ from minillm.ops.sampling import Pack, choose
 from minillm.ops.transfers import indices, upload
 from minillm.sampling.edits import Edits, SamplingRow
 from minillm.sampling.logprobs import TokenLogprob, describe, failures
-from minillm.sampling.rules import DraftedToken, Rule, drafts_at
+from minillm.sampling.rules import DraftedToken, Rule, Verification, drafts_at
 from minillm.sampling.samples import Samples
 from minillm.structured.grammars import Grammars
 
@@ -37,8 +36,8 @@ __all__ = ["NO_TOKEN", "SampledBatch", "Sampler", "SamplingRow", "sample"]
 
 NO_TOKEN = -1  # in `SampledBatch.token_ids`: the row failed
 HALF_RANGE = 2**63  # of 64-bit integers
-NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
-NO_DISTRIBUTIONS: Mapping[int, Tensor | None] = MappingProxyType({})
+NO_DRAFTS: Mapping[int, Sequence[int]] = {}
+NO_DISTRIBUTIONS: Mapping[int, Tensor | None] = {}
 
 
 class DrawParams(NamedTuple):
@@ -163,7 +162,8 @@ class Sampler:
         for part in self.edits.chunks(list(drafts)):
             at, dtype = indices(self.device, part), model_dtype or logits.dtype
             some = [drafts[row] for row in part]
-            tokens[at] = self.rule.choose(tokens[at], logits[at], pack.select(at), some, dtype)
+            given = Verification(tokens[at], logits[at], pack.select(at), some, dtype)
+            tokens[at] = self.rule.choose(given)
         return tokens, best
 
     def _greedy(self, pack: Pack, edited: Collection[int]) -> Pack:

@@ -22,7 +22,7 @@ from minillm.ops.transfers import upload
 class Segments:
     """Named columns, each [T] or [T, width], and the owner row of each of the T places."""
 
-    def __init__(self, num_rows: int, device: torch.device):
+    def __init__(self, device: torch.device):
         self.device = device
         self._sizes: dict[int, int] = {}  # in the order of the segments
         self._starts: dict[int, int] = {}
@@ -54,7 +54,7 @@ class Segments:
 
     def copy(self) -> "Segments":
         """A copy; writing to one does not change the other."""
-        other = Segments(0, self.device)
+        other = Segments(self.device)
         other._sizes, other._starts, other.owner = dict(self._sizes), self._starts, self.owner
         other._columns = {name: column.clone() for name, column in self._columns.items()}
         return other

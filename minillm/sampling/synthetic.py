@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from minillm.ops.philox import Purpose
-from minillm.ops.sampling import Pack, choose
+from minillm.ops.sampling import choose
 from minillm.ops.transfers import upload
-from minillm.sampling.rules import DraftedToken, coins
+from minillm.sampling.rules import Verification, coins
 
 
 class Synthetic:
@@ -25,19 +25,13 @@ class Synthetic:
     def __init__(self, rates: Sequence[float]):
         self.rates = tuple(rates)
 
-    def choose(
-        self,
-        samples: Tensor,
-        logits: Tensor,
-        pack: Pack,
-        drafted: Sequence[DraftedToken],
-        model_dtype: torch.dtype,
-    ) -> Tensor:
+    def choose(self, given: Verification) -> Tensor:
         """The draft if accepted, otherwise a different token: int64 [K]. If no other token has a
         finite logit, the draft is accepted."""
-        device = samples.device
-        given = [each.token for each in drafted], [self.rates[each.step] for each in drafted]
-        tokens, rates = upload(device, np.array(given[0]), np.array(given[1], dtype=np.float64))
+        samples, logits, pack, drafts, model_dtype = given
+        rates_at = np.array([self.rates[each.step] for each in drafts], dtype=np.float64)
+        ids = np.array([each.token for each in drafts])
+        tokens, rates = upload(samples.device, ids, rates_at)
         others = logits.scatter(1, tokens[:, None], -torch.inf)
         other, best = choose(others, pack, model_dtype, Purpose.RESAMPLE)
         accepted = (coins(pack, Purpose.ACCEPT)[0] < rates) | ~best.isfinite()

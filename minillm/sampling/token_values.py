@@ -44,7 +44,7 @@ class TokenValues(Edit):
 
     def __init__(self, context: Context):
         super().__init__(context)
-        self._entries = Segments(context.num_rows, context.device)
+        self._entries = Segments(context.device)
         # int64 [rows, RECENT], allocated at the first use: position p at p % RECENT
         self._recent = torch.zeros(0, RECENT, dtype=torch.int64, device=context.device)
 

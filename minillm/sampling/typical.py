@@ -8,15 +8,14 @@ but the text no longer has the target's distribution: every output says so
 (`RequestMetrics.acceptance`). Greedy text stays as it is.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minillm.ops.sampling import Pack, dist
+from minillm.ops.sampling import dist
 from minillm.ops.transfers import indices
-from minillm.sampling.rules import DraftedToken
+from minillm.sampling.rules import Verification
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,9 @@ class Typical:
     threshold: float
     alpha: float
 
-    def choose(
-        self,
-        samples: Tensor,
-        logits: Tensor,
-        pack: Pack,
-        drafted: Sequence[DraftedToken],
-        model_dtype: torch.dtype,
-    ) -> Tensor:
+    def choose(self, given: Verification) -> Tensor:
         """The draft if accepted, otherwise the target's sample: int64 [K]."""
+        samples, logits, pack, drafted, _ = given
         p = dist(logits, pack).double()
         least = (torch.special.xlogy(p, p).sum(dim=-1).exp() * self.alpha).clamp(max=self.threshold)
         tokens = indices(p.device, [each.token for each in drafted])

@@ -31,13 +31,12 @@ from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Sequence as ScheduledSequence
 from minillm.scheduling.survival import Curve, Survival
 
-MIN_CHANGE = 1.05  # the level changes for a predicted gain of more than 5%
+MIN_GAIN = 1.05  # predicted, with which drafts begin; they end at 1
 FIRST_PAUSE, MAX_PAUSE = 8, 64  # steps; pauses double up to the second while trials lose little
 TRIAL_LOSS_SHARE = 0.01  # of the time
 NEVER_TRIED = (0, FIRST_PAUSE)  # initial (step of the next trial, pause after it) of a row
 COMPARE_AFTER, COMPARE_STEPS = 96, 3  # steps with drafts between comparisons; plain steps of each
 CHOOSE_EVERY = 4  # steps with the same rows; choosing takes a tenth of a step of a small model
-DEEPER_EVERY = 16  # steps; then each row with drafts has one more, to measure it
 MAX_BALANCE = 2.0  # plain steps; maximum balance, and the loss at which drafts stop
 TRIAL_DRAFTS = 2  # drafts of a row in a trial
 CHEAP_PROPOSAL = 0.05  # plain steps; if proposing costs less, pauses do not grow
@@ -160,38 +159,47 @@ class AdaptiveDrafts(Drafts):
             super().extend(plan, sequences, num_running, blocks, config)
 
     def lengths(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
-        batch = len(sequences)
-        nothing = [0] * batch
-        if not batch:
-            return nothing
-        if self.times.plain(batch) is None or self._since >= COMPARE_AFTER:
+        if not sequences or self._compares(len(sequences)):
+            return [0] * len(sequences)
+        self._drop_finished(sequences)
+        if self._trial_steps > 1 and self._tried < self._trial_steps:
+            return self._try(sequences)
+        return self._keep(sequences) or self._choose(sequences)
+
+    def _compares(self, batch: int) -> bool:
+        """Whether the next steps are plain, to be compared with."""
+        compares = self.times.plain(batch) is None or self._since >= COMPARE_AFTER
+        if compares:
             self._since, self._due = 0, self._step + COMPARE_STEPS
             self._lag_price /= 2  # it may have been measured while something else ran
-            return nothing
-        seq_ids = [each.seq_id for each in sequences]
-        self._drop_finished(seq_ids)
-        has_prefill = self._records[-1].num_prefill_tokens > 0  # such a step is not timed
-        is_untried = self._tried < self._trial_steps
-        if is_untried and self._trial_steps > 1:
-            return nothing if has_prefill else self._try(sequences)
-        if self._since % CHOOSE_EVERY and self._balance > 0 and self._chosen[0] == seq_ids:
-            self._since += 1
-            self._remember(sequences, self._chosen[1])
-            return self._chosen[1]
+        return compares
+
+    def _keep(self, sequences: Sequence[ScheduledSequence]) -> list[int] | None:
+        """The drafts of the last choice; None if it is time to choose again."""
+        seq_ids, counts = self._chosen
+        if not self._since % CHOOSE_EVERY or self._balance <= 0:
+            return None
+        if seq_ids != [each.seq_id for each in sequences]:
+            return None
+        self._since += 1
+        self._remember(sequences, counts)
+        return counts
+
+    def _choose(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
+        """Drafts per row at the best level; a trial or a pause if none gains."""
+        batch, seq_ids = len(sequences), [each.seq_id for each in sequences]
         curves = self.acceptance.curves(seq_ids)
-        was_trying, self._level = self._level is None, self._choose(curves)
+        was_trying, self._level = self._level is None, self._best_level(curves)
         goes_on = was_trying and self._has_gained and self._balance > 0
-        if self._level is None and (is_untried or goes_on):
-            return nothing if has_prefill else self._try(sequences)
-        self._tried = self._trial_steps
-        if self._level is None or self._balance < -MAX_BALANCE:
-            self._start_pause(batch)
-            return nothing
-        pairs = zip(self._counts(curves, seq_ids), sequences, strict=True)
-        counts = [count * self._joins(one, batch) for count, one in pairs]
+        if self._level is None and (self._tried < self._trial_steps or goes_on):
+            return self._try(sequences)
+        self._tried, counts = self._trial_steps, list[int]()
+        if self._level is not None and self._balance >= -MAX_BALANCE:
+            pairs = zip(self._counts(curves, seq_ids), sequences, strict=True)
+            counts = [count * self._joins(one, batch) for count, one in pairs]
         if not any(counts):
             self._start_pause(batch)
-            return nothing
+            return [0] * batch
         self._since += 1
         self._remember(sequences, counts)
         self._chosen = seq_ids, counts
@@ -204,14 +212,11 @@ class AdaptiveDrafts(Drafts):
         saved = (sequence.end - sequence.num_tokens) * plain * (1 - 1 / self._gain)
         return lag <= self.num_tokens + COMPARE_STEPS + 1 or self._lag_price * lag < saved
 
-    def _choose(self, curves: Sequence[Curve]) -> int | None:
-        """The level with the best predicted gain; the current one if it is about as good."""
+    def _best_level(self, curves: Sequence[Curve]) -> int | None:
+        """The level with the best predicted gain, if it is large enough."""
         gains = self._predict(curves)
-        best, now = max(range(len(gains)), key=gains.__getitem__), self._level
-        if now is not None and gains[best] <= MIN_CHANGE * gains[now]:
-            best = now
-        self._gain = gains[best]
-        return best if self._gain > (MIN_CHANGE if now is None else 1) else None
+        self._gain, least = max(gains), MIN_GAIN if self._level is None else 1.0
+        return gains.index(self._gain) if self._gain > least else None
 
     def _predict(self, curves: Sequence[Curve]) -> list[float]:
         """Predicted gain of each level: tokens per second relative to plain steps."""
@@ -232,8 +237,6 @@ class AdaptiveDrafts(Drafts):
         """Drafts per row at the current level, limited to what `StepTimes.reach` allows."""
         level = self._level or 0
         counts = [curve.nums[level] for curve in curves]
-        if self._since and self._since % DEEPER_EVERY == 0:
-            counts = [min(count + 1, self.num_tokens) if count else 0 for count in counts]
         drafts = sum([curve.counts[level] for curve in curves]) / len(curves)
         if (excess := drafts / self.times.reach(len(curves))) > 1:
             most = max(1, int(self.num_tokens / excess))
@@ -246,8 +249,11 @@ class AdaptiveDrafts(Drafts):
     # ---- trials --------------------------------------------------------------------------
 
     def _try(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
-        """Drafts per row of a step of a trial: few, for the same few rows in all of its steps."""
+        """Drafts per row of a step of a trial: few, for the same few rows in all of its steps. None
+        beside prompts, whose steps are not timed."""
         seq_ids = [each.seq_id for each in sequences]
+        if self._records[-1].num_prefill_tokens:
+            return [0] * len(seq_ids)
         if not self._tried or self._trial.isdisjoint(seq_ids):
             # In turn; no more than lose a plain step.
             most = max(1, min(len(seq_ids) // TRIAL_ROW_EVERY, int(1 / self._price)))
@@ -287,8 +293,6 @@ class AdaptiveDrafts(Drafts):
         if is_dear:
             paid = loss = (self._loss + min(loss, 2 * self._loss)) / 2
         self._loss, self._price = loss, max(paid / max(len(self._trial), 1), CHEAP_PROPOSAL)
-        if self._balance < -MAX_BALANCE:
-            self.acceptance.discount()
         if self._peak >= MAX_BALANCE:
             self._pause = FIRST_PAUSE
         elif not self._is_idle or at(self.times.curve(batch), 0.0) > 1 + CHEAP_PROPOSAL:
@@ -298,10 +302,10 @@ class AdaptiveDrafts(Drafts):
         self._level, self._tried, self._chosen = None, 0, ([], [])
         self._balance = self._peak = self._cost = 0.0
 
-    def _drop_finished(self, seq_ids: Sequence[int]) -> None:
+    def _drop_finished(self, sequences: Sequence[ScheduledSequence]) -> None:
         """Now and then, drop the state of finished sequences."""
         if self._step % CLEAN_UP_EVERY == 0:
-            self.acceptance.keep(seq_ids)
-            kept = set(seq_ids)
+            kept = {each.seq_id for each in sequences}
+            self.acceptance.keep(kept)
             self._rows = {key: row for key, row in self._rows.items() if key in kept}
             self._seen = {key: seen for key, seen in self._seen.items() if key in kept}

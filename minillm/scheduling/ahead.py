@@ -12,18 +12,15 @@ whole plan n + 1 waits for the commit if it might need a preemption. If a sequen
 n, its row in plan n + 1 is discarded, and its blocks are freed at the commit of plan n + 1.
 """
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator
 
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
 from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Sequence, Status
-
-if TYPE_CHECKING:
-    from minillm.scheduling.drafts import Drafts
 
 
 class UncommittedPlans:
@@ -54,26 +51,26 @@ class UncommittedPlans:
         return self.plans.pop(0)[1]
 
 
-def prepare_single_stage(
+def prepare_ahead(
     uncommitted: UncommittedPlans,
     running: Collection[Sequence],
     blocks: BlockManager,
     config: SchedulerConfig,
-    drafts: "Drafts | None" = None,
+    drafts: Drafts | None = None,
 ) -> bool:
-    """Whether the next plan may be made while one plan is uncommitted.
+    """Whether the next plan may be made while one plan is uncommitted, or with a pipeline fewer
+    than `num_stages` plans.
 
-    If so, sequences are advanced as if that plan were committed, or marked `awaits_commit`.
+    If so, sequences are advanced as if these plans were committed, or marked `awaits_commit`.
     """
-    if len(uncommitted.plans) != 1:
+    if not 0 < len(uncommitted.plans) < max(config.num_stages, 2):
         return False
-    plan, _ = uncommitted.plans[0]
-    rows = [(row, uncommitted.sequences[row.seq_id]) for row in plan.rows]
-    rows = [(row, sequence) for row, sequence in rows if sequence.status is Status.RUNNING]
+    rows, in_pipeline = list(rows_in_flight(uncommitted)), config.num_stages > 1
     for row, sequence in rows:
-        drafting = drafts is not None and row.num_logits and drafts.wants(sequence, len(running))
-        sequence.awaits_commit = bool(drafting) or not is_predictable(row, sequence)
-        if sequence.awaits_commit:
+        # In a pipeline the token is on another stage; drafts are proposed behind known tokens.
+        waits = in_pipeline or (drafts is not None and drafts.wants(sequence, len(running)))
+        if (waits and row.num_logits) or not is_predictable(row, sequence):
+            sequence.awaits_commit = True
             continue
         sequence.num_computed = row.start + row.num_tokens
         # The last new token is sampled but never computed: no more rows for this sequence.
@@ -82,10 +79,19 @@ def prepare_single_stage(
     rest = [each for each in running if each.num_uncomputed and not each.awaits_commit]
     if rest and has_room(rest, blocks, config):
         return True
-    for row, sequence in rows:
+    for row, sequence in reversed(rows):  # of a prompt's chunks the first is the last
         sequence.num_computed, sequence.num_pending = row.start, 0
         sequence.awaits_commit = False
     return False
+
+
+def rows_in_flight(uncommitted: UncommittedPlans) -> Iterator[tuple[Row, Sequence]]:
+    """Rows in flight of running sequences, those of the oldest plan first."""
+    for plan, _ in uncommitted.plans:
+        for row in plan.rows:
+            sequence = uncommitted.sequences.get(row.seq_id)
+            if sequence is not None and sequence.status is Status.RUNNING:
+                yield row, sequence
 
 
 def is_predictable(row: Row, sequence: Sequence) -> bool:

@@ -5,72 +5,16 @@
                                  commit 1 -> plan 3 may have the sequences of plan 1
 
 With p stages, up to p plans are in flight. A sequence that samples is in at most one of them, since
-its next row needs the sampled token. The prefill chunks of one prompt may be in consecutive plans.
-A plan has decode rows for at most 1 / p of the running sequences, the longest waiting first.
+its next row needs the sampled token (`ahead.py`). The prefill chunks of one prompt may be in
+consecutive plans. A plan has decode rows for at most 1 / p of the running sequences, the longest
+waiting first.
 """
 
 from collections.abc import Collection, Iterator
 from itertools import chain
 
-from minillm.cache.manager import BlockManager
-from minillm.scheduling.ahead import (
-    UncommittedPlans,
-    has_room,
-    is_predictable,
-    prepare_single_stage,
-)
 from minillm.scheduling.config import SchedulerConfig
-from minillm.scheduling.drafts import Drafts
-from minillm.scheduling.plan import Row
-from minillm.scheduling.request import Sequence, Status
-
-
-def prepare_ahead(
-    uncommitted: UncommittedPlans,
-    running: Collection[Sequence],
-    blocks: BlockManager,
-    config: SchedulerConfig,
-    drafts: Drafts | None = None,
-) -> bool:
-    """Whether the next plan may be made before the commit, for any number of stages."""
-    if config.num_stages == 1:
-        return prepare_single_stage(uncommitted, running, blocks, config, drafts)
-    return prepare_pipeline(uncommitted, running, blocks, config)
-
-
-def prepare_pipeline(
-    uncommitted: UncommittedPlans,
-    running: Collection[Sequence],
-    blocks: BlockManager,
-    config: SchedulerConfig,
-) -> bool:
-    """Whether the next plan may be made while fewer than `num_stages` plans are in flight.
-
-    If so, prefilling sequences are advanced as if these plans were committed.
-    """
-    if not 0 < len(uncommitted.plans) < config.num_stages:
-        return False
-    rows = list(rows_in_flight(uncommitted))
-    for row, sequence in rows:
-        if row.num_logits or not is_predictable(row, sequence):
-            sequence.awaits_commit = True
-        else:
-            sequence.num_computed = row.start + row.num_tokens
-    rest = [each for each in running if each.num_uncomputed and not each.awaits_commit]
-    if rest and has_room(rest, blocks, config):
-        return True
-    for row, sequence in reversed(rows):
-        sequence.num_computed, sequence.awaits_commit = row.start, False
-    return False
-
-
-def rows_in_flight(uncommitted: UncommittedPlans) -> Iterator[tuple[Row, Sequence]]:
-    """Rows in flight of running sequences, those of the oldest plan first."""
-    for plan, _ in uncommitted.plans:
-        for row in plan.rows:
-            sequence = uncommitted.sequences.get(row.seq_id)
-            if sequence is not None and sequence.status is Status.RUNNING:
-                yield row, sequence
+from minillm.scheduling.request import Sequence
 
 
 def scheduling_order(running: Collection[Sequence], config: SchedulerConfig) -> Iterator[Sequence]:

@@ -8,7 +8,6 @@ policy puts ahead of it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from minillm.scheduling.request import Key, Request, Sequence
 
@@ -65,14 +64,12 @@ def places(longest: int) -> int:
     return max(-(-longest // TOKENS_PER_PLACE) - 1, 0)
 
 
-POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {
-        "fcfs": Policy(fcfs, bound=lambda longest: 0),
-        "priority": Policy(priority),
-        "shortest_prefill_first": Policy(shortest_prefill_first, bound=places),
-        "longest_prefix_match": Policy(longest_prefix_match, reads_cache=True, bound=places),
-    }
-)
+POLICIES: Mapping[str, Policy] = {
+    "fcfs": Policy(fcfs, bound=lambda longest: 0),
+    "priority": Policy(priority),
+    "shortest_prefill_first": Policy(shortest_prefill_first, bound=places),
+    "longest_prefix_match": Policy(longest_prefix_match, reads_cache=True, bound=places),
+}
 
 
 def watermark(sequence: Sequence, block_size: int) -> int:
@@ -93,6 +90,7 @@ def reserve_max(sequence: Sequence, block_size: int) -> int:
     return shared + sequence.num_seqs * (-(-request.max_computed // block_size) - shared)
 
 
-ADMISSIONS: Mapping[str, Callable[[Sequence, int], int]] = MappingProxyType(
-    {"watermark": watermark, "reserve_max": reserve_max}
-)
+ADMISSIONS: Mapping[str, Callable[[Sequence, int], int]] = {
+    "watermark": watermark,
+    "reserve_max": reserve_max,
+}

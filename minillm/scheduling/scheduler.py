@@ -18,11 +18,11 @@ from minillm.cache.manager import BlockManager
 from minillm.cache.prefix import Match
 from minillm.errors import InvalidRequestError
 from minillm.scheduling.admission import Admission, check_fits, insert, remove
-from minillm.scheduling.ahead import UncommittedPlans
+from minillm.scheduling.ahead import UncommittedPlans, prepare_ahead
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.failed_rows import invalidate
-from minillm.scheduling.pipelined import most_decoding, prepare_ahead, scheduling_order
+from minillm.scheduling.pipelined import most_decoding, scheduling_order
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.policies import POLICIES, Policy
 from minillm.scheduling.record import Blocked, Counters, Forked, Logbook, Preemption, StepRecord

@@ -41,11 +41,6 @@ class Rate:
         self.hits, self.tries = self.hits * keep + hits, self.tries * keep + tries
         self.answered, self.asked = self.answered * keep + answered, self.asked * keep + 1
 
-    def fade(self, share: float) -> None:
-        """Multiply all counts by `share`, so that new samples weigh more."""
-        self.hits, self.tries = self.hits * share, self.tries * share
-        self.answered, self.asked = self.answered * share, self.asked * share
-
 
 class Curve:
     """Predictions for one sequence.
@@ -111,12 +106,6 @@ class Survival:
         if self.values:
             return Curve(answered, [min(1.0, rate * value) for value in self.values])
         return Curve(answered, [rate**place for place in range(1, self.num_drafts + 1)])
-
-    def discount(self, share: float = 0.25) -> None:
-        """Reduce the weight of all measurements, because they predicted wrongly."""
-        for rate in (self.all, *self._own.values()):
-            rate.fade(share)
-        self._curves.clear()
 
     def keep(self, seq_ids: Iterable[int]) -> None:
         """Drop the state of all other sequences."""

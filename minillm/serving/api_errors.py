@@ -10,12 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from minillm.errors import (
-    EngineDeadError,
-    MinillmError,
-    Owner,
-    owner_of,
-)
+from minillm.errors import EngineDeadError, MinillmError, Owner, owner_of
 from minillm.serving.event_stream import ClientGone
 from minillm.serving.protocol import ChatRequest, CompletionRequest
 

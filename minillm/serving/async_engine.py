@@ -252,11 +252,7 @@ class AsyncLLMEngine:
     # ---- new requests --------------------------------------------------------------------
 
     def _begin(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        request_id: str,
-        priority: int,
+        self, prompt: Prompt, sampling_params: SamplingParams | None, request_id: str, priority: int
     ) -> Ticket:
         """Check a request and queue it. Runs in the event loop of its consumer."""
         if (error := self._steps.death) is not None:

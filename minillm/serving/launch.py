@@ -58,10 +58,7 @@ def quick_switches() -> Iterator[None]:
 
 
 def serve(
-    engine: AsyncLLMEngine,
-    settings: Settings,
-    listening: socket.socket,
-    say: Callable[[str], None],
+    engine: AsyncLLMEngine, settings: Settings, listening: socket.socket, say: Callable[[str], None]
 ) -> int:
     """Serve until a signal or the engine's end; returns the exit code."""
     host, port = listening.getsockname()[:2]

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from time import perf_counter
-from types import MappingProxyType
 from typing import Any
 
 from fastapi.responses import Response
@@ -56,30 +55,28 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COMPLETIONS = (1, 2, 5, 10, 20)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 # Histograms: buckets and description. Token counts have buckets up to the context length.
-HISTOGRAMS: Mapping[str, tuple[Sequence[float] | None, str]] = MappingProxyType(
-    {
-        "time_to_first_token_seconds": (TTFT, "Arrival to first token."),
-        "inter_token_latency_seconds": (
-            TOKEN_GAP, "Time per token after the first, as delivered to streams; for other "
-            "requests their mean time per token, once per token."),
-        "request_time_per_output_token_seconds": (
-            TOKEN_GAP, "Mean time per token after the first, per request."),
-        "e2e_request_latency_seconds": (LATENCY, "Arrival to end."),
-        "request_queue_time_seconds": (LATENCY, "Arrival to first step."),
-        "request_inference_time_seconds": (LATENCY, "First step to end."),
-        "request_prefill_time_seconds": (LATENCY, "First step to first token."),
-        "request_decode_time_seconds": (LATENCY, "First token to end."),
-        "request_prompt_tokens": (None, "Prompt tokens per request."),
-        "request_generation_tokens": (None, "New tokens per completion."),
-        "request_max_num_generation_tokens": (None, "Tokens of a request's longest completion."),
-        "request_params_n": (COMPLETIONS, "Parameter n of requests."),
-        "request_params_max_tokens": (None, "Parameter max_tokens of requests that set it."),
-        "request_num_preemptions": (PREEMPTIONS, "Preemptions per request."),
-        "request_prefill_kv_computed_tokens": (
-            None, "Prompt tokens per request that were not in the prefix cache."),
-        "iteration_tokens_total": (STEP_TOKENS, "Tokens computed per step."),
-    }
-)  # fmt: skip
+HISTOGRAMS: Mapping[str, tuple[Sequence[float] | None, str]] = {
+    "time_to_first_token_seconds": (TTFT, "Arrival to first token."),
+    "inter_token_latency_seconds": (
+        TOKEN_GAP, "Time per token after the first, as delivered to streams; for other "
+        "requests their mean time per token, once per token."),
+    "request_time_per_output_token_seconds": (
+        TOKEN_GAP, "Mean time per token after the first, per request."),
+    "e2e_request_latency_seconds": (LATENCY, "Arrival to end."),
+    "request_queue_time_seconds": (LATENCY, "Arrival to first step."),
+    "request_inference_time_seconds": (LATENCY, "First step to end."),
+    "request_prefill_time_seconds": (LATENCY, "First step to first token."),
+    "request_decode_time_seconds": (LATENCY, "First token to end."),
+    "request_prompt_tokens": (None, "Prompt tokens per request."),
+    "request_generation_tokens": (None, "New tokens per completion."),
+    "request_max_num_generation_tokens": (None, "Tokens of a request's longest completion."),
+    "request_params_n": (COMPLETIONS, "Parameter n of requests."),
+    "request_params_max_tokens": (None, "Parameter max_tokens of requests that set it."),
+    "request_num_preemptions": (PREEMPTIONS, "Preemptions per request."),
+    "request_prefill_kv_computed_tokens": (
+        None, "Prompt tokens per request that were not in the prefix cache."),
+    "iteration_tokens_total": (STEP_TOKENS, "Tokens computed per step."),
+}  # fmt: skip
 
 
 def token_bounds(longest: int) -> tuple[int, ...]:

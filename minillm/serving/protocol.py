@@ -5,17 +5,9 @@ Each field here is checked for its type only. `SamplingParams` checks ranges, in
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import from_json
 
 from minillm.api.sampling_params import MAX_LOGIT_BIAS, shown
@@ -52,14 +44,14 @@ REASONS: Mapping[str, str] = {
     "text cannot be inserted before a suffix; leave it out": "suffix",
     "it is not supported; use n": "best_of",
 }  # fmt: skip
-CONSTRAINTS: Mapping[str, str] = MappingProxyType(
-    {name: reason for reason, names in REASONS.items() for name in names.split()}
-)
-HARMLESS: Mapping[str, Sequence[Any]] = MappingProxyType(
-    {"tool_choice": ("none", "auto"), "best_of": (1,), "early_stopping": (False,)}
-    | {"length_penalty": (1, 1.0), "parallel_tool_calls": (True, False), "modalities": (["text"],)}
-    | {"verbosity": ("medium",), "chat_template_kwargs": ({},)}
-)
+CONSTRAINTS: Mapping[str, str] = {
+    name: reason for reason, names in REASONS.items() for name in names.split()
+}
+HARMLESS: Mapping[str, Sequence[Any]] = {
+    "tool_choice": ("none", "auto"), "best_of": (1,), "early_stopping": (False,),
+    "length_penalty": (1, 1.0), "parallel_tool_calls": (True, False), "modalities": (["text"],),
+    "verbosity": ("medium",), "chat_template_kwargs": ({},),
+}  # fmt: skip
 
 T = TypeVar("T", bound="ApiRequest")
 

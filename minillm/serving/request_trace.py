@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -28,9 +27,12 @@ from minillm.trace.replay import PREEMPTED, RUNNING, SWAPPED, WAITING, Replay, S
 LAST = 200  # steps of /debug/trace
 MOST = 100_000
 KEPT_REPORTS = 1000  # prefix reports of finished requests
-KINDS: Mapping[str, str] = MappingProxyType(
-    {WAITING: "waiting", PREEMPTED: "preempted", SWAPPED: "swapped", RUNNING: "waiting"}
-)
+KINDS: Mapping[str, str] = {
+    WAITING: "waiting",
+    PREEMPTED: "preempted",
+    SWAPPED: "swapped",
+    RUNNING: "waiting",
+}
 RUNS = frozenset({"waiting", "preempted", "swapped", "decode"})  # equal ones in a row are one event
 OFF = "This server keeps no request trace; start it with --enable-request-trace."
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -41,10 +40,11 @@ def inverted(ranges: Ranges) -> Ranges:
     return [*found, (first, LAST)] if first <= LAST else found
 
 
-CLASSES: Mapping[str, Ranges] = MappingProxyType(
-    {"DIGIT": [(48, 57)], "WORD": [(48, 57), (65, 90), (95, 95), (97, 122)]}
-    | {"SPACE": [(9, 13), (32, 32)]}
-)
+CLASSES: Mapping[str, Ranges] = {
+    "DIGIT": [(48, 57)],
+    "WORD": [(48, 57), (65, 90), (95, 95), (97, 122)],
+    "SPACE": [(9, 13), (32, 32)],
+}
 
 
 def utf8_ranges(low: int, high: int) -> Iterator[Ranges]:

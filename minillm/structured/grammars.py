@@ -20,12 +20,7 @@ import numpy as np
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.api.structured_outputs import StructuredOutputsParams, nodes
-from minillm.errors import (
-    ForeignCode,
-    InvalidRequestError,
-    MinillmError,
-    UnsupportedFeatureError,
-)
+from minillm.errors import ForeignCode, InvalidRequestError, MinillmError, UnsupportedFeatureError
 from minillm.structured.dfa import Dfa
 from minillm.structured.lark import NAMED, pattern_of, schema_of
 from minillm.structured.matcher import DfaMatcher, Guidance, GuidanceMatcher, Matcher
@@ -113,14 +108,18 @@ class Grammars:
         return threads
 
     @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's."""
+        return self._tokenizer() if callable(self._tokenizer) else self._tokenizer
+
+    @cached_property
     def vocabulary(self) -> Vocabulary:
         """The byte strings of the model's tokens."""
-        tokenizer = self._tokenizer() if callable(self._tokenizer) else self._tokenizer
-        if tokenizer is None:
+        if self.tokenizer is None:
             raise InvalidRequestError(
                 "structured_outputs needs a tokenizer, which this model does not have."
             )
-        return Vocabulary.of(tokenizer, self.width)
+        return Vocabulary.of(self.tokenizer, self.width)
 
     @cached_property
     def guidance(self) -> Guidance | None:
@@ -130,8 +129,8 @@ class Grammars:
 
     def encode(self, text: bytes) -> list[int]:
         """Tokens of a text; a character that is cut at its end is left out."""
-        tokenizer = self._tokenizer() if callable(self._tokenizer) else self._tokenizer
-        return [] if tokenizer is None else tokenizer.encode(text.decode(errors="ignore"), False)
+        whole = text.decode(errors="ignore")
+        return [] if self.tokenizer is None else self.tokenizer.encode(whole, False)
 
     # ---- compiling, in a thread of the pool ------------------------------------------------
 

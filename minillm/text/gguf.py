@@ -8,7 +8,6 @@ other tokens without notice.
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -22,9 +21,13 @@ from minillm.text.gguf_splits import SPLITS, Splits
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # token_type
 SPACE = "\u2581"  # SentencePiece's space
 MAX_TOKEN = 1024  # characters; finding the merges of a token takes quadratic time
-NAMES: Mapping[str, str] = MappingProxyType(
-    {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep"}
-)
+NAMES: Mapping[str, str] = {
+    "bos": "bos",
+    "eos": "eos",
+    "unknown": "unk",
+    "padding": "pad",
+    "seperator": "sep",
+}
 
 
 class Vocabulary:

@@ -5,7 +5,6 @@ Each is that of the tokenizer.json of the models whose files have the name.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Regex, normalizers, pre_tokenizers
@@ -77,19 +76,17 @@ class Splits:
         return pre_tokenizers.Sequence(steps)
 
 
-SPLITS: Mapping[str, Splits] = MappingProxyType(
-    {
-        "gpt-2": Splits(gpt2=True),
-        "smollm": Splits(digits=True, gpt2=True),
-        "llama-bpe": Splits((LLAMA3,), ignore_merges=True),
-        "llama3": Splits((LLAMA3,), ignore_merges=True),
-        "llama-v3": Splits((LLAMA3,), ignore_merges=True),
-        "qwen2": Splits((QWEN2,), normalizer=normalizers.NFC),
-        "deepseek-r1-qwen": Splits((QWEN2,)),
-        "deepseek-llm": Splits(DEEPSEEK),
-        "deepseek-coder": Splits(DEEPSEEK_CODER),
-        "deepseek-v3": Splits(DEEPSEEK3),
-        "tekken": Splits((TEKKEN,), ignore_merges=True),
-        "minillm": Splits((TINY,)),
-    }
-)
+SPLITS: Mapping[str, Splits] = {
+    "gpt-2": Splits(gpt2=True),
+    "smollm": Splits(digits=True, gpt2=True),
+    "llama-bpe": Splits((LLAMA3,), ignore_merges=True),
+    "llama3": Splits((LLAMA3,), ignore_merges=True),
+    "llama-v3": Splits((LLAMA3,), ignore_merges=True),
+    "qwen2": Splits((QWEN2,), normalizer=normalizers.NFC),
+    "deepseek-r1-qwen": Splits((QWEN2,)),
+    "deepseek-llm": Splits(DEEPSEEK),
+    "deepseek-coder": Splits(DEEPSEEK_CODER),
+    "deepseek-v3": Splits(DEEPSEEK3),
+    "tekken": Splits((TEKKEN,), ignore_merges=True),
+    "minillm": Splits((TINY,)),
+}

@@ -9,42 +9,37 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 PROMPT = "def fib(n):"
-COMMON: Mapping[str, Any] = MappingProxyType(
-    {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0.0}
-)
-REQUESTS: Mapping[str, tuple[str, Mapping[str, Any] | None]] = MappingProxyType(
-    {
-        "models": ("/v1/models", None),
-        "completion": ("/v1/completions", COMMON),
-        "several": ("/v1/completions", {**COMMON, "n": 2, "temperature": 1.0}),
-        "prompts": ("/v1/completions", {**COMMON, "prompt": ["a", "b"]}),
-        "ids": ("/v1/completions", {**COMMON, "prompt": [5, 6, 7], "return_token_ids": True}),
-        "logprobs": ("/v1/completions", {**COMMON, "logprobs": 2}),
-        "echo": ("/v1/completions", {**COMMON, "logprobs": 1, "echo": True, "max_tokens": 1}),
-        "prompt logprobs": ("/v1/completions", {**COMMON, "prompt_logprobs": 1}),
-        "stream": ("/v1/completions", {**COMMON, "stream": True}),
-        "stream usage": (
-            "/v1/completions",
-            {**COMMON, "stream": True, "stream_options": {"include_usage": True}},
-        ),
-        "stream logprobs": ("/v1/completions", {**COMMON, "stream": True, "logprobs": 2}),
-        "tokenize": ("/tokenize", {"model": "tiny", "prompt": PROMPT, "return_token_strs": True}),
-        "detokenize": ("/detokenize", {"model": "tiny", "tokens": [5, 6, 7]}),
-        "version": ("/version", None),
-        "bad temperature": ("/v1/completions", {**COMMON, "temperature": -1.0}),
-        "bad type": ("/v1/completions", {**COMMON, "max_tokens": "many"}),
-        "too long": ("/v1/completions", {**COMMON, "prompt": [5] * 100_000}),
-        "no model": ("/v1/completions", {**COMMON, "model": "gpt-9"}),
-        "no template": (
-            "/v1/chat/completions",
-            {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]},
-        ),
-    }
-)
+COMMON: Mapping[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0.0}
+REQUESTS: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
+    "models": ("/v1/models", None),
+    "completion": ("/v1/completions", COMMON),
+    "several": ("/v1/completions", {**COMMON, "n": 2, "temperature": 1.0}),
+    "prompts": ("/v1/completions", {**COMMON, "prompt": ["a", "b"]}),
+    "ids": ("/v1/completions", {**COMMON, "prompt": [5, 6, 7], "return_token_ids": True}),
+    "logprobs": ("/v1/completions", {**COMMON, "logprobs": 2}),
+    "echo": ("/v1/completions", {**COMMON, "logprobs": 1, "echo": True, "max_tokens": 1}),
+    "prompt logprobs": ("/v1/completions", {**COMMON, "prompt_logprobs": 1}),
+    "stream": ("/v1/completions", {**COMMON, "stream": True}),
+    "stream usage": (
+        "/v1/completions",
+        {**COMMON, "stream": True, "stream_options": {"include_usage": True}},
+    ),
+    "stream logprobs": ("/v1/completions", {**COMMON, "stream": True, "logprobs": 2}),
+    "tokenize": ("/tokenize", {"model": "tiny", "prompt": PROMPT, "return_token_strs": True}),
+    "detokenize": ("/detokenize", {"model": "tiny", "tokens": [5, 6, 7]}),
+    "version": ("/version", None),
+    "bad temperature": ("/v1/completions", {**COMMON, "temperature": -1.0}),
+    "bad type": ("/v1/completions", {**COMMON, "max_tokens": "many"}),
+    "too long": ("/v1/completions", {**COMMON, "prompt": [5] * 100_000}),
+    "no model": ("/v1/completions", {**COMMON, "model": "gpt-9"}),
+    "no template": (
+        "/v1/chat/completions",
+        {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]},
+    ),
+}
 
 
 def call(address: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, Any]:

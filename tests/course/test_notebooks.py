@@ -16,6 +16,7 @@ from notebook_chapter import NOTEBOOKS, Chapter, prose, report, rerun, stale
 from notebook_rules import RULES, turns
 from toy_notebooks import FACT_TAGS, code, markdown, notebook
 
+from chapters import read_notebook
 from tests.test_reading_path import STEPS
 
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
@@ -27,6 +28,14 @@ def test_a_chapter_keeps_every_rule(path):
     chapter = Chapter.load(path)
     broken = [line for rule in RULES for line in report(chapter, rule)]
     assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_listings_show_the_present_source(path):
+    """python notebooks/execute.py NN --fill renews them."""
+    old, new = read_notebook(path), read_notebook(path)
+    prose.renew_listings(new)
+    assert new == old
 
 
 def test_each_chapter_leads_to_the_next():

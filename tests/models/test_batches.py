@@ -12,7 +12,7 @@ from minillm.execution import graphs
 from minillm.execution.graphs import CudaCapture
 from minillm.execution.state import DeviceRows
 from minillm.models.batches import BlockTables, make_batch
-from minillm.ops.transfers import pack, unpack
+from minillm.ops import transfers
 
 CPU = torch.device("cpu")
 
@@ -72,9 +72,9 @@ def test_a_row_moves_with_all_it_has():
 def test_one_copy_holds_them_all():
     turned, empty = np.arange(6, dtype=np.float32).reshape(2, 3).T, np.zeros((3, 0), np.int64)
     arrays = [np.arange(5, dtype=np.int32), turned, empty, np.array([1.5]), np.arange(3)[::-1]]
-    together, starts = pack(arrays)
+    together, starts = transfers.pack(arrays)
     assert [start % 8 for start in starts] == [0] * 5
-    for i, tensor in enumerate(unpack(torch.from_numpy(together), arrays, starts)):
+    for i, tensor in enumerate(transfers.unpack(torch.from_numpy(together), arrays, starts)):
         np.testing.assert_array_equal(tensor.numpy(), arrays[i], strict=True)
 
 
@@ -151,3 +151,12 @@ def test_a_recording_is_warmed_up_beside_the_stream(monkeypatch):
     assert capture.num_bytes == 500
     replay()
     assert fake.calls[-1] == "replayed"
+
+
+def test_tensors_of_one_memory_are_copied_without_the_rest_of_it(monkeypatch):
+    sizes: list[int] = []
+    monkeypatch.setattr(transfers, "_start_copy", lambda x: sizes.append(x.nbytes) or x + 0)
+    ids, best = transfers.together(99, CPU, torch.int64, torch.float32)
+    own = [ids.copy_(torch.arange(99))[90:], best.copy_(torch.arange(99) / 2)[:3]]
+    assert all(map(torch.equal, transfers._copy_together(own), own))
+    assert sizes[0] <= 9 * 8 + 3 * 4 + 8

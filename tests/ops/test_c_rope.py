@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minillm import ops
-from minillm.ops import cpu, cpu_rope
+from minillm.ops import cpu
 from minillm_kernels import reference
 
 FREQUENCIES = 1 / 10000 ** (torch.arange(0, 64, 2) / 64)
@@ -30,7 +30,7 @@ def test_positions_with_a_stride_and_in_other_integers():
     positions = torch.arange(40)
     expected = reference.cos_sin(positions[::2], FREQUENCIES, 1.0)
     for given in (positions[::2], positions[::2].int()):
-        torch.testing.assert_close(cpu_rope.cos_sin(given, FREQUENCIES, 1.0), expected)
+        torch.testing.assert_close(cpu.cos_sin(given, FREQUENCIES, 1.0), expected)
 
 
 def test_frequencies_of_another_type_are_computed_by_torch_and_never_read_by_c():
@@ -40,4 +40,4 @@ def test_frequencies_of_another_type_are_computed_by_torch_and_never_read_by_c()
     with pytest.raises(
         ValueError, match=r"frequencies is .* must be contiguous .32., torch.float32"
     ):
-        cpu_rope.cos_sin(positions, wrong, 1.0)
+        cpu.cos_sin(positions, wrong, 1.0)

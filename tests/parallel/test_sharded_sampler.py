@@ -150,15 +150,15 @@ def test_sixteen_bytes_per_row_are_gathered(kinds):
 # ---- planted bugs ------------------------------------------------------------------------------
 
 
-def local_ids(right, logits, pack, before, best, vocab_size):
+def local_ids(right, logits, pack, before, best):
     """Noise by the place in the shard: fluent, and another distribution than one rank's."""
-    return right(logits, pack, 0, best, vocab_size)
+    return right(logits, pack, 0, best)
 
 
-def local_max(right, logits, pack, before, best, vocab_size):
+def local_max(right, logits, pack, before, best):
     """Each rank takes the largest of its own logits for that of all."""
     own = logits.float().amax(1) if logits.shape[1] else best
-    return right(logits, pack, before, own, vocab_size)
+    return right(logits, pack, before, own)
 
 
 def last_of_equals(self, values, ids):

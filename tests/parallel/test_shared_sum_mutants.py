@@ -171,7 +171,7 @@ def with_mistake(mutant, place):
     element = f"-DELEMENT_{mutant.element}"
     command = [str(c_library.find_compiler()), *c_library.FLAGS, f"-I{c_library.SOURCES}"]
     c_library.build([*command, QUICKLY, element], [source], place / "mutant.so")
-    return shared_memory.bind(c_library.load(place / "mutant.so"))
+    return c_library.load(place / "mutant.so")
 
 
 @pytest.mark.mutation

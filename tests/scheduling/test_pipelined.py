@@ -6,7 +6,7 @@ import pytest
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.cache.manager import BlockManager
-from minillm.scheduling import pipelined
+from minillm.scheduling import ahead
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.request import Request
@@ -64,7 +64,7 @@ def test_chunks_of_a_prompt_follow_each_other() -> None:
 
 def test_all_have_their_turns_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one plan at a time all still have their turns."""
-    monkeypatch.setattr(pipelined, "has_room", lambda *_: False)
+    monkeypatch.setattr(ahead, "has_room", lambda *_: False)
     scheduler = scheduler_of(2)
     for name in "abcd":
         scheduler.add(request(name, 2, 50))

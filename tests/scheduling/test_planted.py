@@ -561,7 +561,7 @@ def a_token_that_is_not_known(patch: Patch) -> None:
     """As if the device had it, which is another stage's: the look ahead of one stage."""
 
     def look(flights: Any, running: Any, blocks: Any, config: Any, drafts: Any = None) -> bool:
-        for row, sequence in pipelined.rows_in_flight(flights):
+        for row, sequence in ahead.rows_in_flight(flights):
             sequence.num_computed = row.start + row.num_tokens
             sequence.num_pending = row.num_logits
         return 0 < len(flights.plans) < config.num_stages and bool(running)
@@ -572,7 +572,7 @@ def a_token_that_is_not_known(patch: Patch) -> None:
 def the_first_always_go_first(patch: Patch) -> None:
     order, one = pipelined.scheduling_order, SchedulerConfig()
     patch.setattr(scheduler_file, "scheduling_order", lambda running, config: order(running, one))
-    patch.setattr(pipelined, "has_room", lambda *_: False)
+    patch.setattr(ahead, "has_room", lambda *_: False)
 
 
 AHEAD, STAGES = (AheadWorld, LateWorld), (StagesWorld, LateStagesWorld)
@@ -584,12 +584,12 @@ IN_FLIGHT: Mapping[str, tuple[Plant, tuple[type[World], ...]]] = {
     "void sequences give up blocks": (void_sequences_give_up_blocks_that_a_plan_uses, AHEAD),
     "a row that verifies counts as accepted": (a_row_that_verifies_counts_as_accepted, AHEAD),
     "a token that is not known": (a_token_that_is_not_known, STAGES),
-    "memory is not counted, in stages": (swap(pipelined, "has_room", lambda *_: True), STAGES),
+    "memory is not counted, in stages": (swap(ahead, "has_room", lambda *_: True), STAGES),
     "the first always go first": (the_first_always_go_first, STAGES),
     "issue B12 of the notes: all in one plan": (
         swap(scheduler_file, "most_decoding", lambda num_running, config: num_running), STAGES),
     "issue B13 of the notes: chunks wait": (
-        swap(pipelined, "is_predictable", lambda row, sequence: False), STAGES),
+        swap(ahead, "is_predictable", lambda row, sequence: False), STAGES),
 }  # fmt: skip
 
 

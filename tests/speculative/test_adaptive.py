@@ -157,16 +157,15 @@ def test_it_recovers_when_acceptance_rises_and_stops_when_it_falls(batch):
     assert made.speed(200) > 0.97 * plain
 
 
-def test_a_request_that_repeats_itself_drafts_beside_one_that_does_not():
-    made = machine(small, [Habit(0.95), Habit(0.0)])
+@pytest.mark.parametrize(("count", "gain"), [(1, 1.5), (4, 1.3)])
+def test_requests_that_repeat_themselves_draft_beside_others(count, gain):
+    made = machine(small, [Habit(0.95)] * count + [Habit(0.0)] * count)
     made.run(400)
-    asked = {"0": 0, "1": 0}
-    for record, *_ in made.steps[-200:]:
-        for row in record.rows:
-            name = made.scheduler.sequences[row.seq_id].request.request_id
-            asked[name] += row.num_logits - 1
-    assert asked["0"] > 10 * asked["1"]
-    assert made.speed(200) > 1.5 * 2 / small(2, 2, False)
+    asked = [0, 0]
+    for row in [row for record, *_ in made.steps[-200:] for row in record.rows]:
+        asked[row.seq_id >= count] += row.num_logits - 1
+    assert asked[0] > 10 * asked[1]
+    assert made.speed(200) > gain * 2 * count / small(2 * count, 2 * count, False)
 
 
 @pytest.mark.parametrize("most", [1, 3, 8])

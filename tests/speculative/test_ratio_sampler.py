@@ -13,7 +13,7 @@ from minillm.ops.sampling import Pack, choose, dist
 from minillm.sampling import ratio
 from minillm.sampling.edits import Edits, SamplingRow
 from minillm.sampling.ratio import Ratio, accept_probability, draw, residual
-from minillm.sampling.rules import DraftedToken, Rule, coins
+from minillm.sampling.rules import DraftedToken, Rule, Verification, coins
 from minillm.sampling.sampler import Sampler
 from minillm_kernels import reference
 from tests.speculative.distributions import Rig, chi_square, close_to, distance, first_dist, table
@@ -126,8 +126,8 @@ def test_temperature_to_zero(temperature):
 class StopsTheBatch(Ratio):
     """Claim G4: one rejection rejects all drafts of the batch."""
 
-    def choose(self, samples, logits, pack, drafted, model_dtype):
-        p = dist(logits, pack).double()
+    def choose(self, given):
+        pack, drafted, p = given.pack, given.drafts, dist(given.logits, given.pack).double()
         q = torch.stack([each.dist for each in drafted]).double()
         tokens = torch.tensor([each.token for each in drafted])
         accept, resample = coins(pack, Purpose.ACCEPT, Purpose.RESAMPLE)
@@ -255,8 +255,8 @@ class ResidualWithNoiseOf(Ratio):
     def __init__(self, purpose):
         self.purpose = purpose
 
-    def choose(self, samples, logits, pack, drafted, model_dtype):
-        decided = super().choose(samples, logits, pack, drafted, model_dtype)
+    def choose(self, given):
+        decided, (_, logits, pack, drafted, _) = super().choose(given), given
         tokens = torch.tensor([each.token for each in drafted])
         q = torch.stack([each.dist for each in drafted]).double()
         left = residual(dist(logits, pack).double(), q).log().float()
@@ -298,7 +298,7 @@ def test_200_000_first_tokens():
         for token, each in zip(tokens.tolist(), q.unbind(0), strict=True)
     ]
     samples, _ = choose(logits, pack)
-    decided = Ratio().choose(samples, logits, pack, drafted, torch.float32)
+    decided = Ratio().choose(Verification(samples, logits, pack, drafted, torch.float32))
     cells = first_dist(TARGET, PLAIN, 1)
     for found in (samples, decided):
         statistic, allowed = chi_square([(token,) for token in found.tolist()], cells)

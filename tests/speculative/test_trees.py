@@ -315,7 +315,7 @@ def test_as_much_of_a_tree_as_pays(price, least, most):
         for _ in range(9):
             policy.times.add(1, count, 1 + price * count)
     curves = policy.acceptance.curves([5])
-    level = policy._choose(curves)
+    level = policy._best_level(curves)
     found = 0 if level is None else curves[0].nums[level]
     assert least <= found <= most
 
@@ -332,7 +332,6 @@ def test_values_are_corrected_by_what_is_accepted():
     assert sum(other) == pytest.approx(1.0, abs=0.25)  # of both, one each
     none = AdaptiveDrafts(2, values=[0.0, 0.0]).acceptance  # a tree of ranks that never came
     assert none.curves([1])[0].survival == [0.0, 0.0]
-    policy.acceptance.discount()
     policy.acceptance.keep([2])
     assert policy.acceptance.curves([1])[0].survival == pytest.approx(other, abs=0.05)
 

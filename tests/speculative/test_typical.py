@@ -10,7 +10,7 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.ops.sampling import Pack
 from minillm.sampling import typical
-from minillm.sampling.rules import DraftedToken
+from minillm.sampling.rules import DraftedToken, Verification
 from minillm.serving.replies import FINGERPRINT
 from tests.planting import plant
 from tests.serving.http_small import served
@@ -31,9 +31,8 @@ def compare(num_rows: int = 200, width: int = 16) -> None:
     whole = zeros.long()
     pack = Pack(zeros + 0.7, zeros, zeros + 1, zeros.int(), whole, whole, whole, False)
     drafted = [DraftedToken(int(token), 0, None) for token in drafts]
-    tokens = typical.Typical(0.2, 0.6).choose(
-        whole - 1, torch.tensor(logits), pack, drafted, torch.float32
-    )
+    given = Verification(whole - 1, torch.tensor(logits), pack, drafted, torch.float32)
+    tokens = typical.Typical(0.2, 0.6).choose(given)
     assert (tokens >= 0).tolist() == expected
     assert len({*expected}) == 2
     assert [int(t) for t, draft in zip(tokens, drafts, strict=True) if t not in (-1, draft)] == []

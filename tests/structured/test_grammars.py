@@ -174,6 +174,13 @@ def test_without_llguidance_patterns_work_and_the_rest_says_what_to_install(toke
         made.prepare(SamplingParams(structured_outputs={"json_object": True}), [0])
 
 
+def test_a_tokenizer_is_opened_once(tokenizer) -> None:
+    opened: list[int] = []
+    grammars = Grammars(lambda: opened.append(1) or tokenizer, 1000)
+    assert grammars.encode(b"a b") == grammars.encode(b"a b") != []
+    assert opened == [1]
+
+
 def test_a_model_without_an_end_or_a_tokenizer() -> None:
     params = SamplingParams(structured_outputs={"regex": "a"})
     with pytest.raises(InvalidRequestError, match="needs a token that ends the output"):

@@ -7,7 +7,6 @@ multiplied by the block's float16 scale d (and minima by dmin) in float32, as gg
 """
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -141,17 +140,15 @@ def q6_k(blocks: Tensor) -> Quantized:
     return eight_bits(codes, scaled(floats(blocks, 208), small))
 
 
-DECODERS: Mapping[str, Callable[[Tensor], Quantized]] = MappingProxyType(
-    {
-        "Q4_0": q4_0,
-        "Q4_1": q4_1,
-        "Q5_0": q5_0,
-        "Q5_1": q5_1,
-        "Q8_0": q8_0,
-        "Q2_K": q2_k,
-        "Q3_K": q3_k,
-        "Q4_K": q4_k,
-        "Q5_K": q5_k,
-        "Q6_K": q6_k,
-    }
-)
+DECODERS: Mapping[str, Callable[[Tensor], Quantized]] = {
+    "Q4_0": q4_0,
+    "Q4_1": q4_1,
+    "Q5_0": q5_0,
+    "Q5_1": q5_1,
+    "Q8_0": q8_0,
+    "Q2_K": q2_k,
+    "Q3_K": q3_k,
+    "Q4_K": q4_k,
+    "Q5_K": q5_k,
+    "Q6_K": q6_k,
+}

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,9 +13,9 @@ from minillm.quantization.formats import Format, Stored, units
 from minillm.quantization.gguf.blocks import DECODERS
 from minillm.quantization.quantized import Quantized
 
-BY_SUFFIX: Mapping[str, int] = MappingProxyType(
-    {each.name.lower(): each.weights for each in TYPES.values() if not each.is_plain}
-)
+BY_SUFFIX: Mapping[str, int] = {
+    each.name.lower(): each.weights for each in TYPES.values() if not each.is_plain
+}
 
 
 class GGUF(Format):

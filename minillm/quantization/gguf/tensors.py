@@ -7,7 +7,6 @@ A plain tensor is "name.weight". A quantised matrix is its blocks: "name.q4_k", 
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -19,9 +18,11 @@ from minillm.layers.linear_methods import TensorSlice
 from minillm.quantization.formats import Header
 from minillm.quantization.gguf.blocks import DECODERS
 
-PLAIN_TYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-)
+PLAIN_TYPES: Mapping[str, torch.dtype] = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
 def gguf_headers(path: Path) -> dict[str, Header]:

@@ -1,7 +1,6 @@
 """Checkpoint formats, one per file. `READERS` lists them by `quant_method`."""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from minillm.quantization.formats import Format
 from minillm.quantization.gguf.format import GGUF
@@ -11,13 +10,11 @@ from minillm.quantization.readers.compressed_tensors import CompressedTensors
 from minillm.quantization.readers.fp8 import FP8
 from minillm.quantization.readers.gptq import GPTQ
 
-READERS: Mapping[str, Callable[..., Format]] = MappingProxyType(
-    {
-        "compressed-tensors": CompressedTensors,
-        "gptq": GPTQ,
-        "awq": AWQ,
-        "bitsandbytes": BitsAndBytes,
-        "fp8": FP8,
-        "gguf": GGUF,
-    }
-)
+READERS: Mapping[str, Callable[..., Format]] = {
+    "compressed-tensors": CompressedTensors,
+    "gptq": GPTQ,
+    "awq": AWQ,
+    "bitsandbytes": BitsAndBytes,
+    "fp8": FP8,
+    "gguf": GGUF,
+}

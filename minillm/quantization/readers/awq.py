@@ -11,7 +11,6 @@ reader need not know them.
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from minillm.errors import UnsupportedFeatureError
@@ -25,13 +24,11 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of 8 columns
 class AWQ(PackedFormat):
     """`quant_method: awq`."""
 
-    fields = MappingProxyType(
-        {
-            "codes": Field("qweight", "io", "o", ORDER),
-            "scales": Field("scales", "go", dtypes=PLAIN),
-            "zeros": Field("qzeros", "go", "o", ORDER),
-        }
-    )
+    fields: Mapping[str, Field] = {
+        "codes": Field("qweight", "io", "o", ORDER),
+        "scales": Field("scales", "go", dtypes=PLAIN),
+        "zeros": Field("qzeros", "go", "o", ORDER),
+    }
 
     def __init__(self, settings: Mapping[str, Any], headers: Headers):
         super().__init__(settings, headers)

@@ -13,7 +13,6 @@ int32 [in] is the group of each input where act order has changed it.
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,14 +35,12 @@ BITS = (2, 4, 8)
 class CompressedTensors(PackedFormat):
     """`quant_method: compressed-tensors`. The tensors themselves say how each module is stored."""
 
-    fields = MappingProxyType(
-        {
-            "codes": Field("weight_packed", "oi", "i"),
-            "scales": Field("weight_scale", "og", dtypes=PLAIN),
-            "zeros": Field("weight_zero_point", "og", "o", optional=True),
-            "index": Field("weight_g_idx", "i", dtypes=INDICES, optional=True),
-        }
-    )
+    fields: Mapping[str, Field] = {
+        "codes": Field("weight_packed", "oi", "i"),
+        "scales": Field("weight_scale", "og", dtypes=PLAIN),
+        "zeros": Field("weight_zero_point", "og", "o", optional=True),
+        "index": Field("weight_g_idx", "i", dtypes=INDICES, optional=True),
+    }
 
     def __init__(self, settings: Mapping[str, Any], headers: Headers):
         super().__init__(settings, headers)

@@ -15,7 +15,6 @@ either kind carry the name of the other. Asymmetric zero points are read as `che
 import logging
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,14 +35,12 @@ SURE = 0.1  # codes; the mean of a matrix tells the version if its standard erro
 class GPTQ(PackedFormat):
     """`quant_method: gptq`."""
 
-    fields = MappingProxyType(
-        {
-            "codes": Field("qweight", "io", "i"),
-            "scales": Field("scales", "go", dtypes=PLAIN),
-            "zeros": Field("qzeros", "go", "o"),
-            "index": Field("g_idx", "i", dtypes=INDICES, optional=True),
-        }
-    )
+    fields: Mapping[str, Field] = {
+        "codes": Field("qweight", "io", "i"),
+        "scales": Field("scales", "go", dtypes=PLAIN),
+        "zeros": Field("qzeros", "go", "o"),
+        "index": Field("g_idx", "i", dtypes=INDICES, optional=True),
+    }
 
     def __init__(self, settings: Mapping[str, Any], headers: Headers):
         super().__init__(settings, headers)

@@ -3,7 +3,6 @@ tensor names and its quantisers. The metadata are those of llama.cpp's convert_h
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -65,8 +64,8 @@ def export(
 def copied(
     path: Path,
     to: Path,
-    changes: Mapping[str, Any] = MappingProxyType({}),
-    more: Mapping[str, np.ndarray] = MappingProxyType({}),
+    changes: Mapping[str, Any] = {},
+    more: Mapping[str, np.ndarray] = {},
 ) -> Path:
     """Write a file anew, its tensors in float32 and `more` of them, with other metadata; None
     leaves a field out."""
