@@ -84,6 +84,12 @@ def box(
         ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", **words)
 
 
+def note(ax: "Axes", text: str, point: Any, offset: tuple[float, float], **words: Any) -> None:
+    """Write a text so many points beside a point of the data; `words` are options of the text."""
+    look: dict[str, Any] = {"fontsize": 9} | words
+    ax.annotate(text, point, xytext=offset, textcoords="offset points", **look)
+
+
 def bound(ax: "Axes", x: Any, y: Any, label: str, side: str = "below", at: float = 1.0) -> None:
     """Draw a bound through the points ``x``, ``y``: dashed, black, named on the line itself.
 
@@ -92,15 +98,9 @@ def bound(ax: "Axes", x: Any, y: Any, label: str, side: str = "below", at: float
     """
     ax.plot(x, y, color="black", linestyle="--", linewidth=1.2, zorder=1.5)
     place = round(at * (len(x) - 1))
-    ax.annotate(
-        label,
-        (x[place], y[place]),
-        xytext=(0, 4 if side == "above" else -4),
-        textcoords="offset points",
-        ha="left" if at < 0.25 else "right" if at > 0.75 else "center",
-        va="bottom" if side == "above" else "top",
-        fontsize=9,
-    )
+    horizontal = "left" if at < 0.25 else "right" if at > 0.75 else "center"
+    vertical, up = ("bottom", 4) if side == "above" else ("top", -4)
+    note(ax, label, (x[place], y[place]), (0, up), ha=horizontal, va=vertical)
 
 
 def show(fig: "Figure", caption: str) -> None:

@@ -39,7 +39,7 @@ from minillm.lab.parallel_layout import (
 )
 from minillm.lab.roofline import StepCost, StepTime, step_cost, step_time
 from minillm.plan.cost import MemoryPlan
-from minillm.plan.parameters import all_products, norm_parameters
+from minillm.plan.parameters import all_products
 from minillm.plan.weight_sizes import WeightSizes, dtype_bytes
 
 CANDIDATE_BYTES = 16  # per row and rank: a value and a token id
@@ -95,9 +95,7 @@ class Devices:
         link: between the devices of a stage.
         stage_link: between stages (default: the same).
         is_recorded: steps are CUDA graphs, without launch overhead.
-        weight_size: bytes per weight of matrix products, such as 1 for FP8 (default: that of the
-            dtype). The rate of products is that of the dtype.
-        weights: the sizes of quantised weights, instead of `weight_size`.
+        weights: the sizes of quantised weights.
     """
 
     hardware: Hardware
@@ -105,7 +103,6 @@ class Devices:
     layout: Layout = SINGLE_DEVICE
     stage_link: Link | None = None
     is_recorded: bool = False
-    weight_size: float | None = None
     weights: WeightSizes | None = None
 
 
@@ -148,11 +145,6 @@ def stage_times(
         if layout.expert_parallel and any(map(mine.is_moe_layer, range(mine.num_layers))):
             size_of_expert = (devices.weights or WeightSizes.plain(types.dtype)).experts
             cost = _with_whole_experts(cost, mine, layout, own, tokens, size_of_expert)
-        if devices.weight_size is not None:
-            table = mine.vocab_size * mine.hidden_size if logits else 0
-            kept = value_bytes * (norm_parameters(mine) + own * mine.hidden_size + table)
-            small = (cost.weight_bytes - kept) * devices.weight_size / value_bytes
-            cost = replace(cost, weight_bytes=round(kept + small))
         time = step_time(cost, devices.hardware, 0 if devices.is_recorded else None)
         waiting = _communication(mine, devices, layers.start == 0, own, logits, value_bytes)
         if layout.pipeline > 1:  # the last stage sends the sampled tokens to the first
@@ -329,7 +321,6 @@ def predict(
             config,
             devices.hardware.memory_bytes,
             devices.layout,
-            weight_size=devices.weight_size,
             weights=devices.weights,
             dtype=dtype,
             kv_dtype=kv_dtype,

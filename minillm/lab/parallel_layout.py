@@ -18,8 +18,7 @@ from minillm.errors import ConfigError
 from minillm.parallel import split
 from minillm.parallel.split import Split, check_split, check_stages, rank_config, stage_config
 from minillm.plan.cost import MemoryPlan, memory_plan
-from minillm.plan.parameters import all_products
-from minillm.plan.weight_sizes import dtype_bytes
+from minillm.plan.weight_sizes import WeightSizes
 
 
 @dataclass(frozen=True)
@@ -109,30 +108,29 @@ def device_config(config: ModelConfig, layout: Layout, layers: range | None = No
     )
 
 
+def matrices_in(num_bytes: float, dtype: str = "bfloat16") -> WeightSizes:
+    """Matrices of so many bytes per weight, such as 1 for FP8; vocabulary tables and norms stay in
+    `dtype`."""
+    names = ("attention", "mlp", "router", "experts", "shared_experts")
+    parts: dict[str, Any] = dict.fromkeys(names, num_bytes)
+    return replace(WeightSizes.plain(dtype), **parts)
+
+
 def device_memory(
     config: ModelConfig,
     memory_bytes: int,
     layout: Layout = SINGLE_DEVICE,
-    *,
-    weight_size: float | None = None,
     **settings: Any,
 ) -> MemoryPlan:
     """The `cost.memory_plan` of the device with the fewest KV cache tokens.
 
     All devices of a stage cache the same tokens, except with data-parallel attention.
 
-    Args:
-        weight_size: bytes per weight of matrix products, such as 1 for FP8; vocabulary tables and
-            norms stay in `dtype` (default: all weights are in `dtype`).
-        settings: arguments of `memory_plan`.
+    `settings` are arguments of `memory_plan`.
     """
     check_layout(config, layout)
-    plans = []
-    for layers in cut_layers(config, layout.pipeline):
-        mine, saved = device_config(config, layout, layers), 0
-        if weight_size is not None:
-            value_bytes = dtype_bytes(settings.get("dtype") or config.dtype)
-            stored = sum(each.parameters for each in all_products(mine))
-            saved = round(stored * (value_bytes - weight_size))
-        plans.append(memory_plan(mine, memory_bytes, copied_weight_bytes=-saved, **settings))
+    plans = [
+        memory_plan(device_config(config, layout, layers), memory_bytes, **settings)
+        for layers in cut_layers(config, layout.pipeline)
+    ]
     return min(plans, key=lambda plan: (plan.num_tokens, plan.kv_cache_bytes))

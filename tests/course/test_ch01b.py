@@ -75,14 +75,14 @@ def test_the_program_computes_what_transformers_computes(family):
 def test_the_answers_of_e01_4_and_what_checks_them_agree_with_transformers(family):
     weights, config, wanted = model_of(family)
     solution = module_at(EXERCISES / "_solutions/e01_4/solution.py")
-    checks = module_at(EXERCISES / "e01_forward_pass/test_e01_4.py")
+    checks = module_at(EXERCISES / "e01_forward_pass/small_models.py")
     for found in (solution.forward, checks.expected):
         torch.testing.assert_close(found(weights, config, IDS), wanted)
 
 
 def test_what_checks_e01_3_agrees_with_transformers():
     weights, config, wanted = model_of("qwen3")
-    checks = module_at(EXERCISES / "e01_forward_pass/test_e01_3.py")
+    checks = module_at(EXERCISES / "e01_forward_pass/small_models.py")
     torch.testing.assert_close(checks.expected(weights, config, IDS), wanted)
 
 

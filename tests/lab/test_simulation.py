@@ -17,7 +17,7 @@ from minillm.scheduling.plan import Row
 from minillm.scheduling.policies import Policy
 from minillm.scheduling.record import StepRecord
 from tests.trace import workload
-from tests.trace.drafts import Truth, speculating
+from tests.trace.drafts import LONGEST, Truth, speculating
 
 
 def ends(sim: Simulation) -> dict[str, float]:
@@ -250,16 +250,16 @@ def test_right_drafts_decide_as_in_the_engine(folder):
     for number in range(8):
         prompt = [number, 2, 3, 5, 8][: 2 + number % 4]
         params = SamplingParams(
-            max_tokens=30, seed=number, stop_token_ids=list(range(number * 3)), ignore_eos=True
+            max_tokens=LONGEST, seed=number, stop_token_ids=list(range(number * 3)), ignore_eos=True
         )
         core.add(core.make_request(f"r{number}", None, prompt, params))
     while core.has_work:
         core.step()
     lengths = {one.request_id: one.num_tokens[0] for one in llm.trace.requests()}
-    assert min(lengths.values()) < 30
+    assert min(lengths.values()) < LONGEST
     for number in range(8):
         prompt = [number, 2, 3, 5, 8][: 2 + number % 4]
-        sim.add(prompt, lengths[f"r{number}"], max_tokens=30)
+        sim.add(prompt, lengths[f"r{number}"], max_tokens=LONGEST)
     made, real = list(sim.run()), list(llm.trace)
     assert sum(len(record.drafted) for record in real) > 20
     assert any(record.preempted for record in real)

@@ -1,9 +1,12 @@
 """`minillm bench parallel`: the model that is fitted."""
 
+from contextlib import nullcontext
+from itertools import count
+
 import pytest
 
-from minillm.lab.benchmarks import collectives, expert_placement
-from minillm.lab.benchmarks.parallel import fit_sums, fitted
+from minillm.lab.benchmarks import collectives, parallel
+from minillm.lab.benchmarks.parallel import fit_sums, fitted, kinds_of_ranks
 
 
 def test_the_model_is_found_where_it_holds():
@@ -34,11 +37,21 @@ def test_each_kind_and_dtype_has_its_own():
     assert found["gloo"]["ratios"] == pytest.approx([1, 1])
 
 
-def test_experts_placed_by_load_are_more_even_in_the_steps_that_follow():
-    rows = expert_placement.measure(20)
-    assert [row["batch"] for row in rows[::3]] == [8, 64, 512]
-    assert all(row["before"] < row["after"] <= 1 for row in rows)
-    assert all(row["before"] < 0.75 and row["after"] > 0.85 for row in rows if row["batch"] == 512)
+def test_a_speed_up_compares_neighbouring_turns_after_a_warm_up(monkeypatch):
+    """Turn n takes n seconds alone and n / 2 with ranks; the first turn is not counted."""
+    turns, numbers = {}, count()
+
+    def timed(llm, case):
+        turn = next(turns.setdefault((llm, case), count()))
+        return 100.0 if turn == 0 else turn / (1 if llm == 0 else 2)
+
+    monkeypatch.setattr(parallel, "opened", lambda model, **kind: nullcontext(next(numbers)))
+    monkeypatch.setattr(parallel, "timed", timed)
+    monkeypatch.setattr(parallel, "kinds_of_ranks", lambda moe: {"tp": kinds_of_ranks(moe)["tp"]})
+    found = parallel.measure("tiny", quick=True)
+    assert [one["ranks"] for one in found[:2]] == ["tp", "tp, sockets"]
+    assert found[0]["alone"] == (1.0, 2.0, 3.0)
+    assert found[0]["speed_up"] == [2.0, 2.0, 2.0]
 
 
 @pytest.mark.slow

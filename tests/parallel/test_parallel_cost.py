@@ -39,6 +39,7 @@ from minillm.lab.parallel_layout import (
     cut_layers,
     device_config,
     device_memory,
+    matrices_in,
 )
 from minillm.lab.roofline import step_cost, step_time
 from minillm.models.checkpoint import open_model
@@ -232,11 +233,12 @@ def test_deepseek_v3_on_eight_h200():
     """In FP8: 85 GB of weights by tensors, 101 GB with attention of each one's own, which caches
     4.8 times as many tokens; 128 sequences of 4,096 tokens take 29.7 and about 23.5 ms."""
     shared, own = Layout(8), Layout(8, 1, True, True)
-    plans = [device_memory(V3, H200.memory_bytes, each, weight_size=1) for each in (shared, own)]
+    fp8 = matrices_in(1)
+    plans = [device_memory(V3, H200.memory_bytes, each, weights=fp8) for each in (shared, own)]
     assert plans[0].weight_bytes == pytest.approx(85e9, rel=0.005)
     assert plans[1].weight_bytes == pytest.approx(101e9, rel=0.005)
     assert 8 * plans[1].num_tokens / plans[0].num_tokens == pytest.approx(4.8, rel=0.04)
-    machines = [Devices(H200, NVLINK, each, is_recorded=True, weight_size=1)
+    machines = [Devices(H200, NVLINK, each, is_recorded=True, weights=fp8)
                 for each in (shared, own)]  # fmt: skip
     times = [decode_time(V3, each, batch=128, context=4096).seconds for each in machines]
     assert times == pytest.approx([29.7e-3, 23.5e-3], rel=0.02)
@@ -501,7 +503,7 @@ def test_what_large_models_hold(model, hardware, layout, batch, holds):
 
 def test_own_attention_holds_more_tokens():
     shared, own = (
-        predict(V3, Devices(H200, NVLINK, layout, is_recorded=True, weight_size=1.0))
+        predict(V3, Devices(H200, NVLINK, layout, is_recorded=True, weights=matrices_in(1)))
         for layout in (Layout(8), Layout(8, 1, True, True))
     )
     assert shared.holds(64)

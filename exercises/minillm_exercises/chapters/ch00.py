@@ -13,7 +13,7 @@ from minillm.ops import c_library
 from minillm.plan import machine
 from minillm_exercises.chapters.ch01 import count_calls, product_pass
 from minillm_exercises.chapters.common import rounds
-from minillm_exercises.plots import bars, bound, figure, series, show
+from minillm_exercises.plots import bars, bound, figure, note, series, show
 
 __all__ = [
     "Run", "bound_seconds", "build_c_functions", "cache_bytes", "count_calls", "draw_lanes",
@@ -85,8 +85,7 @@ def draw_lanes(
         for lane, (name, value) in enumerate(lanes.items()):
             row = 2.5 * group + lane
             ax.barh(row, value, height=0.8, label=None if group else name, **bars(lane))
-            ax.annotate(f"{value:.2f} ms", (value, row), (6, 0), textcoords="offset points",
-                        va="center", fontsize=9)  # fmt: skip
+            note(ax, f"{value:.2f} ms", (value, row), (6, 0), va="center")
             labels.append((row, f"{count} token{'s' * (count > 1)}: {name}"))
             if value == max(lanes.values()):
                 line = None if group else "the bound: the longer one"
@@ -186,8 +185,7 @@ def draw_roofline(hardware: Hardware, runs: Sequence[Run], cache: int = 0) -> No
     bound(ax, slope, [x * hardware.bandwidth / 1e9 for x in slope], "")
     bound(ax, flat, [rate / 1e9] * len(flat), f"operations ({dtype})", "above", at=1.0)
     middle = slope[len(slope) // 2]
-    ax.annotate("bytes", (middle, middle * hardware.bandwidth / 1e9), (-6, 4), ha="right",
-                textcoords="offset points", fontsize=9)  # fmt: skip
+    note(ax, "bytes", (middle, middle * hardware.bandwidth / 1e9), (-6, 4), ha="right")
     for number, run in enumerate(runs):
         share = bound_seconds(run.cost, hardware) / run.seconds
         style = series(number) | {"markersize": 13 - 3 * number, "linestyle": "none"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.plots import COLOURS, figure, show
+from minillm_exercises.plots import COLOURS, figure, note, show
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,14 +99,12 @@ def draw_steps(logits: "Tensor", temperature: float, share: float, seed: int) ->
             if height == 0:  # a bar that cannot be seen
                 ax.plot(place, 0, "o", color=COLOURS[0], clip_on=False)
             if gone:
-                ax.annotate(
-                    "\u00d7", (place, 0), xytext=(0, 3), textcoords="offset points", ha="center"
-                )
+                note(ax, "\u00d7", (place, 0), (0, 3), ha="center", fontsize=None)
         ax.axhline(0, color="black", linewidth=0.8)
         ax.set(title=titles[number], ylabel=labels[number])
         ax.set_xticks(range(len(heights)))
     top = values[3][token]
-    axes[3].annotate("drawn", (token, top), xytext=(0, 3), textcoords="offset points", ha="center")
+    note(axes[3], "drawn", (token, top), (0, 3), ha="center", fontsize=None)
     axes[3].set_ylim(None, top + 0.35 * (top - min(0.0, *values[3])))
     show(
         fig,

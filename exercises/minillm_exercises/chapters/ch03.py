@@ -23,7 +23,7 @@ from minillm.models.presets import preset
 from minillm.plan.cost import kv_bytes_per_token, weight_bytes
 from minillm_exercises.chapters.ch01 import knee as knee
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.plots import bound, figure, series, show
+from minillm_exercises.plots import bound, figure, note, series, show
 
 GIB = 2**30
 Curves = tuple[Sequence[float], Sequence[float]]  # without and with a cache, token by token
@@ -184,7 +184,7 @@ def draw_currencies(model: str, saved: Gains, clocks: Mapping[str, float]) -> No
     style = series(0) | {"linestyle": "none", "markersize": 9}
     ax.plot(list(found.values()), range(len(found)), **style)
     for row, ratio in enumerate(found.values()):
-        ax.annotate(f"{ratio:.3g}", (ratio, row), (9, 0), textcoords="offset points", va="center")
+        note(ax, f"{ratio:.3g}", (ratio, row), (9, 0), va="center", fontsize=None)
     ax.set_yticks(range(len(found)), list(found))
     ax.set(xscale="log", xlim=(0.7, 1.8 * max(found.values())), ylim=(-0.5, len(found) - 0.5))
     ax.xaxis.set_major_formatter("{x:g}")

@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from minillm_exercises.chapters.ch04_variants import Record
-from minillm_exercises.plots import figure, series, show
+from minillm_exercises.plots import figure, note, series, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,8 +24,7 @@ def draw_prices(found: Mapping[str, tuple[int, Fraction]]) -> None:
     for row, (size, (_, ratio)) in enumerate(zip(said, found.values(), strict=True)):
         texts = (f"{kept[row]:,.4g}", -12, "right"), (_excess(ratio), 10, "left")
         for (text, aside, side), x in zip(texts, (kept[row], size), strict=True):
-            ax.annotate(text, (x, row), (aside, 0), textcoords="offset points", ha=side,
-                        va="center", fontsize=9)  # fmt: skip
+            note(ax, text, (x, row), (aside, 0), ha=side, va="center")
     ax.set(xscale="log", yticks=rows, yticklabels=list(found))
     ax.set_xlim(min(kept) / 2, 12 * max(said))
     ax.xaxis.set_major_formatter("{x:,g}")

@@ -1,6 +1,6 @@
 """Chapter 04: the trained variants, and what their seeds can tell.
 
-`load_record` reads what `minillm.lab.training.variants` measured, `judge` says in words which
+`load_record` reads what their training measured, `judge` says in words which
 differences are larger than those between seeds, and `load` reads the committed weights.
 """
 
@@ -96,8 +96,7 @@ def load_record(path: Path | None = None) -> Record:
     file = path or folder("results.json")
     if not file.is_file():
         raise ExerciseError(
-            f"{file} is missing: it is part of the repository, and "
-            "`python -m minillm.lab.training variants` makes it anew."
+            f"{file} is missing: it is part of the repository; `git checkout {file}` restores it."
         )
     data = json.loads(file.read_text(encoding="utf-8"))
     runs, controls = (tuple(map(_run, data[kind])) for kind in ("runs", "controls"))

@@ -21,7 +21,7 @@ from minillm_exercises.chapters.ch03 import counted as counted
 from minillm_exercises.chapters.common import rounds as rounds
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.plots import bound, figure, series, show
+from minillm_exercises.plots import bound, figure, note, series, show
 from minillm_exercises.timing import measure
 
 if TYPE_CHECKING:
@@ -177,8 +177,7 @@ def _draw_bounds(ax: "Axes", panel: Panel) -> None:
     bound(ax, batches, lines["bytes"], "bytes", "below", 0.0)
     ax.plot(batches, lines["operations"], color="black", linestyle="--", linewidth=1.2, zorder=1.5)
     place = batches[-3], lines["operations"][-3]
-    ax.annotate("operations", place, xytext=(4, -2), textcoords="offset points", va="top",
-                fontsize=9)  # fmt: skip
+    note(ax, "operations", place, (4, -2), va="top")
     highest = [max(pair) for pair in zip(*lines.values(), strict=True)]
     ax.fill_between(batches, highest, color="black", alpha=0.07, linewidth=0)
     _log_axes(ax, [b for b in batches if b.bit_length() % 2])

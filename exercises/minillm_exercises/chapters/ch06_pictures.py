@@ -10,7 +10,7 @@ from minillm.lab.drawings.timeline import timeline
 from minillm.scheduling.record import StepRecord
 from minillm.trace.recorder import Trace
 from minillm_exercises.chapters.ch06 import Load
-from minillm_exercises.plots import COLOURS, bound, box, figure, series, show
+from minillm_exercises.plots import COLOURS, bound, box, figure, note, series, show
 
 WORDS = MappingProxyType({"waiting": "waits", "decode": "has a seat", "length": "has ended",
                           "prefill": "takes a seat (its prompt)"})  # fmt: skip
@@ -51,8 +51,7 @@ def draw_schedules(traces: Mapping[str, Trace], seats: int, least: int) -> None:
         ax.grid(visible=False)
         draw_gantt(ax, timeline(trace), MAX_ROWS)
         ax.axvline(least, color="black", linestyle="--", linewidth=1.2)
-        ax.annotate("fewest possible", (least, -0.6), (3, -3), textcoords="offset points", va="top",
-                    fontsize=9)  # fmt: skip
+        note(ax, "fewest possible", (least, -0.6), (3, -3), va="top")
         places = seats * len(trace)
         empty = places - sum(len(record.rows) for record in trace)
         ax.set_title(f"{name}: {len(trace)} steps, {empty} of {places} seats stay empty",
@@ -79,8 +78,7 @@ def draw_gains(gains: Mapping[str, Mapping[int, Fraction]],
         bound(ax, seats, [float(most[dist][count]) for count in seats], name, "above")
         values = [float(by_seats[count]) for count in seats]
         ax.plot(seats, values, label=dist, **series(number))
-        ax.annotate(f" {dist}, {values[-1]:.1f}", (seats[-1], values[-1]), (4, 0), va="center",
-                    textcoords="offset points", fontsize=9)  # fmt: skip
+        note(ax, f" {dist}, {values[-1]:.1f}", (seats[-1], values[-1]), (4, 0), va="center")
     _logarithmic(ax, seats, (1, 2, 5, 10, 20))
     ax.set_xlim(right=seats[-1] * 3.2)
     last = max(gains, key=lambda dist: gains[dist][seats[-1]])
@@ -137,8 +135,7 @@ def draw_loads(shares: Sequence[float], found: Mapping[str, Sequence[Load]], sea
     bound(axes[0], [percent[0], percent[-1]], [100, 100], "all the time", "above")
     axes[0].set_ylim(-3, 112)
     axes[1].axvline(float(100 * most), color="black", linestyle=":", linewidth=1.2)
-    axes[1].annotate("static batching serves no more", (float(100 * most), 12), (4, 0), fontsize=9,
-                     textcoords="offset points")  # fmt: skip
+    note(axes[1], "static batching serves no more", (float(100 * most), 12), (4, 0))
     axes[1].set_yscale("log")
     axes[1].set_yticks((0.1, 1, 10, 100), ("< 0.1", "1", "10", "100"))
     axes[1].minorticks_off()

@@ -28,7 +28,7 @@ from minillm_exercises.chapters.ch01 import knee as knee
 from minillm_exercises.chapters.common import chosen
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.chapters.common import show_trace as show_trace
-from minillm_exercises.plots import bars, bound, figure, series, show
+from minillm_exercises.plots import bars, bound, figure, note, series, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -313,8 +313,7 @@ def draw_floods(runs: Mapping[tuple[str, str], Flood], most: Mapping[str, float]
         label = None if place else "bound: no slot is ever empty"
         ends = [place - 0.42, place + 0.42]
         ax.plot(ends, [speed] * 2, color="black", linestyle="--", linewidth=1.4, label=label)
-        ax.annotate(f"{speed:,.0f}", (place, speed), (0, 3), ha="center", fontsize=8,
-                    textcoords="offset points")  # fmt: skip
+        note(ax, f"{speed:,.0f}", (place, speed), (0, 3), ha="center", fontsize=8)
     ax.set_xticks(range(len(most)), list(most))
     ax.margins(y=0.12)
     ax.yaxis.set_major_formatter("{x:,.0f}")

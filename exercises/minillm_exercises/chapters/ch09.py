@@ -16,7 +16,7 @@ from minillm.api.outputs import RequestMetrics
 from minillm.cache.prefix import PrefixIndex
 from minillm.lab.simulation import Simulation
 from minillm_exercises.chapters.common import show_trace as show_trace
-from minillm_exercises.plots import bars, bound, figure, series, show
+from minillm_exercises.plots import bars, bound, figure, note, series, show
 
 Ids = tuple[int, ...]
 ENOUGH = 100_000  # tokens of memory, more than any workload here needs
@@ -271,8 +271,7 @@ def draw_pool(curves: Mapping[str, Sequence[Served]], pools: Sequence[int], need
     for number, (name, served) in enumerate(curves.items()):
         values = [100 * float(each.hit_rate) for each in served]
         ax.plot(pools, values, **series(number))
-        ax.annotate(name, (pools[0], values[0]), xytext=(-7, 0), fontsize=9,
-                    textcoords="offset points", ha="right", va="center")  # fmt: skip
+        note(ax, name, (pools[0], values[0]), (-7, 0), ha="right", va="center")
     ceiling = [100 * float(served[-1].hit_rate)] * len(pools)
     bound(ax, pools, ceiling, "everything that was seen before", side="above", at=0.0)
     ax.axvline(needed, color="grey", linestyle=":", linewidth=1.2)

@@ -5,7 +5,7 @@ from typing import Any
 
 from minillm_exercises.chapters.ch11 import PROCESSORS, Batch, pages_in_a_row
 from minillm_exercises.chapters.ch11_traffic import Traffic
-from minillm_exercises.plots import bars, bound, figure, series, show
+from minillm_exercises.plots import bars, bound, figure, note, series, show
 
 
 def readers(batch: Batch, traffic: Traffic, sequence: int, head: int, page: int) -> list[Any]:
@@ -134,9 +134,8 @@ def draw_splits(pages: int, rows: int, most: int, marked: Sequence[int]) -> None
         value = waited[n - 1]
         ax.plot([n], [value], **(series(1) | {"linestyle": ""}))
         high = value > 1.2 * limit or 2 * n > most  # the first low point has its label below
-        ax.annotate(f"{n} splits: {value}", (n, value), xytext=(0, 34 if high else -34),
-                    ha="center", fontsize=9, textcoords="offset points",
-                    arrowprops={"arrowstyle": "-", "color": "#777777"})  # fmt: skip
+        note(ax, f"{n} splits: {value}", (n, value), (0, 34 if high else -34), ha="center",
+             arrowprops={"arrowstyle": "-", "color": "#777777"})  # fmt: skip
     ax.set_yscale("log")
     ticks = [2**n for n in range(4, 12) if limit / 2 <= 2**n <= max(waited)]
     ax.set_yticks(ticks, [f"{tick}" for tick in ticks])

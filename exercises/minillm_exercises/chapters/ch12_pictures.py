@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from minillm_exercises.chapters.ch12 import WHOLE, Rung, fits_cache
 from minillm_exercises.chapters.ch12_device import Turn, bubbles
 from minillm_exercises.chapters.ch12_recordings import padding
-from minillm_exercises.plots import bars, figure, series, show
+from minillm_exercises.plots import bars, figure, note, series, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,14 +40,8 @@ def draw_rungs(
         if any(whole):
             ax.barh(names, whole, label="both, in one call", **bars(2))
         ax.axvline(1e3 * floors[model], color="black", linestyle="--", linewidth=1.2)
-        ax.annotate(
-            "reading the weights",
-            (1e3 * floors[model], len(rungs) - 0.3),
-            xytext=(4, 0),
-            textcoords="offset points",
-            fontsize=9,
-            va="center",
-        )
+        note(ax, "reading the weights", (1e3 * floors[model], len(rungs) - 0.3), (4, 0),
+             va="center")  # fmt: skip
         ax.set_ylim(len(rungs), -0.6)
         ax.set_title(model, fontsize=10, loc="left")
         ax.grid(axis="y", visible=False)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minillm_exercises.chapters.ch13 import Format, Product
 from minillm_exercises.chapters.quality import Quality
-from minillm_exercises.plots import COLOURS, bars, bound, figure, series, show
+from minillm_exercises.plots import COLOURS, bars, bound, figure, note, series, show
 
 SHAPES = "os^DvPX*"  # markers, one for each format beside the line
 
@@ -105,8 +105,7 @@ def draw_quality(found: Mapping[Format, Quality], joined: Sequence[str]) -> None
             if (4 < each.bits < 5) is is_near or (on_line and not is_near):
                 left = each.bits > 8
                 at = -8 if left else 8, -10 if is_near and not on_line else 2
-                ax.annotate(each.name, (each.bits, quality.kl), xytext=at, fontsize=9,
-                            textcoords="offset points", ha="right" if left else "left")  # fmt: skip
+                note(ax, each.name, (each.bits, quality.kl), at, ha="right" if left else "left")
         ax.set_yscale("log")
     axes[0].set(xlim=(2.3, 8.6), title="all; the line is int in groups of 32")
     axes[1].set(xlim=(4.05, 4.95), ylim=(0.85 * min(near), 1.15 * max(near)))

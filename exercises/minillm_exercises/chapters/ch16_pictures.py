@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from minillm_exercises.chapters.ch16 import Verified
 from minillm_exercises.chapters.common import show_table
-from minillm_exercises.plots import bars, bound, box, figure, series, show
+from minillm_exercises.plots import bars, bound, box, figure, note, series, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -158,8 +158,7 @@ def draw_gains(gains: Mapping[str, Mapping[int, float]], what: str, legend: floa
         ax.plot(list(values), list(values.values()), label=name, **series(number))
     batches = list(next(iter(gains.values())))
     ax.plot(batches, [1.0] * len(batches), color="black", linewidth=1)
-    ax.annotate("below this line drafts lose", (batches[0], 1.0), xytext=(2, -4),
-                textcoords="offset points", va="top", fontsize=9)  # fmt: skip
+    note(ax, "below this line drafts lose", (batches[0], 1.0), (2, -4), va="top")
     ax.set_xscale("log", base=2)
     ax.set_xticks(batches, [f"{batch}" for batch in batches])
     ax.set_ylim(bottom=0)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from minillm_exercises.chapters.ch16_pictures import ACCEPTED, OWN, REJECTED, shown
 from minillm_exercises.chapters.ch17 import Step, paths_of
-from minillm_exercises.plots import box, figure, series, show
+from minillm_exercises.plots import box, figure, note, series, show
 
 if TYPE_CHECKING:
     from minillm.text.tokenizer import Tokenizer
@@ -54,8 +54,7 @@ def draw_rows(
         label = "cost, a row costs so many plain steps" if price == prices[0] else None
         ax.plot([1, most], [1, 1 + price * (most - 1)], "k--", linewidth=1, label=label)
         at = min(most, 1 + (top - 1) / price)
-        ax.annotate(f"{price:g}", (at, 1 + price * (at - 1)), xytext=(5, -4),
-                    textcoords="offset points", fontsize=9)  # fmt: skip
+        note(ax, f"{price:g}", (at, 1 + price * (at - 1)), (5, -4))
     ax.set(ylim=(0.95, 1.04 * top))
     ax.legend(loc="lower right")
     show(fig, told)

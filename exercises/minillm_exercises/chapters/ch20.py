@@ -20,7 +20,7 @@ from minillm.config import ModelConfig, MoEConfig
 from minillm.lab.hardware import Hardware
 from minillm.lab.links import LINKS
 from minillm.lab.parallel_cost import Devices, ParallelTime, decode_time, prefill_time
-from minillm.lab.parallel_layout import Layout, device_memory
+from minillm.lab.parallel_layout import Layout, device_memory, matrices_in
 from minillm.parallel.split import cut_layers, layer_costs
 from minillm.scheduling import scheduler as scheduler_file
 from minillm.scheduling.config import SchedulerConfig
@@ -298,7 +298,8 @@ def stage_costs(counts: Sequence[int], head: Any) -> list[Any]:
 
 def devices(gpu: Hardware, link: str, layout: Layout, weight_size: float | None = None) -> Devices:
     """Devices whose steps are recorded graphs."""
-    return Devices(gpu, LINKS[link], layout, is_recorded=True, weight_size=weight_size)
+    weights = None if weight_size is None else matrices_in(weight_size)
+    return Devices(gpu, LINKS[link], layout, is_recorded=True, weights=weights)
 
 
 def decode(config: ModelConfig, on: Devices, batch: int, context: int = CONTEXT) -> ParallelTime:
@@ -314,7 +315,7 @@ def read_prompt(config: ModelConfig, on: Devices, chunks: int) -> ParallelTime:
 def room(config: ModelConfig, on: Devices) -> int:
     """Tokens that the caches of all devices hold together, in bfloat16."""
     layout, memory = on.layout, on.hardware.memory_bytes
-    plan = device_memory(config, memory, layout, weight_size=on.weight_size, dtype="bfloat16")
+    plan = device_memory(config, memory, layout, weights=on.weights, dtype="bfloat16")
     return plan.num_tokens * (layout.tensor if layout.own_attention else 1)
 
 
@@ -326,7 +327,7 @@ def holds(config: ModelConfig, on: Devices, tokens: int) -> bool:
 def weights_per_device(config: ModelConfig, on: Devices) -> float:
     """Gigabytes (10^9) of weights on the device with the most."""
     layout, memory = on.layout, on.hardware.memory_bytes
-    plan = device_memory(config, memory, layout, weight_size=on.weight_size, dtype="bfloat16")
+    plan = device_memory(config, memory, layout, weights=on.weights, dtype="bfloat16")
     return plan.weight_bytes / 1e9
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from minillm_exercises import plots
 from minillm_exercises.chapters.ch19_pictures import draw_line
 from minillm_exercises.chapters.ch20 import Box, busy, stage_costs
-from minillm_exercises.plots import bars, figure, show
+from minillm_exercises.plots import bars, figure, note, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,8 +118,7 @@ def draw_cuts(cuts: Mapping[str, Sequence[int]], head: float, model: str) -> Non
     some = next(iter(cuts.values()))
     fair = (sum(some) + head) / len(some)
     ax.axvline(fair, color="black", linestyle="--", linewidth=1.2)
-    ax.annotate("equal shares", (fair, -0.62), xytext=(4, 0), textcoords="offset points",
-                fontsize=9, va="center")  # fmt: skip
+    note(ax, "equal shares", (fair, -0.62), (4, 0), va="center")
     fig.legend(loc="outside lower center", ncols=2, fontsize=9)
     show(
         fig,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from minillm_exercises.plots import bars, bound, figure, series, show
+from minillm_exercises.plots import bars, bound, figure, note, series, show
 
 
 def draw_request(due: float, begin: float, tokens: Sequence[float]) -> None:
@@ -91,8 +91,8 @@ def draw_loads(
         for number, (label, values) in enumerate(named.items()):
             ax.plot(rates, values, **series(number))
             left = values[6] >= max(each[6] for each in named.values())
-            ax.annotate(label, (rates[6], values[6]), xytext=(-7 if left else 7, 2), fontsize=9,
-                        textcoords="offset points", ha="right" if left else "left")  # fmt: skip
+            side, aside = ("right", -7) if left else ("left", 7)
+            note(ax, label, (rates[6], values[6]), (aside, 2), ha=side)
     bound(axes[0], rates, [most] * len(rates), "all seats busy", side="above", at=0.1)
     bound(axes[1], rates, [limit] * len(rates), "limit", side="above", at=0.0)
     axes[2].plot(rates, [100 * share for share in attainment], **series(1))
@@ -101,7 +101,7 @@ def draw_loads(
     for ax, label in zip(axes, labels, strict=True):
         ax.set_ylabel(label)
         ax.axvline(knee, color="grey", linestyle=":")
-        ax.annotate("knee", (knee, 0), xytext=(3, 4), textcoords="offset points", fontsize=9)
+        note(ax, "knee", (knee, 0), (3, 4))
         ax.set_ylim(0, 1.08 * ax.get_ylim()[1])
     at = rates.index(knee) + 1
     show(
@@ -119,11 +119,9 @@ def draw_queues(found: Mapping[int, float], peak: float, offered: float) -> None
     drawn = ax.bar(places, list(found.values()), width=0.6, **bars(0))
     for bar, value in zip(drawn, found.values(), strict=True):
         inside = value > peak / 4
-        ax.annotate(
-            f"{value:,.0f}", (bar.get_x() + bar.get_width() / 2, value), ha="center",
-            xytext=(0, -14 if inside else 3), textcoords="offset points", fontsize=9,
-            color="white" if inside else "black",
-        )  # fmt: skip
+        middle, up = bar.get_x() + bar.get_width() / 2, -14 if inside else 3
+        colour = "white" if inside else "black"
+        note(ax, f"{value:,.0f}", (middle, value), (0, up), ha="center", color=colour)
     ax.set_xticks(places, [str(length) for length in found])
     bound(ax, [-0.5, len(found) - 0.5], [peak, peak], "all seats busy", side="above", at=1.0)
     ax.set_ylim(0, 1.2 * peak)

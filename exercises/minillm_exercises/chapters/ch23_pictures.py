@@ -7,7 +7,7 @@ from typing import Any
 from minillm.structured.dfa import Dfa
 from minillm.structured.vocabulary import Vocabulary
 from minillm_exercises.chapters.ch23 import largest
-from minillm_exercises.plots import bars, bound, box, figure, series, show
+from minillm_exercises.plots import bars, bound, box, figure, note, series, show
 
 ALIVE: dict[str, Any] = {"facecolor": "#56B4E9", "edgecolor": "black", "linewidth": 0.8}
 DEAD: dict[str, Any] = {"facecolor": "white", "edgecolor": "#777777", "linestyle": "--"}
@@ -60,8 +60,7 @@ def draw_difference(
                 label=f"valid rest after it: {ratio}")  # fmt: skip
         peaks.append(tuple(map(float, largest(ratio))))
         ax.plot(*peaks[-1], color=look["color"], marker="D", markersize=6)
-        ax.annotate(f"{ratio}", peaks[-1], xytext=(0, -8), textcoords="offset points", ha="center",
-                    va="top", fontsize=9)  # fmt: skip
+        note(ax, f"{ratio}", peaks[-1], (0, -8), ha="center", va="top")
     ax.plot(*map(float, marked), "ko", markersize=7, label="the example: t or null")
     bound(ax, [0.0, 1.0], [1.0, 1.0], "no two distributions can differ more", side="above", at=0.0)
     ax.set(ylim=(0, 1.12))

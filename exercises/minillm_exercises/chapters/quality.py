@@ -19,7 +19,7 @@ from torch import Tensor
 import minillm
 from minillm.lab.comparison.candidates import load_base
 from minillm.lab.comparison.run import tokenizer_of
-from minillm.lab.training.evaluate import logits_of
+from minillm.lab.training.trainer import logits_of
 from minillm.layers.linear_methods import Matrix
 from minillm.models.checkpoint import open_model
 

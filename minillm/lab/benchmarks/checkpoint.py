@@ -26,7 +26,6 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "mistral": "MistralForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
-        "deepseek_v2": "DeepseekV2ForCausalLM",
     }
 )
 END = "<|endoftext|>"
@@ -58,6 +57,19 @@ def checkpoint_of(name: str, dtype: str = "bfloat16", layers: int | None = None)
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return folder
+
+
+def gguf_of(folder: Path, dtype: str) -> Path:
+    """A checkpoint as a GGUF file without a tokenizer, for llama.cpp, written at the first use."""
+    from minillm.lab.quantise.gguf_export import write_model
+    from minillm.models.checkpoint import open_model
+
+    stamp = (folder / "config.json").stat().st_mtime_ns
+    path = cache_folder() / "llamacpp" / f"{folder.resolve().name}-{stamp:x}-{dtype}.gguf"
+    if not path.exists():
+        kind = {"bfloat16": "BF16", "float32": "F32"}[dtype]
+        write_model(open_model(folder), path, kind, has_tokenizer=False)
+    return path
 
 
 def check_writable(name: str, config: ModelConfig) -> None:

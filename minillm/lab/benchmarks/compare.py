@@ -54,6 +54,7 @@ class Work:
     quantization: str | None = None  # of 16-bit weights while they are loaded
     weights: WeightSizes | None = None  # of quantised weights
     kv_cache_dtype: str = "auto"
+    gguf: str = ""  # the model's file for llama.cpp
 
 
 Start = Callable[[str, Work, Path], Any]
@@ -76,6 +77,7 @@ def options(work: Work) -> dict[str, Any]:
         num_tokens = sum(sums[-batch:]) + batch * SLACK
     return {
         "model": work.model,
+        "gguf": work.gguf,
         "dtype": work.dtype,
         "quantization": work.quantization,
         "weights": work.weights and work.weights.name,
@@ -146,7 +148,7 @@ def measure(
         "weights": work.weights and asdict(work.weights),
         "threads": work.threads,
         "repeats": work.repeats,
-        "settings": options(work) | {"cache": "", "model": work.name},
+        "settings": options(work) | {"cache": "", "gguf": "", "model": work.name},
         "engines": contest.facts,
         "left_out": contest.failed,
         "ceiling": {"before": before.as_json(), "after": after.as_json()},

@@ -1,33 +1,50 @@
 """``minillm bench parallel``: cost of parallelism on this machine.
 
-Three tables: all-reduce and all-gather of two ranks with a fitted "latency + bytes / bandwidth"
-model; step times of one rank and of several; load balance of experts with a skewed router.
-``minillm plan MODEL -tp N`` predicts several GPUs.
+Two tables: all-reduce and all-gather of two ranks with a fitted "latency + bytes / bandwidth"
+model; times of one rank and of several. ``minillm plan MODEL -tp N`` predicts several GPUs.
 """
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from statistics import median, quantiles
+from time import perf_counter
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from minillm.api.sampling_params import SamplingParams
 from minillm.cli.terminal import Terminal
-from minillm.lab.benchmarks import collectives, expert_placement
+from minillm.lab.benchmarks import collectives
 from minillm.lab.benchmarks.report import about_machine
-from minillm.lab.benchmarks.step_times import Sizes, Times, measure, opened
 from minillm.lab.commands.bench import finish
 from minillm.lab.commands.plan import find_config
+from minillm.llm import LLM
 from minillm.parallel import groups
 from minillm.parallel.shared_memory import why_not
 from minillm.plan.machine import cpu_count
 
+
+@dataclass(frozen=True)
+class Case:
+    """Greedy requests: how many, tokens of a prompt, and tokens that are generated."""
+
+    batch: int
+    prompt: int
+    new: int
+
+    def __str__(self) -> str:
+        kind = "decode" if self.new > 1 else f"prefill {self.prompt}"
+        return f"{kind}, batch {self.batch}"
+
+
 CALLS, QUICK_CALLS = 300, 3
-MODEL, SIZES = "preset:qwen3-0.6b", Sizes((1, 8))
-QUICK_MODEL, QUICK = "tiny", Sizes((1,), context=16, steps=4, turns=3, prefill=32)
+TURNS, QUICK_TURNS = 7, 3
+MODEL, CASES = "preset:qwen3-0.6b", (Case(1, 16, 24), Case(8, 16, 24), Case(1, 256, 1))
+QUICK_MODEL, QUICK = "tiny", (Case(1, 16, 4), Case(1, 32, 1))
 RANKS = 2
 Rows = list[dict[str, Any]]
 
@@ -85,21 +102,56 @@ def kinds_of_ranks(has_experts: bool) -> dict[str, dict[str, Any]]:
     return found | ({"ep": split | whole, "dp, ep": copies | whole} if has_experts else {})
 
 
-def steps_of(model: str, sizes: Sizes, terminal: Terminal) -> list[Times]:
-    """Step times of one rank with all processors, and of several that share the processors."""
-    has_experts = find_config(model).moe is not None
-    kinds = kinds_of_ranks(has_experts)
-    sockets = {"tp, sockets": kinds["tp"]}
+def opened(model: str, **kind: Any) -> LLM:
+    """An engine without a prefix cache, so that every prompt is computed; with random weights,
+    except for `tiny`."""
+    load_format = "auto" if model == QUICK_MODEL else "dummy"
+    return LLM(model, device="cpu", load_format=load_format, max_model_len=512,
+               kv_cache_memory_bytes=2**29, enable_prefix_caching=False, **kind)  # fmt: skip
+
+
+def timed(llm: LLM, case: Case) -> float:
+    """Seconds of all requests of a case."""
+    params = SamplingParams(temperature=0, max_tokens=case.new, ignore_eos=True)
+    start = perf_counter()
+    llm.generate([[*range(case.prompt)]] * case.batch, params, use_tqdm=False)
+    return perf_counter() - start
+
+
+def measure(model: str, quick: bool) -> list[dict[str, Any]]:
+    """Times of one rank with all processors, and of several that share the processors. Engines run
+    in turn; a speed-up compares neighbouring turns, because disturbances affect both."""
+    kinds = kinds_of_ranks(find_config(model).moe is not None)
+    found = []
     with ExitStack() as stack:
-        stack.enter_context(terminal.progress(f"{model}: steps"))
-        engines = stack.enter_context(opened(model, "auto", sizes, {"1 rank": {}, **kinds}))
+        alone = stack.enter_context(opened(model))
+        engines = {name: stack.enter_context(opened(model, **kind)) for name, kind in kinds.items()}
         with patch.object(groups, "shared_memory_works", lambda: False):
-            engines |= stack.enter_context(opened(model, "auto", sizes, sockets))
-        found = list(measure(engines, sizes))
-    terminal.heading(f"{model}: milliseconds per step, one rank and {RANKS} ranks")
-    columns = ["step", "parallelism", "1 rank", f"{RANKS} ranks", "speed-up", "quartiles"]
-    terminal.table(columns, [one.row(inverse=True) for one in found])
+            engines["tp, sockets"] = stack.enter_context(opened(model, **kinds["tp"]))
+        for case in QUICK if quick else CASES:
+            turns = [
+                [timed(llm, case) for llm in (alone, *engines.values())]
+                for _ in range((QUICK_TURNS if quick else TURNS) + 1)  # the first warms up
+            ]
+            base, *others = zip(*turns[1:], strict=True)
+            for name, own in zip(engines, others, strict=True):
+                speed_ups = [one / other for one, other in zip(base, own, strict=True)]
+                found.append({"case": str(case), "ranks": name, "alone": base, "seconds": own,
+                              "speed_up": quantiles(speed_ups)})  # fmt: skip
     return found
+
+
+def show_times(model: str, found: list[dict[str, Any]], terminal: Terminal) -> None:
+    """Print the medians and the quartiles of the speed-ups."""
+    terminal.heading(f"{model}: milliseconds of one rank and of {RANKS} ranks")
+    rows = []
+    for one in found:
+        low, middle, high = one["speed_up"]
+        times = (f"{median(one[name]) * 1e3:,.1f}" for name in ("alone", "seconds"))
+        spread = f"{low:.2f} to {high:.2f}"
+        rows.append([one["case"], one["ranks"], *times, f"{middle:.2f}", spread])
+    columns = ["", "parallelism", "1 rank", f"{RANKS} ranks", "speed-up", "quartiles"]
+    terminal.table(columns, rows)
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
@@ -110,19 +162,16 @@ def run(args: Namespace, terminal: Terminal) -> int:
         rows = [row for kind in kinds for row in collectives.measure(kind, calls)]
     fits = fit_sums(rows)
     show_collectives(rows, fits, terminal)
-    model, sizes = (QUICK_MODEL, QUICK) if args.quick else (MODEL, SIZES)
-    steps = steps_of(model, sizes, terminal)
-    balances = expert_placement.measure(QUICK_CALLS if args.quick else expert_placement.STEPS)
+    model = QUICK_MODEL if args.quick else MODEL
+    with terminal.progress(f"{model}: one rank and {RANKS} ranks"):
+        times = measure(model, args.quick)
+    show_times(model, times, terminal)
+    cases = [asdict(case) for case in (QUICK if args.quick else CASES)]
     found = about_machine("parallel") | {
         "model": model, "processors": cpu_count(), "threads": torch.get_num_threads(),
-        "collectives": rows, "fits": fits, "sizes": asdict(sizes),
-        "steps": [one.as_json() for one in steps], "balances": balances,
+        "collectives": rows, "fits": fits, "cases": cases, "times": times,
     }  # fmt: skip
-
-    def show(_: Mapping[str, Any], terminal: Terminal) -> None:
-        expert_placement.show(balances, terminal)
-
-    return finish(found, args, terminal, show)
+    return finish(found, args, terminal, lambda *shown: None)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from minillm.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 PROMPT = 128  # prompt tokens of a request
+BESIDE_LINE = 256  # running sequences beside a waiting queue
 VOCABULARY = 50_000
 Measure = Callable[[int], float]  # microseconds of a size
 
@@ -39,14 +40,13 @@ class Sizes:
     """Sizes and repetitions of the measurement."""
 
     running: tuple[int, ...] = (1, 64, 256, 1024)
-    waiting: tuple[int, ...] = (100, 1_000, 10_000)
-    running_beside_line: int = 256  # running sequences while `waiting` varies
+    waiting: tuple[int, ...] = (100, 1_000, 10_000)  # beside 256 that run
     blocks: tuple[int, ...] = (8, 64, 512, 2_048)  # 128 to 32,768 tokens
     steps: int = 16  # one block of growth
     repeats: int = 7
 
 
-QUICK = Sizes((1, 8), (10, 100), 8, (2, 4, 16), 4, 3)
+QUICK = Sizes((1, 8), (10, 100), (2, 4, 16), 4, 3)
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,6 @@ class Series:
     item: str
     sizes: tuple[int, ...]
     microseconds: tuple[float, ...]
-
-    @classmethod
-    def of(cls, name: str, item: str, sizes: tuple[int, ...], measure: Measure) -> "Series":
-        """Measure every size."""
-        return cls(name, item, sizes, tuple(map(measure, sizes)))
 
     def growth(self) -> list[float]:
         """The exponent x of time = c * size ** x between each size and the next."""
@@ -155,29 +150,17 @@ class Workload:
         commit(self.scheduler)
 
 
-def decode_time(num_running: int, sizes: Sizes) -> float:
+def decode_time(sizes: Sizes, num_running: int) -> float:
     """Time of a step in which all sequences decode and nothing else happens."""
     load = Workload(num_running, "fcfs")
     return median_time(load.step, sizes.repeats, sizes.steps)
 
 
-def change_time(num_running: int, num_waiting: int, policy: str, sizes: Sizes) -> float:
+def change_time(policy: str, sizes: Sizes, num_waiting: int) -> float:
     """Time of a step with a waiting queue, of which one request is admitted."""
-    load = Workload(num_running, policy)
+    load = Workload(BESIDE_LINE, policy)
     load.line_up(num_waiting, sizes.repeats * sizes.steps)
     return median_time(load.step_with_change, sizes.repeats, sizes.steps)
-
-
-def step_series(sizes: Sizes) -> Iterator[Series]:
-    """Series over the number of running sequences, and over the number of waiting requests."""
-    yield Series.of("decode", "running", sizes.running, partial(decode_time, sizes=sizes))
-    line, max_num_seqs = sizes.waiting[-1], sizes.running_beside_line
-    for name in POLICIES:
-        beside_line = partial(change_time, num_waiting=line, policy=name, sizes=sizes)
-        yield Series.of(f"{name}, {line:,} waiting", "running", sizes.running, beside_line)
-    for name in POLICIES:
-        in_line = partial(change_time, max_num_seqs, policy=name, sizes=sizes)
-        yield Series.of(f"{name}, {max_num_seqs} running", "waiting", sizes.waiting, in_line)
 
 
 # ---- prefixes ---------------------------------------------------------------------------------
@@ -205,13 +188,6 @@ def lookup_time(kind: str, sizes: Sizes, num_blocks: int) -> float:
     return settled_time(lambda: index.match(tokens, len(tokens), ""), sizes.repeats)
 
 
-def prefix_series(sizes: Sizes) -> Iterator[Series]:
-    """Series of lookups in both indices, over the prompt length in blocks."""
-    for kind in ("hash", "radix"):
-        lookup = partial(lookup_time, kind, sizes)
-        yield Series.of(f"{kind}: hit", "blocks", sizes.blocks, lookup)
-
-
 # ---- results ----------------------------------------------------------------------------------
 
 
@@ -232,21 +208,32 @@ def table(series: Sequence[Series]) -> list[list[str]]:
     ]
 
 
+def measure(sizes: Sizes) -> Iterator[Series]:
+    """A step over the number of running sequences, and of waiting requests under each policy; a
+    lookup in both indices over the prompt length in blocks."""
+    plans: list[tuple[str, str, tuple[int, ...], Measure]] = [
+        ("step: decode", "running", sizes.running, partial(decode_time, sizes)),
+        *((f"step: {name}, {BESIDE_LINE} running", "waiting", sizes.waiting,
+           partial(change_time, name, sizes)) for name in POLICIES),
+        *((f"lookup: {kind}", "blocks", sizes.blocks, partial(lookup_time, kind, sizes))
+          for kind in ("hash", "radix")),
+    ]  # fmt: skip
+    for name, item, counts, time_of in plans:
+        yield Series(name, item, counts, tuple(map(time_of, counts)))
+
+
 def run(args: Namespace, terminal: Terminal) -> int:
-    """Measure, print the tables, and write JSON."""
-    sizes = QUICK if args.quick else Sizes()
+    """Measure, print the table, and write JSON."""
     with terminal.progress("Measuring steps and lookups"):
-        steps, prefixes = list(step_series(sizes)), list(prefix_series(sizes))
+        series = list(measure(QUICK if args.quick else Sizes()))
     found = about_machine("scheduler") | {
         "block_size": BLOCK_SIZE,
-        "series": [{**asdict(one), "growth": one.growth()} for one in [*steps, *prefixes]],
+        "series": [{**asdict(one), "growth": one.growth()} for one in series],
     }
 
     def show(_: Mapping[str, Any], terminal: Terminal) -> None:
-        for title, series in (("One step: schedule and commit", steps),
-                              ("One prompt in the prefix cache", prefixes)):  # fmt: skip
-            terminal.heading(title)
-            terminal.table(["", "size", "microseconds", "per item", "growth"], table(series))
+        terminal.heading("Scheduling steps and lookups in the prefix cache")
+        terminal.table(["", "size", "microseconds", "per item", "growth"], table(series))
 
     return finish(found, args, terminal, show)
 

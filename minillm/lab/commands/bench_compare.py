@@ -3,6 +3,7 @@
 import os
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minillm.cli.terminal import Terminal
@@ -58,6 +59,7 @@ def work_of(args: Namespace, terminal: Terminal) -> "Work":
     model = model_for(name, args.dtype, terminal, layers, as_folder=len(engines) > 1)
     if layers is not None:
         name, config = f"{name}, {layers} layers", find_config(model)
+    from minillm.lab.benchmarks.checkpoint import gguf_of
     from minillm.lab.benchmarks.compare import Work
     from minillm.lab.commands.quantised_weights import weights_of
 
@@ -79,6 +81,7 @@ def work_of(args: Namespace, terminal: Terminal) -> "Work":
         quantization=args.quantization,
         weights=weights_of(model, args.quantization, args.dtype, args.device == "cpu"),
         kv_cache_dtype=kv_cache_dtype,
+        gguf=str(gguf_of(Path(model), args.dtype)) if "llamacpp" in engines else "",
     )
 
 

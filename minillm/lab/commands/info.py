@@ -1,6 +1,5 @@
 """Describe a model and its memory; without MODEL, list models and this machine."""
 
-import math
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from pathlib import Path
@@ -135,14 +134,15 @@ def check_headers(source: "ModelSource", files: list[Path]) -> Counter[str]:
 
 def stored_bytes(found: "list[tuple[Path, str, Header]]") -> Counter[str]:
     """Bytes of the files' tensors by type."""
+    from minillm.lab.comparison.sizes import header_bytes
+
     stored: Counter[str] = Counter()
     for path in {path for path, _, _ in found if is_gguf(path)}:
         for each in open_gguf(path).tensors.values():
             stored[each.type.name] += each.num_bytes
     for path, _, header in found:
         if not is_gguf(path):
-            size = math.prod(header.shape) * (header.dtype.itemsize if header.dtype else 1)
-            stored[str(header.dtype).removeprefix("torch.")] += size
+            stored[str(header.dtype).removeprefix("torch.")] += header_bytes(header)
     return stored
 
 

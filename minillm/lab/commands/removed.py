@@ -10,6 +10,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "each: torchrun --nnodes 2 ... -m minillm generate ... -tp 2",
         "minillm bench scale": "'minillm bench decode --batch 1,16,64 --context 128,8192' measures "
         "the same steps",
+        "minillm bench startup": "'time minillm generate TEXT --max-tokens 2' measures a start",
         "minillm bench speculation --vs": "'minillm bench decode --vs transformers' compares plain "
         "decoding",
         "minillm bench speculation --acceptance": "speculative_config takes "

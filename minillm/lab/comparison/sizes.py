@@ -5,19 +5,18 @@ byte. On disk: the tensors of a file; for a method the same tensors with codes a
 their own width, which is what a file of it needs. Other tensors count 16 bits.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from minillm.errors import CheckpointError
 from minillm.gguf.container import is_gguf
 from minillm.lab.comparison.candidates import Opened, layer_matrices, output_matrix
 from minillm.layers.linear_methods import Matrix
 from minillm.models.checkpoint import ModelSource, shard_headers, weight_files
 from minillm.models.decoder import Decoder
+from minillm.quantization.formats import Header
 from minillm.quantization.methods import QuantizedMethod
 from minillm.quantization.mixed import holders
 
@@ -113,8 +112,8 @@ def disk_sizes(source: ModelSource) -> Sizes:
         if is_gguf(path):
             count_blocks(path, sizes)
             continue
-        for name, num_bytes in stored_bytes(path).items():
-            sizes.add(kind_of(name), num_bytes)
+        for name, header in shard_headers(path).items():
+            sizes.add(kind_of(name), header_bytes(header))
     return sizes
 
 
@@ -151,18 +150,9 @@ def kind_of(name: str) -> str:
     return "embedding" if "embed_tokens" in name else "head" if "lm_head" in name else "linears"
 
 
-def stored_bytes(path: Path) -> dict[str, int]:
-    """Bytes of each tensor of a safetensors file (its header is JSON after 8 bytes of length)."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
-                raise CheckpointError(f"{path} is not a whole safetensors file; fetch it again.")
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            return {k: v["data_offsets"][1] - v["data_offsets"][0] for k, v in header.items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}.") from error
+def header_bytes(header: Header) -> int:
+    """Bytes of a tensor of a safetensors file."""
+    return math.prod(header.shape) * (header.dtype.itemsize if header.dtype else 1)
 
 
 def bits_per_weight(sizes: Sizes, model: Decoder) -> float:

@@ -61,7 +61,9 @@ class GGUFReport:
     types: Mapping[str, int]
 
 
-def write_model(source: ModelSource, path: Path, kind: str) -> GGUFReport:
+def write_model(
+    source: ModelSource, path: Path, kind: str, has_tokenizer: bool = True
+) -> GGUFReport:
     """Write the checkpoint of `source` with matrices of type `kind`, a key of FILE_TYPES.
 
     Memory: one tensor; of a mixture of experts, one matrix of all experts of a layer. Raises
@@ -83,7 +85,8 @@ def write_model(source: ModelSource, path: Path, kind: str) -> GGUFReport:
     check_writable(source.config, len(source.eos_token_ids))
     files = weight_files(source)
     plan, factors = planned(source, files, kind), frequency_factors(source.config)
-    fields = metadata(source, kind) | tokenizer_fields(source.folder, source.config.vocab_size)
+    folder = source.folder if has_tokenizer else None
+    fields = metadata(source, kind) | tokenizer_fields(folder, source.config.vocab_size)
     tensors = [each.tensor for each in plan]
     if factors is not None:
         rope = NewTensor("rope_freqs.weight", tuple(factors.shape), TYPES[NUMBERS["F32"]])

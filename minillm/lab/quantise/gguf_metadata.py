@@ -123,7 +123,7 @@ def frequency_factors(config: ModelConfig) -> Tensor | None:
 # ---- the tokenizer -------------------------------------------------------------------------------
 
 
-def tokenizer_fields(folder: Path, vocab_size: int) -> dict[str, Any]:
+def tokenizer_fields(folder: Path | None, vocab_size: int) -> dict[str, Any]:
     """The `tokenizer.*` fields of a file for a model with `vocab_size` logits. Without a tokenizer,
     the file says so.
 
@@ -131,8 +131,10 @@ def tokenizer_fields(folder: Path, vocab_size: int) -> dict[str, Any]:
         UnsupportedFeatureError: GGUF has no name for a part of the tokenizer.
     """
     try:
-        tokenizer = Tokenizer.from_folder(folder)
+        tokenizer = Tokenizer.from_folder(folder) if folder else None
     except ModelNotFoundError:
+        tokenizer = None
+    if folder is None or tokenizer is None:
         return {"tokenizer.ggml.model": "none"}
     state = json.loads(tokenizer._backend.to_str())
     if state["model"]["type"] != "BPE" or tokenizer.token_bytes is None:

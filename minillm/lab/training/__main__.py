@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from minillm.errors import ConfigError, MinillmError
+from minillm.errors import MinillmError
 from minillm.lab.commands.bench_options import within
 from minillm.lab.training import corpus
 from minillm.lab.training.recipes import RECIPES
@@ -19,7 +19,6 @@ EXAMPLES = """examples:
                                              the same command continues
   python -m minillm.lab.training tiny --device cuda
   python -m minillm.lab.training tiny-draft  distil the draft model from the embedded tiny
-  python -m minillm.lab.training variants    train the twelve runs of chapter 04, one per core
 """
 
 
@@ -31,11 +30,11 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    tasks = [*RECIPES, "variants", "verify"]
+    tasks = [*RECIPES, "verify"]
     add = parser.add_argument
     add("task", choices=tasks, metavar="TASK", help=", ".join(tasks))
     add("--out", type=Path, help="folder of the run (default: work/training/TASK)")
-    add("--export", type=Path, help="folder of the result (default: assets or notebooks/variants)")
+    add("--export", type=Path, help="folder of the result (default: assets)")
     add("--workers", type=within(int, 1), help="training processes (default: one per core)")
     add("--device", default="cpu", help="cpu (default) or cuda, one process")
     add("--no-compile", action="store_true", help="do not use torch.compile")
@@ -68,26 +67,13 @@ def train(arguments: argparse.Namespace) -> str:
     return f"The trained model is in {target}."
 
 
-def train_variants(arguments: argparse.Namespace) -> str:
-    """Train the variants of chapter 04, and publish them in the folder of the chapters."""
-    from minillm.lab.training import variants
-
-    if arguments.device != "cpu":
-        raise ConfigError("The variants are trained on CPU cores, one run on each; omit --device.")
-    folder = arguments.out or Path("work", "training", "variants")
-    target = arguments.export or Path("notebooks", "variants")
-    workers = arguments.workers or cpu_count()
-    variants.train_variants(folder, workers, compiled=not arguments.no_compile)
-    return f"{variants.publish(folder, target)} runs are in {target}."
-
-
 def run(arguments: argparse.Namespace) -> str:
     """Run one task, and return a message about its result."""
     if arguments.task == "verify":
         manifest = corpus.load_manifest()
         size = corpus.verify(manifest)
         return f"All {len(manifest.files)} files of the corpus match the manifest: {size:,} bytes."
-    return (train_variants if arguments.task == "variants" else train)(arguments)
+    return train(arguments)
 
 
 def main() -> int:

@@ -10,27 +10,22 @@ the target's distribution. In parallel mode (P-EAGLE) all later passes have the 
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.lab.training.attention import causal_rows
-from minillm.lab.training.heads import LATER, HeadRecipe, Task, autocast
-from minillm.lab.training.own_text import PART, PROMPT, TEMPERATURES
-from minillm.lab.training.ranks import RANKS
+from minillm.lab.training.heads import HeadRecipe, Task, autocast
+from minillm.lab.training.own_text import PROMPT
 from minillm.lab.training.trainer import rows_batch
 from minillm.models.decoder import tensors_of
 from minillm.ops.batch import Batch
-from minillm.ops.sampling import Pack
 from minillm.speculative.eagle import EagleLayer, run_layers
-from minillm.speculative.trees import ranked
 
 RECIPE = HeadRecipe("eagle", num_heads=0, lr=2e-3)
 SELF_FED = 2  # passes on features of its own, of the loss
 MEASURED = 4  # passes whose accuracy is measured
-RANKED = 24  # rows of a temperature of which it is by rank
 ALONE = 0.4  # part of the training with pass 0 only
 
 
@@ -161,62 +156,17 @@ class EagleTask(Task):
                 masks = self.heads.mask(torch.arange(2, device=rows.device))
                 embedded, fed = (mask.expand(rows.numel(), -1) for mask in masks)
 
-    def loss(self, rows: Tensor, hidden: Tensor, passes: int = 1) -> Tensor:
-        """Weighted mean cross-entropy of the passes, in nats."""
-        total, weights = torch.zeros((), device=rows.device), 0.0
-        with autocast(rows.device):
-            with torch.no_grad():
-                last = hidden[..., -self.target.config.hidden_size :]
-                wanted = (
-                    self.target.logits(self.target.norm(last).flatten(0, 1)).float().softmax(-1)
-                )
-            for i, logits in enumerate(self.drafts(rows, hidden, passes)):
-                own = F.cross_entropy(logits.flatten(0, 1).float(), wanted)
-                total, weights = total + LATER**i * own, weights + LATER**i
-        return total / weights
+    def predictions(
+        self, rows: Tensor, hidden: Tensor, passes: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each pass its logits [R, T, V], and the target's distributions [R, T, V]."""
+        with torch.no_grad():
+            last = hidden[..., -self.target.config.hidden_size :]
+            wanted = self.target.logits(self.target.norm(last).flatten(0, 1)).float().softmax(-1)
+        for logits in self.drafts(rows, hidden, passes):
+            yield logits, wanted.unflatten(0, rows.shape)
 
-    @torch.no_grad()
-    def accuracy(self, rows: Tensor, hidden: Tensor) -> dict[str, list[float]]:
-        """By temperature: how often the best token of each pass is the one that follows, if the
-        tokens before are right. Only tokens that the target generated count."""
-        found = {}
-        for i, temperature in enumerate(TEMPERATURES):
-            right = torch.zeros(MEASURED)
-            parts = zip(rows[i::3].split(8), hidden[i::3].split(8), strict=True)
-            for own, mine in parts:
-                for number, logits in enumerate(self.drafts(own, mine.float(), MEASURED)):
-                    same = logits[:, PROMPT - 1 : -1].argmax(-1) == own[:, PROMPT:]
-                    right[number] += same.float().sum()
-            total = rows[i::3, PROMPT:].numel()
-            found[f"{temperature:g}"] = [round(float(each) / total, 3) for each in right]
-        return found
-
-    @torch.no_grad()
-    def rank_accuracy(
-        self, model: str, out: Path, text: Path | None, held_out: tuple[Tensor, Tensor]
-    ) -> dict[str, list[list[float]]]:
-        """By temperature [passes, RANKS]: how often each rank of a pass is the token that follows,
-        if the tokens before are right. Ranked with the noise that the target had."""
-        found, first = {}, -(-self.recipe.num_rows // PART) * PART  # the seed of held-out row 0
-        for i, temperature in enumerate(TEMPERATURES):
-            right = torch.zeros(MEASURED, RANKS)
-            numbers = torch.arange(i, len(held_out[0]), 3)[:RANKED]
-            for part in numbers.split(8):
-                rows, hidden = (each[part] for each in held_out)
-                wanted = rows[:, PROMPT:]
-                pack = pack_of_rows(temperature, first + part, wanted.shape[1])
-                for number, logits in enumerate(self.drafts(rows, hidden.float(), MEASURED)):
-                    best = ranked(logits[:, PROMPT - 1 : -1].flatten(0, 1).float(), pack, RANKS)
-                    right[number] += (best == wanted.flatten()).float().sum(1)
-            rates = right / (len(numbers) * wanted.shape[1])
-            found[f"{temperature:g}"] = [[round(float(r), 3) for r in each] for each in rates]
-        return found
-
-
-def pack_of_rows(temperature: float, seeds: Tensor, count: int) -> Pack:
-    """Sampling parameters of `count` positions behind the prompt, of rows with these seeds."""
-    seed = seeds.repeat_interleave(count)
-    zeros = torch.zeros(len(seed))
-    position = torch.arange(PROMPT, PROMPT + count).repeat(len(seeds))
-    options = zeros + temperature, zeros, zeros + 1, zeros.int()
-    return Pack(*options, seed, torch.zeros_like(seed), position, truncates=False)
+    def drafts_of(self, rows: Tensor, hidden: Tensor) -> Iterator[Tensor]:
+        """For each pass its logits for the tokens that the target generated."""
+        for logits in self.drafts(rows, hidden, MEASURED):
+            yield logits[:, PROMPT - 1 : -1]

@@ -6,42 +6,20 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from minillm.config import MLAConfig, ModelConfig
+from minillm.config import ModelConfig
 from minillm.lab.benchmarks import checkpoint
 from minillm.lab.training.data import END_OF_TEXT, TOKENIZER
 from minillm.models.decoder import Decoder
-
-
-def huggingface_config(config: ModelConfig) -> dict[str, Any]:
-    """config.json of a Qwen3 or, with latent attention, a DeepSeek-V2 model."""
-    mla, fields = config.mla, checkpoint.huggingface_config(config, "bfloat16")
-    fields |= {"bos_token_id": END_OF_TEXT, "eos_token_id": END_OF_TEXT}
-    if mla is not None:
-        del fields["head_dim"]
-        fields |= dense_deepseek(config, mla)
-    return fields
-
-
-def dense_deepseek(config: ModelConfig, mla: MLAConfig) -> dict[str, Any]:
-    """DeepSeek-V2's own fields. The format cannot say "without experts", so the index of the first
-    layer with experts is set to the number of layers."""
-    return {
-        **vars(mla),
-        "first_k_dense_replace": config.num_layers,
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": config.intermediate_size,
-    }
 
 
 def export(model: Decoder, folder: Path) -> None:
     """Write config, bf16 weights, generation defaults and tokenizer into `folder`. There is no chat
     template, because the models are not trained on chats."""
     folder.mkdir(parents=True, exist_ok=True)
+    ends = {"bos_token_id": END_OF_TEXT, "eos_token_id": END_OF_TEXT}
     files: dict[str, dict[str, Any]] = {
-        "config.json": huggingface_config(model.config),
-        "generation_config.json": {f"{n}_token_id": END_OF_TEXT for n in ("bos", "eos", "pad")},
+        "config.json": checkpoint.huggingface_config(model.config, "bfloat16") | ends,
+        "generation_config.json": ends | {"pad_token_id": END_OF_TEXT},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": "<|endoftext|>",

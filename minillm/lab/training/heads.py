@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -24,18 +25,22 @@ from minillm.errors import ConfigError
 from minillm.lab.quantise.calibration_text import read_text
 from minillm.lab.quantise.quantize_folder import begin
 from minillm.lab.training.attention import causal_rows
-from minillm.lab.training.own_text import PROMPT, TEMPERATURES, own_text
-from minillm.lab.training.ranks import rank_accuracy
+from minillm.lab.training.own_text import PART, PROMPT, TEMPERATURES, own_text
 from minillm.lab.training.trainer import CHECKPOINT, load_state, rows_batch, save_state
 from minillm.models.checkpoint import WEIGHTS, open_model
 from minillm.models.decoder import Decoder, tensors_of
 from minillm.models.loader import load_model
+from minillm.ops.sampling import Pack
 from minillm.plan.machine import cpu_has_bf16, cpu_name
 from minillm.speculative.heads import HEADS_FILE, base_hash
 from minillm.speculative.medusa import MedusaHeads
+from minillm.speculative.trees import ranked
 
 COMPILED_FROM, EVERY = 300, 100  # steps; those between two checkpoints
 LATER = 0.8  # weight of each head relative to the one before
+RANKS, RANKED = 10, 24  # ranks of a head that are measured, on so many rows of a temperature
+# Logits [K, V], and of each the number of its row and its position -> tokens [ranks, K].
+Best = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,9 @@ class Task:
             found = self.target(batch, causal_rows(self.target.config, rows.shape[1]))
         return found.bfloat16().view(*rows.shape, -1)
 
-    def predictions(self, rows: Tensor, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def predictions(
+        self, rows: Tensor, hidden: Tensor, passes: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """For each head its logits [R, n, V] and the tokens [R, n] that it should predict; the
         last n of each row belong together."""
         length, offset = rows.shape[1], 2  # the output matrix itself predicts the next token
@@ -128,31 +135,64 @@ class Task:
         """Weighted mean cross-entropy of the heads, in nats."""
         total, weights = torch.zeros((), device=rows.device), 0.0
         with autocast(rows.device):
-            for i, (logits, tokens) in enumerate(self.predictions(rows, hidden)):
-                own = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+            for i, (logits, wanted) in enumerate(self.predictions(rows, hidden, passes)):
+                own = F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(0, 1))
                 total, weights = total + LATER**i * own, weights + LATER**i
         return total / weights
 
+    def drafts_of(self, rows: Tensor, hidden: Tensor) -> Iterator[Tensor]:
+        """For each head its logits [R, n, V] for the last n tokens of each row, which the target
+        generated, if the tokens before are right."""
+        for logits, _ in self.predictions(rows, hidden):
+            yield logits[:, PROMPT - 1 :]
+
     @torch.no_grad()
+    def rates(self, rows: Tensor, hidden: Tensor, numbers: Tensor, best: Best) -> list[list[float]]:
+        """By head and rank: how often a token of `best` is the one that follows, in the rows with
+        these numbers."""
+        found: list[list[Tensor]] = []
+        for part in numbers.split(8):
+            own = rows[part]
+            for head, logits in enumerate(self.drafts_of(own, hidden[part].float())):
+                found += [[]] * (head == len(found))
+                wanted = own[:, -logits.shape[1] :]
+                positions = torch.arange(own.shape[1])[-logits.shape[1] :].repeat(len(part))
+                seeds = part.repeat_interleave(logits.shape[1])
+                same = best(logits.flatten(0, 1).float(), seeds, positions) == wanted.flatten()
+                found[head] = [*found[head], same.float()]
+        means = [torch.cat(each, dim=1).mean(1).tolist() for each in found]
+        return [[round(rate, 3) for rate in each] for each in means]
+
     def accuracy(self, rows: Tensor, hidden: Tensor) -> dict[str, list[float]]:
-        """By temperature: how often each head's best token is the one that follows. Only tokens
-        that the target generated count."""
+        """By temperature: how often each head's best token is the one that follows."""
         found = {}
         for i, temperature in enumerate(TEMPERATURES):
-            own, mine = rows[i::3], hidden[i::3]
-            rates = []
-            for logits, tokens in self.predictions(own, mine.float()):
-                right = (logits.argmax(-1) == tokens)[:, PROMPT:]
-                rates.append(round(float(right.float().mean()), 3))
-            found[f"{temperature:g}"] = rates
+            numbers = torch.arange(i, len(rows), 3)
+            rates = self.rates(rows, hidden, numbers, lambda logits, *_: logits.argmax(-1)[None])
+            found[f"{temperature:g}"] = [rate for (rate,) in rates]
         return found
 
-    def rank_accuracy(
-        self, model: str, out: Path, text: Path | None, held_out: tuple[Tensor, Tensor]
-    ) -> dict[str, list[list[float]]]:
-        """What token trees are built from, by temperature [heads, ranks]; here measured by an
-        engine with the heads in `out`."""
-        return rank_accuracy(model, out, text)
+    def rank_accuracy(self, rows: Tensor, hidden: Tensor) -> dict[str, list[list[float]]]:
+        """By temperature [heads, RANKS], what token trees are built from: how often each rank is
+        the token that follows. Ranked with the noise that the target had."""
+        found, first = {}, -(-self.recipe.num_rows // PART) * PART  # the seed of held-out row 0
+        for i, temperature in enumerate(TEMPERATURES):
+            best = partial(with_noise, temperature, first)
+            numbers = torch.arange(i, len(rows), 3)[:RANKED]
+            found[f"{temperature:g}"] = self.rates(rows, hidden, numbers, best)
+        return found
+
+
+def with_noise(
+    temperature: float, first: int, logits: Tensor, rows: Tensor, position: Tensor
+) -> Tensor:
+    """The RANKS best tokens [RANKS, K] of logits [K, V], with the noise of these rows, the first of
+    which has the seed `first`, at these positions."""
+    zeros = torch.zeros(len(logits))
+    options = zeros + temperature, zeros, zeros + 1, zeros.int()
+    seed = first + rows
+    pack = Pack(*options, seed, torch.zeros_like(seed), position, truncates=False)
+    return ranked(logits, pack, RANKS)
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -280,6 +320,6 @@ def train_heads(
     save_file(tensors, out / WEIGHTS, {"format": "pt"})
     (out / HEADS_FILE).write_text(json.dumps(card, indent=2) + "\n")
     say("Ranking tokens")
-    card["rank_accuracy"] = task.rank_accuracy(model, out, text, (held_out, held))
+    card["rank_accuracy"] = task.rank_accuracy(held_out, held)
     (out / HEADS_FILE).write_text(json.dumps(card, indent=2) + "\n")
     return card

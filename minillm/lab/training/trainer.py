@@ -90,6 +90,13 @@ def row_logits(model: Decoder, input_ids: Tensor, window: int) -> Tensor:
         return model.logits(hidden)
 
 
+@torch.no_grad()
+def logits_of(model: Decoder, ids: Sequence[int]) -> Tensor:
+    """Logits [T, V] in float32 after each of the T tokens of one sequence."""
+    batch = rows_batch(torch.tensor(ids, device=model.device), len(ids))
+    return model.logits(model(batch, causal_rows(model.config, len(ids)))).float()
+
+
 def text_loss(model: Decoder, input_ids: Tensor, targets: Tensor, window: int) -> Tensor:
     """Mean cross-entropy in nats of the next token. [N], [N] -> scalar"""
     return F.cross_entropy(row_logits(model, input_ids, window).float(), targets)

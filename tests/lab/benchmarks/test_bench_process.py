@@ -1,6 +1,5 @@
 """Engines in processes of their own: what they answer, and every way in which they do not."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from minillm.lab.benchmarks import startup
 from minillm.lab.benchmarks.engine_process import (
     OWN,
     EngineFailedError,
@@ -99,41 +97,3 @@ def test_every_engine_gets_the_same_threads_and_no_network(monkeypatch: pytest.M
         assert (variables["OMP_NUM_THREADS"], variables["HF_HUB_OFFLINE"]) == ("3", "1")
     assert "PYTHONPATH" not in other
     assert (Path(own["PYTHONPATH"]) / "minillm" / "__init__.py").exists()
-
-
-def test_the_first_byte_of_output_stops_the_clock(tmp_path: Path) -> None:
-    """The process goes on for ever, and is ended."""
-    script = "import time; print('token', flush=True); time.sleep(600)"
-    taken, others = startup.first_output(OWN, [sys.executable, "-c", script], 1, tmp_path / "log")
-    assert 0 < taken < 300
-    assert 0 <= others <= 1
-
-
-def test_a_process_that_ends_without_a_token_is_a_failure(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import sys; sys.exit('out of memory')"]
-    with pytest.raises(
-        EngineFailedError, match="without a token; last line of its log: out of memory"
-    ):
-        startup.first_output("vllm", command, 1, tmp_path / "log")
-
-
-def test_starts_are_in_turn_and_the_first_does_not_count(tmp_path, monkeypatch):
-    monkeypatch.setenv("MINILLM_PEERS", str(tmp_path))
-    seconds = iter([100.0, 50.0, 1.0, 4.0, 3.0, 6.0, 2.0, 9.0])
-    order = []
-
-    def first(name: str, command: object, threads: int, log: Path) -> tuple[float, float]:
-        order.append(name)
-        return next(seconds), len(order) / 100
-
-    engines = (OWN, "vllm", "transformers")
-    monkeypatch.setattr(startup, "first_output", first)
-    found = startup.measure("m", "folder", engines, 2, "bfloat16", 3)
-    assert order == [OWN, "transformers"] * 4
-    own, peer = found["results"]
-    assert (own["first_run_seconds"], own["runs"]) == (100.0, [1.0, 3.0, 2.0])
-    assert (own["others"], peer["others"]) == (0.07, 0.08)
-    assert peer["seconds"] == {"min": 4.0, "median": 6.0, "max": 9.0}
-    assert found["statement"] == ["transformers takes 3.0 times as long."]
-    assert "make peers" in found["left_out"]["vllm"]
-    json.dumps(found)

@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from minillm.gguf.container import open_gguf
+from minillm.lab.benchmarks.checkpoint import gguf_of
 from minillm.lab.benchmarks.compare import Work, cost_of, options, result
 from minillm.lab.benchmarks.compare_table import weights_line
 from minillm.lab.benchmarks.contest import Case, Run, Score
 from minillm.lab.benchmarks.peers import llamacpp_files, openvino_engine
 from minillm.lab.benchmarks.peers.llamacpp_engine import Worker
 from minillm.lab.benchmarks.peers.protocol import Timeline
-from minillm.models.checkpoint import open_model
+from minillm.models.checkpoint import ASSETS, open_model
 from minillm.models.loader import load_model
 from minillm.models.presets import preset
 from minillm.plan.weight_sizes import WeightSizes
 from tests.lab.benchmarks.test_bench_command import CEILING
-from tests.models.tiny import CASES
 
 CASE = Case(4, 128, 8)
 CONFIG = preset("smollm2-135m")
@@ -61,43 +62,36 @@ def test_a_cache_of_8_bits_is_told_and_counted() -> None:
     assert costs[1].weight_bytes == costs[0].weight_bytes
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_gguf_file_has_the_tensors_of_the_folder(family: str, tmp_path: Path) -> None:
-    """Read by our own reader, which undoes llama.cpp's order of the rows of q and k."""
-    folder, path = tmp_path / "model", tmp_path / "m.gguf"
-    CASES[family].write(folder)
-    llamacpp_files.write(folder, path)
-    own, theirs = (load_model(open_model(each), torch.float32) for each in (path, folder))
-    expected, found = dict(theirs.named_parameters()), dict(own.named_parameters())
-    assert found.keys() == expected.keys()
-    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_llama_cpp_gets_the_weights_of_the_folder_without_a_tokenizer(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = ASSETS / "tiny"
+    file = gguf_of(folder, dtype)
+    before = file.stat()
+    assert gguf_of(folder, dtype) == file
+    assert file.stat() == before  # made once
+    assert open_gguf(file).fields["tokenizer.ggml.model"] == "none"
+    loaded = [load_model(open_model(each), getattr(torch, dtype)) for each in (file, folder)]
+    own, theirs = (dict(each.named_parameters()) for each in loaded)
+    assert own.keys() == theirs.keys()
+    assert [key for key in theirs if not torch.equal(own[key], theirs[key])] == []
 
 
-def test_bf16_is_written_as_its_bits(tmp_path: Path) -> None:
-    model = load_model(open_model("tiny"), torch.bfloat16)
-    folder = open_model("tiny").folder
-    assert folder is not None
-    llamacpp_files.write(folder, tmp_path / "m.gguf")
-    found = load_model(open_model(tmp_path / "m.gguf"), torch.bfloat16)
-    assert torch.equal(found.embedding.weight, model.embedding.weight)
-    assert torch.equal(found.norm.weight, model.norm.weight)
-
-
-def test_a_file_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, made = tmp_path / "model", []
-    CASES["llama"].write(folder)
+def test_a_file_is_quantised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, made = tmp_path / "m.gguf", []
+    plain.write_bytes(b"GGUF")
 
     def quantise(source: Path, target: Path, kind: str) -> None:
         made.append(kind)
-        target.write_bytes(source.read_bytes()[:8])
+        target.write_bytes(source.read_bytes())
 
     monkeypatch.setattr(llamacpp_files, "quantise", quantise)
-    paths = [llamacpp_files.gguf_file(folder, kind, tmp_path) for kind in (None, "Q4_0", "Q4_0")]
-    assert [new for _, new in paths] == [True, True, False]
-    assert (made, paths[0][0] == paths[1][0]) == (["Q4_0"], False)
-    assert sorted(each.name for each in (tmp_path / "llamacpp").iterdir()) == sorted(
-        each.name for each, _ in paths[:2]
-    )
+    found = [llamacpp_files.gguf_file(plain, kind) for kind in (None, "Q4_0", "Q4_0")]
+    four = tmp_path / "m.Q4_0.gguf"
+    assert (made, found) == (["Q4_0"], [(plain, False), (four, True), (four, False)])
+    assert sorted(tmp_path.iterdir()) == [four, plain]
 
 
 class Counted(Worker):

@@ -37,7 +37,7 @@ def models() -> tuple[Decoder, Decoder]:
 
 def numpy_log_probabilities(model: Decoder, ids: torch.Tensor) -> np.ndarray:
     """[T, V], from the training pass: one window, no KV cache."""
-    from minillm.lab.training.evaluate import logits_of
+    from minillm.lab.training.trainer import logits_of
 
     x = logits_of(model, ids.tolist()).numpy().astype(np.float64)
     x = x - x.max(-1, keepdims=True)

@@ -145,8 +145,8 @@ def test_an_option_of_heads_is_refused_for_a_layer(cli):
     assert cli(*argv).refused("--parallel belongs to eagle; leave it out with medusa.")
 
 
-@pytest.mark.parametrize("trainer", ["eagle"], indirect=True)
-def test_ranks_are_those_of_the_noise_that_the_target_had(trainer, tmp_path, monkeypatch):
+@pytest.mark.parametrize("trainer", ["eagle", "medusa"], indirect=True)
+def test_ranks_are_those_of_the_noise_that_the_target_had(trainer, monkeypatch):
     """Half of the text is the best token with the noise of its seed and position, half the second
     best."""
     task, rows = trainer().task, ROWS[:6].repeat(1, 3)
@@ -160,9 +160,13 @@ def test_ranks_are_those_of_the_noise_that_the_target_had(trainer, tmp_path, mon
                 words = random_words_of_vocabulary(*key, Purpose.SAMPLE, 300)
                 scores = scores / temperature + to_gumbel(words)[0]
             rows[row, place] = int(scores.argsort(descending=True)[row // 3])
-    monkeypatch.setattr(task, "drafts", lambda _, hidden, count: [hidden] * count)
-    for rates in task.rank_accuracy("", tmp_path, None, (rows, logits)).values():
-        assert rates == [[0.5, 0.5, *[0.0] * 8]] * eagle.MEASURED
+    if isinstance(task, EagleTask):
+        monkeypatch.setattr(task, "drafts", lambda _, hidden, count: [hidden] * count)
+    else:
+        pairs = lambda rows, x: [(x[:, i - 1 : -1], rows[:, i:]) for i in (2, 3, 4, 5)]  # noqa: E731
+        monkeypatch.setattr(task, "predictions", pairs)
+    assert [*task.rank_accuracy(rows, logits).values()] == [[[0.5, 0.5, *[0.0] * 8]] * 4] * 3
+    assert task.accuracy(rows, logits)["0"] == [0.5] * 4
 
 
 @pytest.mark.parametrize("trainer", ["eagle", "parallel"], indirect=True)

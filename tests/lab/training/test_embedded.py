@@ -1,20 +1,26 @@
-"""The embedded models are what transformers makes of them; their corpus keeps its splits apart."""
+"""The trained models are what transformers makes of them; their corpus keeps its splits apart."""
 
-import math
 import platform
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from minillm.lab.training import corpus, evaluate, prompts
+from minillm import LLM
+from minillm.cache.spec import cache_spec
+from minillm.lab.training import corpus, prompts
+from minillm.lab.training.trainer import logits_of
+from minillm.lab.training.variants import VARIANTS
 from minillm.models.checkpoint import ASSETS, open_model
 from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 from minillm.text.tokenizer import Tokenizer
 
-NAMES = ("tiny", "tiny-draft")
+CHAPTER_04 = Path(__file__).parents[3] / "notebooks" / "variants"
+FOLDERS = {"tiny": ASSETS / "tiny", "tiny-draft": ASSETS / "tiny-draft"}
+FOLDERS |= {name: CHAPTER_04 / name for name in VARIANTS}
 MANIFEST = corpus.load_manifest()
 SOURCE = (
     'import os\n\n\nclass A:\n    """Größe 日本 🎉."""\n\n    def f(self, x=0x1F):\r\n\treturn x'
@@ -26,48 +32,41 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_folder(ASSETS / "tiny")
 
 
-@pytest.fixture(scope="module")
-def models() -> dict[str, Decoder]:
-    return {name: load_model(open_model(name), torch.float32) for name in NAMES}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_models_and_tokenizer_equal_transformers(name, tokenizer, models):
-    ids = tokenizer.encode(SOURCE * 3)
-    reference = AutoModelForCausalLM.from_pretrained(ASSETS / name, dtype=torch.float32)
+@pytest.mark.parametrize("name", FOLDERS)
+def test_models_and_tokenizer_equal_transformers(name, tokenizer):
+    ids, folder = tokenizer.encode(SOURCE * 3), FOLDERS[name]
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         wanted = reference(torch.tensor([ids])).logits[0]
-    logits = evaluate.logits_of(models[name], ids)
+    logits = logits_of(load_model(open_model(str(folder)), torch.float32), ids)
     assert float((logits - wanted).abs().max() / wanted.abs().max()) < 1e-5
     assert reference.generation_config.eos_token_id == tokenizer.eos_token_id == 0
-    theirs = AutoTokenizer.from_pretrained(ASSETS / name)
+    theirs = AutoTokenizer.from_pretrained(folder)
     assert theirs(SOURCE * 3).input_ids == ids
     assert ids[0] == 0  # a prompt is the start of a file
     assert (len(theirs), theirs.bos_token, theirs.eos_token) == (4096, *["<|endoftext|>"] * 2)
     assert theirs.chat_template is None
     file = "tokenizer.json"
-    assert (ASSETS / name / file).read_bytes() == (ASSETS / "tiny" / file).read_bytes()
+    assert (folder / file).read_bytes() == (ASSETS / "tiny" / file).read_bytes()
 
 
-def test_they_predict_held_out_python(tokenizer: Tokenizer, models: dict[str, Decoder]) -> None:
+def test_variants_are_of_one_size_and_differ_in_their_cache() -> None:
+    models = {name: Decoder(config, device="meta") for name, config in VARIANTS.items()}
+    sizes = [sum(each.numel() for each in model.parameters()) for model in models.values()]
+    assert 2_000_000 <= min(sizes) <= max(sizes) <= 3_000_000
+    assert max(sizes) / min(sizes) < 1.02
+    cached = {name: cache_spec(config).block_values(1) for name, config in VARIANTS.items()}
+    assert cached == {"mha": 512, "gqa": 128, "mqa": 64, "mla": 128}
+
+
+@pytest.mark.parametrize(("name", "limit"), [("tiny", 1.0), ("tiny-draft", 1.3)])
+def test_they_predict_held_out_python(name: str, limit: float) -> None:
     """A quarter of one held-out module; the model card has the figures of all of them."""
     text = (corpus.install_root("stdlib") / "webbrowser.py").read_text()[:6000]
-    for name, limit in {"tiny": 1.0, "tiny-draft": 1.3}.items():
-        score = evaluate.bits_per_byte(models[name], tokenizer, [text])
-        assert score.num_bytes == len(text.encode())
-        assert score.bits_per_byte < limit
-
-
-@pytest.mark.parametrize("context", [4, 7, 10, 64])
-def test_windows_predict_every_token_once_with_enough_context(context, models):
-    ids = [(i * i + i // 3) % 61 for i in range(25)]
-    total, stride = 0.0, context // 2
-    for position in range(1, len(ids)):
-        start = max(0, math.ceil((position - context) / stride)) * stride
-        logits = evaluate.logits_of(models["tiny-draft"], ids[start:position])[-1]
-        total -= float(logits.log_softmax(-1)[ids[position]])
-    found = evaluate.text_nats(models["tiny-draft"], ids, context)
-    assert found == pytest.approx(total, rel=1e-5)
+    with LLM(name, dtype="float32") as llm:
+        [score] = llm.score(text)
+    assert score.num_bytes == len(text.encode())
+    assert score.bits_per_byte < limit
 
 
 def test_the_manifest_keeps_the_splits_apart_and_the_card_names_them() -> None:

@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from minillm.config import ModelConfig
 from minillm.errors import CheckpointError, ConfigError
 from minillm.lab.training.corpus import load_manifest
 from minillm.lab.training.data import TOKENIZER, TokenStreams, row
-from minillm.lab.training.evaluate import logits_of
+from minillm.lab.training.export import export
 from minillm.lab.training.launch import fingerprint, train
 from minillm.lab.training.recipes import RECIPES, Phase, Recipe
 from minillm.lab.training.trainer import (
@@ -23,9 +24,12 @@ from minillm.lab.training.trainer import (
     Trainer,
     build_model,
     distillation_loss,
+    logits_of,
     row_logits,
     text_loss,
 )
+from minillm.models.checkpoint import open_model
+from minillm.models.loader import load_model
 
 CONFIG = ModelConfig(
     family="qwen3", vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
@@ -112,6 +116,18 @@ def test_autocast_loss_is_near_the_float32_loss() -> None:
     model, ids = build_model(CONFIG, 0), (torch.arange(33) * 7) % 61
     exact = nn.functional.cross_entropy(logits_of(model, ids[:-1].tolist()), ids[1:])
     assert text_loss(model, ids[:-1], ids[1:], 32).item() == pytest.approx(exact.item(), rel=0.01)
+
+
+def test_transformers_reads_what_is_exported(tmp_path: Path) -> None:
+    model, ids = build_model(CONFIG, 0), [7 * number % 64 for number in range(60)]
+    model.initialize(std=0.15, seed=1)
+    export(model, tmp_path)
+    again = load_model(open_model(str(tmp_path)), torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = reference(torch.tensor([ids])).logits[0]
+    assert wanted.std() > 0.2
+    torch.testing.assert_close(logits_of(again, ids), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_workers_must_share_equally(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""llama.cpp through its C API (llama-cpp-python), with a GGUF file made from the checkpoint.
+"""llama.cpp through its C API (llama-cpp-python), with the GGUF file that minillm wrote.
 
 The prompts of a batch are one call of `llama_decode`, and so is each step. llama.cpp quantises the
 file itself, so that its output matrix has the type that it chooses. Its KV cache is float16.
@@ -25,10 +25,10 @@ class Worker:
     """Runs llama.cpp in a comparison."""
 
     def open(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Load the model; makes the GGUF file first if there is none yet."""
+        """Load the model; quantises the GGUF file first if that was not done yet."""
         start = time.perf_counter()
         kind = TYPES.get(options.get("quantization") or "")
-        path, made = gguf_file(Path(options["model"]), kind, Path(options["cache"]))
+        path, made = gguf_file(Path(options["gguf"]), kind)
         made_seconds = time.perf_counter() - start if made else 0.0
         import llama_cpp
 
