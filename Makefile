@@ -121,7 +121,7 @@ slides: $(COURSE_STAMP) ## a deck of slides for each chapter, or for one (CHAPTE
 OUT ?= gpu-results
 SECONDS ?= 540
 gpu: ## on a GPU: check and measure everything within SECONDS=540, into OUT=gpu-results (ARGS="--help"; no set-up)
-	@PYTHONPATH=.:kernels $(or $(PYTHON),python3) -m minillm.lab.gpu --out $(OUT) --seconds $(SECONDS) $(ARGS)
+	@PYTHONPATH=.:kernels:$$PYTHONPATH $(or $(PYTHON),python3) -m minillm.lab.gpu --out $(OUT) --seconds $(SECONDS) $(ARGS)
 
 # The engines of `minillm bench --vs`, each in an environment of its own; transformers is in $(VENV).
 # What exists for CUDA only is left out, and the package of FILE-alone.txt comes without what it asks

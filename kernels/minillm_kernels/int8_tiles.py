@@ -1,7 +1,7 @@
 """The kernel of `int8_pages`: the arithmetic of `int8_cache`, a tile, and the join of parts."""
 
 from minillm_kernels.launch import tl, triton
-from minillm_kernels.paged_decode import in_tail, row_places, table_of
+from minillm_kernels.paged_decode import in_tail, row_places, tail_of
 from minillm_kernels.paged_parts import TAILS, finish, store_rows
 from minillm_kernels.paged_prefill import find_tile
 
@@ -96,7 +96,7 @@ def attend_tiles(
     BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Add to the sums of a part, of codes `q` [M, D] over positions [begin, end) in tiles of 64.
-    Positions outside of [low, high) are seen by no row, and not read. With a tail (`table_of`),
+    Positions outside of [low, high) are seen by no row, and not read. With a tail (`tail_of`),
     bytes of positions are read one by one instead of those of four positions together."""
     numbers, tail_start, tail = table
     byte, dims = tl.arange(0, 4 * BLOCK_D)[None, :], tl.arange(0, BLOCK_D)[None, :]
@@ -216,7 +216,10 @@ def attention_kernel(
     codes = tl.where(inverse > 0.0, rounded(rows * inverse), 0.0).to(tl.int8)
     factor = tl.div_rn(most, 127.0) * scale  # infinity if a number is not finite
     position = first + tl.arange(0, BLOCK_M) // GROUP
-    table = table_of(block_tables, table_stride, tail_starts, tail_order, tail_stride, sequence)
+    tail = (0, None)
+    if tail_order is not None:
+        tail = tail_of(tail_starts, tail_order, tail_stride, sequence)
+    table = (block_tables + sequence.to(tl.int64) * table_stride, tail[0], tail[1])
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total, values = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for part in tl.range(first_part, end_part):

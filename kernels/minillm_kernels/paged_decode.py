@@ -25,14 +25,9 @@ from minillm_kernels.paged_parts import TABLES, TAILS, finish, merge_rows, split
 
 
 @triton.jit
-def table_of(block_tables, table_stride, tail_starts, tail_order, tail_stride, sequence):
-    """The block table of a sequence, where its tail begins, and its order; or 0 and None."""
-    table = block_tables + sequence.to(tl.int64) * table_stride
-    if tail_order is None:
-        return table, 0, None
-    else:
-        order = tail_order + sequence.to(tl.int64) * tail_stride
-        return table, tl.load(tail_starts + sequence), order
+def tail_of(tail_starts, tail_order, tail_stride, sequence):
+    """Where the tail of a sequence begins, and its order."""
+    return tl.load(tail_starts + sequence), tail_order + sequence.to(tl.int64) * tail_stride
 
 
 @triton.jit
@@ -50,7 +45,7 @@ def locate(table, tile, low, high, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constex
 
     Only entries for positions in [low, high) are read, because later entries are stale. A tile
     within one block needs one lookup; its block and first offset are scalars. With a tail (`table`
-    is that of `table_of`) it has many, as if blocks were of one position.
+    has those of `tail_of`, or 0 and None) it has many, as if blocks were of one position.
     """
     numbers, tail_start, tail = table
     first = tile * BLOCK_N
@@ -112,6 +107,17 @@ def row_places(
     offsets = tokens * strides[0] + (kv_head * GROUP + rows % GROUP).to(tl.int64) * strides[1]
     inside = (rows // GROUP < count)[:, None] & (dims < DIM)[None, :]
     return offsets[:, None] + dims[None, :], inside
+
+
+@triton.jit
+def q_of(
+    q, strides, row, count, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """Queries of `count` rows of G heads, [BLOCK_M, BLOCK_DIM], transposed if `SWAP`."""
+    places, inside = row_places(row, count, kv_head, strides, GROUP, BLOCK_M, DIM, BLOCK_DIM)
+    rows = tl.load(q + places, mask=inside, other=0.0)
+    return tl.trans(rows) if SWAP else rows
 
 
 # ---- the online softmax -----------------------------------------------------------------------
@@ -226,16 +232,15 @@ def decode_kernel(
     full, end, low, high = split_bounds(
         begin, size, first_position, count, window, BLOCK_N, HAS_WINDOW
     )
-    places, inside = row_places(
-        start + row, count, kv_head, q_strides, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D
-    )
-    rows = tl.load(q + places, mask=inside, other=0.0)
-    rows = tl.trans(rows) if SWAP else rows
+    rows = q_of(q, q_strides, start + row, count, kv_head, GROUP, BLOCK_M, HEAD_DIM, BLOCK_D, SWAP)
     position = first_position + tl.arange(0, BLOCK_M) // GROUP
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_DV, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_DV], tl.float32)
-    table = table_of(block_tables, table_stride, tail_starts, tail_order, tail_stride, sequence)
+    tail = (0, None)  # Triton 3.6 has no function that returns None
+    if tail_order is not None:
+        tail = tail_of(tail_starts, tail_order, tail_stride, sequence)
+    table = (block_tables + sequence.to(tl.int64) * table_stride, tail[0], tail[1])
     m, weights, acc = attend_heads(
         rows, position, m, weights, acc, k_cache, v_cache, k_strides, v_strides, table,
         begin, full, kv_head, low, high, window, scale, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,

@@ -1,5 +1,6 @@
 """Choices made once when an engine starts: device, dtype, tokenizer, memory plan."""
 
+import gc
 import logging
 from dataclasses import replace
 from functools import partial
@@ -101,9 +102,11 @@ def end_tokens(source: ModelSource, tokenizer: Tokenizer | None) -> tuple[int, .
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on the device."""
+    """Bytes that are free on the device, with those that torch keeps of an engine before."""
     if device.type == "cpu":
         return machine.available_memory_bytes()
+    gc.collect()  # an engine has cycles
+    torch.get_device_module(device).empty_cache()
     return torch.get_device_module(device).mem_get_info(device)[0]
 
 

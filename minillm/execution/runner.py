@@ -247,6 +247,7 @@ class Runner:
                 raise
             if len(rows) == 1:
                 result.fail(rows[0], failure(error))
+                self._rows[rows[0].seq_id].is_fed = True  # a step launched ahead has no other token
                 return []
         return [done for row in rows for done in self._retry_rows([row], run, result)]
 

@@ -88,6 +88,7 @@ def make_batch(
         block_tables=tables.of(row, -(-int(ends.max()) // block_size), index),
         logits_indices=last,
         max_query_len=int(count.max()),
+        on_host=(query_start.tolist(), ends.tolist()),
     )
 
 
@@ -124,4 +125,5 @@ def decode_batch(
         block_tables=tables.of(arrays[4], -(-max(ends) // size), index),
         logits_indices=last,
         max_query_len=1,
+        on_host=(range(count + 1), ends),
     )

@@ -18,6 +18,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ from minillm.layers.mlp import MLP
 from minillm.layers.moe import Experts, Router
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch, Tails
+from minillm.ops.transfers import upload
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +123,7 @@ def padded(start: int, stop: int, size: int, device: torch.device) -> Tensor:
 
 def cut(batch: Batch, tiles: Sequence[int]) -> Iterator[Batch]:
     """The tiles of a flat batch, as batches. `slot_mapping` excludes the padding."""
-    bounds, ends = batch.query_start.tolist(), batch.seq_lens.tolist()
+    bounds, ends = batch.on_host or (batch.query_start.tolist(), batch.seq_lens.tolist())
     device = batch.input_ids.device
     for start, stop, size in spans(len(batch.input_ids), tiles):
         rows = padded(start, stop, size, device)
@@ -133,19 +135,22 @@ def cut(batch: Batch, tiles: Sequence[int]) -> Iterator[Batch]:
         sequences = slice(parts[0][0], parts[-1][0] + 1)
         # The token at row r of the batch has position r + shift.
         seq_lens = [high + shift for _, _, high, shift in parts]
+        starts = [0, *(high - start for _, _, high, _ in parts)]
+        query_start, lengths = upload(
+            device, np.array(starts, dtype=np.int32), np.array(seq_lens, dtype=np.int32)
+        )
         yield replace(
             batch,
             input_ids=batch.input_ids[rows],
             positions=batch.positions[rows],
             slot_mapping=batch.slot_mapping[start:stop],
-            query_start=torch.tensor(
-                [0, *(high - start for _, _, high, _ in parts)], dtype=torch.int32, device=device
-            ),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            query_start=query_start,
+            seq_lens=lengths,
             block_tables=batch.block_tables[sequences],
             logits_indices=batch.logits_indices[:0],
             max_query_len=max(high - low for _, low, high, _ in parts),
             tails=batch.tails and Tails(*(each[sequences] for each in batch.tails)),
+            on_host=(starts, seq_lens),
         )
 
 

@@ -102,6 +102,7 @@ def with_few_queries(batch: Batch, most: int) -> Batch:
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         block_tables=batch.block_tables[torch.tensor([row for row, *_ in runs])],
         max_query_len=most,
+        on_host=(starts, seq_lens),
     )
 
 

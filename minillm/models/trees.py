@@ -119,6 +119,7 @@ def tree_batch(
         logits_indices=last,
         max_query_len=int(tokens.max()),
         tails=Tails(tail_start, orders),
+        on_host=(bounds.tolist(), lengths.tolist()),
     )
 
 
@@ -136,4 +137,5 @@ def nodes_alone(batch: Batch, nodes: Tensor) -> Batch:
         logits_indices=last[:-1],
         max_query_len=1,
         tails=batch.tails and Tails(*(each[nodes] for each in batch.tails)),
+        on_host=None,
     )

@@ -38,6 +38,7 @@ class Batch:
     logits_indices: Tensor  # [K] int64, indices of the tokens whose logits are needed
     max_query_len: int  # largest number of this batch's tokens of one sequence
     tails: Tails | None = None  # with token trees
+    on_host: tuple[list[int] | range, list[int]] | None = None  # `query_start` and `seq_lens`
 
 
 AttentionMode = Literal["fast", "plain", "invariant"]

@@ -13,12 +13,14 @@ edits, drafts under an acceptance rule, or log-probabilities gather their logits
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.ops import cpu_sampling
 from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.ops.sampling import Pack, choose
+from minillm.ops.transfers import indices
 from minillm.parallel.communicator import Communicator
 from minillm.parallel.split import Split
 from minillm.sampling.sampler import NO_DISTRIBUTIONS, NO_DRAFTS, Sampler
@@ -61,54 +63,55 @@ class ShardedSampler(Sampler):
         counts = [1 + each for each in forks] if any(forks) else [1] * len(rows)
         if not any(of_all):
             return self._choose_here(logits, rows, positions, counts)
-        found = torch.empty(sum(counts), dtype=torch.int64), torch.empty(sum(counts))
+        shape, device = sum(counts), self.device
+        found = (
+            torch.empty(shape, dtype=torch.int64, device=device),
+            torch.empty(shape, device=device),
+        )
         for gathers in (False, True):
             part = [i for i, each in enumerate(of_all) if each == gathers]
-            some = logits[torch.tensor(part).to(self.device)]
+            some = logits[indices(device, part)]
             at = [rows[i] for i in part], [positions[i] for i in part]
             if gathers:
                 more = [counts[i] - 1 for i in part]
                 chosen = super().choose(self.whole(some), *at, more, drafts, dists)
             else:
                 chosen = self._choose_here(some, *at, [counts[i] for i in part])
-            of = torch.tensor([each == gathers for each in of_all]).repeat_interleave(
-                torch.tensor(counts)
-            )
+            samples = np.flatnonzero(np.repeat(of_all, counts) == gathers)
             for whole, each in zip(found, chosen, strict=True):
-                whole[of] = each.to(whole.device)
-        return found[0].to(self.device), found[1].to(self.device)
+                whole.index_copy_(0, indices(device, samples), each)
+        return found
 
     def _choose_here(
         self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], counts: list[int]
     ) -> tuple[Tensor, Tensor]:
         """Tokens of rows that need only the best logit of all ranks and noise."""
         spread = sum(counts) > len(rows)
+        of = indices(self.device, np.repeat(np.arange(len(rows)), counts))  # of each sample
         pack = self._pack(rows, positions, counts if spread else None)
         greedy = pack.temperature <= 0
-        tokens, best = self._best_here(logits, pack, counts)
+        tokens, best = self._best_here(logits, pack, of, counts)
         largest = self._gathered(best, tokens)
         tokens, best = largest[1].long(), largest[0].float()
-        if not bool(greedy.all()):
-            samples = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
-            every = logits[samples.to(self.device)] if spread else logits
+        if (self._floats[0, list(rows)] > 0).any():  # temperatures, on the host
+            every = logits[of] if spread else logits
             totals, places = draw_from_shard(every, pack, self.held.start, best)
             drawn = self._gathered(totals, places + self.held.start)[1].long()
             # As on one rank, a row without a finite logit keeps its greedy token.
             tokens = torch.where(greedy | ~best.isfinite(), tokens, drawn)
         return tokens, best
 
-    def _best_here(self, logits: Tensor, pack: Pack, counts: list[int]) -> tuple[Tensor, Tensor]:
+    def _best_here(
+        self, logits: Tensor, pack: Pack, of: Tensor, counts: list[int]
+    ) -> tuple[Tensor, Tensor]:
         """Ids and values of the largest logits of this rank's tokens, one per sample."""
-        many = torch.tensor(counts)
         if not self.held:
-            none = torch.full((int(many.sum()),), float("-inf"), device=self.device)
+            none = torch.full((len(of),), float("-inf"), device=self.device)
             return torch.full_like(none, self.vocab_size - 1, dtype=torch.int64), none
-        first = (many.cumsum(0) - many).to(self.device)
-        alone = pack.select(first)
+        alone = pack.select(indices(self.device, np.cumsum(counts) - counts))  # first samples
         alone = alone._replace(temperature=torch.zeros_like(alone.temperature), truncates=False)
         tokens, best = choose(logits, alone)
-        many = many.to(self.device)
-        return (tokens + self.held.start).repeat_interleave(many), best.repeat_interleave(many)
+        return (tokens + self.held.start)[of], best[of]
 
     def _gathered(self, values: Tensor, ids: Tensor) -> Tensor:
         """The largest value of all ranks and its id, for ties the lowest: float64 [2, K]. A NaN

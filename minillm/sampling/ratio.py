@@ -50,8 +50,11 @@ class Ratio:
         tokens = indices(p.device, [drafted[i].token for i in where])
         accept, resample = coins(own, Purpose.ACCEPT, Purpose.RESAMPLE)
         accepted = accept < accept_probability(p, q, tokens)
-        left = (~accepted).nonzero()[:, 0]  # synchronises
-        tokens[left] = draw(residual(p[left], q[left]), resample[left])
+        if p.device.type == "cpu":
+            left = (~accepted).nonzero()[:, 0]
+            tokens[left] = draw(residual(p[left], q[left]), resample[left])
+        else:  # all rows: to choose some, the host would wait for the device
+            tokens = torch.where(accepted, tokens, draw(residual(p, q), resample))
         return samples.index_copy(0, at, tokens)
 
 

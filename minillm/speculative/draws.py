@@ -8,6 +8,7 @@ this only lowers the acceptance rate.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -54,7 +55,9 @@ class Draws:
 
     def drafts(self) -> list[Draft]:
         """The drafts of each row. Waits for the device."""
-        found = [each.tolist() for each in self.tokens]
+        every = torch.cat(self.tokens).tolist()
+        ends = list(accumulate(map(len, self.tokens)))
+        found = [every[end - len(each) : end] for each, end in zip(self.tokens, ends, strict=True)]
         drafts = []
         for i, row in enumerate(self.rows):
             tokens = [each[i] for each in found[: row.num_drafts]]

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ from minillm.models.all_layers import AllLayers
 from minillm.models.batches import decode_batch
 from minillm.models.decoder import Decoder, allocate
 from minillm.ops.batch import Batch
+from minillm.ops.transfers import indices
 from minillm.scheduling.plan import StepPlan
 from minillm.speculative.draft_model import Chunk, DraftModel
 from minillm.speculative.features import Features
@@ -230,8 +232,9 @@ class Eagle(DraftModel):
         spans = [(row.place, max(start - 1, 0), end - max(start, 1)) for row, start, end in chunks]
         known = self.feature(self.features.read(spans))
         if any(start == 0 for _, start, _ in chunks):
+            places = np.concatenate([np.arange(start, end) for _, start, end in chunks])
             features = known.new_zeros(len(positions), known.shape[1])
-            features[positions > 0] = known
+            features.index_copy_(0, indices(known.device, np.flatnonzero(places)), known)
             known = features
         return known
 

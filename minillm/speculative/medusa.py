@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from minillm.layers.linear import Linear
 from minillm.models.decoder import allocate
+from minillm.ops.transfers import indices
 from minillm.scheduling.plan import StepPlan
 from minillm.speculative.draws import Draws, pack_of
 from minillm.speculative.features import Features
@@ -116,7 +117,8 @@ class Medusa:
         paths = paths[: max(row.num_drafts for row in rows)]
         table = self.ranks(rows, max(map(len, paths)), 1 + max(map(max, paths)))
         ranks, heads = zip(*((path[-1], len(path) - 1) for path in paths), strict=True)
-        tokens = table[list(ranks), list(heads)].T.tolist()  # [R, drafts]
+        at = indices(table.device, [ranks, heads])
+        tokens = table[at[0], at[1]].T.tolist()  # [R, drafts]
         parents = tree_of(paths).parents
         return [
             Draft(own[: row.num_drafts], None, parents[: row.num_drafts])

@@ -54,6 +54,11 @@ class WaitError(Exception):
     """The host would wait for the GPU."""
 
 
+def has_mask(indices: Any) -> bool:
+    """Whether an index is a mask: fake tensors do not count what is written with one."""
+    return any(each is not None and each.dtype == torch.bool for each in indices)
+
+
 class FakeGpu(TorchDispatchMode):
     """Counts copies and launches, and refuses what waits while `is_watching`."""
 
@@ -87,9 +92,13 @@ class FakeGpu(TorchDispatchMode):
             self.seen["conversion"] += made[0].dtype != given[0].dtype
         elif name == "copy_" and host:
             way = "to device" if host[0] is args[1] else "to host"
+            if args[0].shape != args[1].shape:
+                raise WaitError(f"{name} expands {list(args[1].shape)} on the host")
             self._copy(way, host[0], kwargs.get("non_blocking") or True in args[2:])
         elif host and self.is_watching:
             raise WaitError(f"{name} has operands on the host")
+        elif self.is_watching and name.startswith("index_put") and has_mask(args[1]):
+            raise WaitError(f"{name} counts a mask")
         elif name not in NO_LAUNCH:
             self.seen[name] += 1
         return result

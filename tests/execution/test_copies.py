@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,16 +20,28 @@ from minillm.cache.spec import cache_spec
 from minillm.engine import setup
 from minillm.execution.graphs import DecodeGraphs
 from minillm.execution.runner import Runner
+from minillm.lab.benchmarks.decode_steps import fill_with_numbers
 from minillm.layers.kv_cache import KVCache
 from minillm.models.checkpoint import ModelSource
 from minillm.models.decoder import Decoder
+from minillm.models.deterministic import TiledDecoder
 from minillm.models.fused_layers import FusedLayers
 from minillm.models.presets import preset
 from minillm.models.quantize import quantize_weights
+from minillm.ops.sampling import Pack
+from minillm.parallel.sampler import ShardedSampler
 from minillm.parallel.split import stage_config
 from minillm.quantization.kernels import KernelQuantizedMethod, pack_for_kernels
 from minillm.sampling import penalties
+from minillm.sampling.edits import SamplingRow
+from minillm.sampling.ratio import Ratio
+from minillm.sampling.rules import DraftedToken, Verification
+from minillm.sampling.synthetic import Synthetic
+from minillm.sampling.typical import Typical
 from minillm.scheduling.plan import StepPlan
+from minillm.speculative.draft_model import Chunk
+from minillm.speculative.eagle import Eagle
+from minillm.speculative.proposer import DraftRow
 from tests.engine.small import BLOCK_SIZE, make
 from tests.execution.fake_gpu import DEVICE, FakeGpu, WaitError, fake_gpu
 from tests.execution.test_graphs import OPTIONS
@@ -154,6 +167,80 @@ def test_quantised_weights_wait_for_nothing_either(folder, weights, size, plante
             counted(runner, plans[0], gpu)
 
 
+def test_a_deterministic_step_is_cut_into_tiles_without_waiting(folder):
+    """Also prompts: bounds of sequences are known on the host."""
+    config, plans = plans_of(folder, [GREEDY, SHORT, DRAWN], max_num_batched_tokens=8)
+    with fake_gpu() as gpu, torch.inference_mode():
+        model = Decoder(config, torch.bfloat16, DEVICE, 64)
+        shape = cache_spec(config), config.num_layers, 64, BLOCK_SIZE, model.dtype, DEVICE
+        tiled = TiledDecoder(model, (2, 4))
+        runner = Runner(tiled, KVCache(*shape, "invariant"), None, 8, 64 // BLOCK_SIZE)
+        runner.isolates = False
+        tiles = [counted(runner, plan, gpu)[1]["invariant_kernel"] for plan in plans]
+    assert max(tiles) > config.num_layers
+    assert len(plans) > 8
+
+
+def test_memory_of_a_cache_is_not_filled_through_the_host():
+    """A copy from a smaller tensor of the host would be expanded there: on a GPU of 140 GB that is
+    half the host's memory, and a minute."""
+    with fake_gpu():
+        cache = torch.empty(2, 50, 2, 4, 8, dtype=torch.bfloat16, device=DEVICE)
+        fill_with_numbers(cache)
+        with pytest.raises(WaitError, match=r"copy_ expands \[4, 8\] on the host"):
+            cache.copy_(torch.zeros(4, 8))
+
+
+def pack_on_gpu(count: int) -> Pack:
+    zeros = torch.zeros(count, dtype=torch.int64, device=DEVICE)
+    ones = torch.ones(count, device=DEVICE)
+    return Pack(ones, zeros.float(), ones, zeros.int(), zeros, zeros, zeros, True)
+
+
+@pytest.mark.parametrize("rule", [Ratio(), Typical(0.3, 0.1), Synthetic([0.5] * 4)])
+@pytest.mark.parametrize("known", [2, 4])
+def test_a_rule_decides_about_drafts_without_waiting(rule, known):
+    """Of four drafts two or all have a distribution."""
+    with fake_gpu() as gpu:
+        samples = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+        logits, pack = torch.zeros(4, 50, device=DEVICE), pack_on_gpu(4)
+        dists = [torch.zeros(50, device=DEVICE) if i < known else None for i in range(4)]
+        drafted = [DraftedToken(7, i, dist) for i, dist in enumerate(dists)]
+        with gpu.watching():
+            tokens = rule.choose(Verification(samples, logits, pack, drafted, torch.bfloat16))
+    assert (tokens.shape, tokens.dtype) == ((4,), torch.int64)
+
+
+@pytest.mark.parametrize(
+    "params", [[GREEDY, DRAWN], [GREEDY] * 2, [DRAWN, replace(DRAWN, top_k=3)]]
+)
+@pytest.mark.parametrize("forks", [(), (1, 0)])
+def test_a_rank_samples_without_waiting(params, forks):
+    """Its own tokens, with and without rows that gather their logits."""
+    ranks = SimpleNamespace(rank=0, size=2, gather=lambda part: torch.stack((part, part)))
+    with fake_gpu() as gpu:
+        sampler = ShardedSampler(2, 128, DEVICE, ranks)
+        for row, each in enumerate(params):
+            sampler.set_row(row, SamplingRow(each, 3, 0, 4, (1, 2), (), (), ()))
+        logits = torch.zeros(2, 64, device=DEVICE)
+        with gpu.watching():
+            tokens, best = sampler.choose(logits, (0, 1), (4, 4), forks)
+    assert tokens.shape == best.shape == (2 + sum(forks),)
+    assert tokens.device == best.device == DEVICE
+
+
+def test_features_of_a_new_sequence_come_without_waiting():
+    """The first position of a sequence has none."""
+    rows = [DraftRow(None, [1, 2, 3], 2, 0), DraftRow(None, [4, 5], 2, 1)]
+    chunks = [Chunk(rows[0], 0, 3), Chunk(rows[1], 1, 2)]
+    with fake_gpu() as gpu:
+        read = SimpleNamespace(read=lambda spans: torch.zeros(3, 8, device=DEVICE))
+        eagle: Any = SimpleNamespace(feature=lambda states: states, features=read)
+        with gpu.watching():
+            features = Eagle._features(eagle, chunks, torch.zeros(4, device=DEVICE))
+    assert features.shape == (4, 8)
+
+
 WAITS: dict[str, Callable[[Tensor], Any]] = {
     "a list": lambda last: torch.tensor([1, 2], device=last.device),
     "pageable memory": lambda last: torch.zeros(8).to(last.device, non_blocking=True),
@@ -161,12 +248,13 @@ WAITS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda last: last[0].item(),
     "tolist": lambda last: last.tolist(),
     "a mask": lambda last: last[last > 0],
+    "a mask to write": lambda last: last.__setitem__(last > 0, last),
     "indices of the host": lambda last: last[torch.arange(2)],
     "mixed devices": lambda last: last.repeat_interleave(torch.ones(8, dtype=torch.int64)),
 }
 
 
-WORDS = "on the host|a copy|local_scalar|nonzero|repeat_interleave|empty_strided"
+WORDS = "on the host|counts a mask|a copy|local_scalar|nonzero|repeat_interleave|empty_strided"
 
 
 @pytest.mark.parametrize("what", WAITS)

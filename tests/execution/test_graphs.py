@@ -257,6 +257,31 @@ def test_nan_fails_its_own_row(folder, monkeypatch):
     assert_idle(llm.engine)
 
 
+def test_a_prompt_that_fails_fails_alone_while_the_next_step_is_launched(
+    folder, expected, monkeypatch
+):
+    """The step behind it has its row, whose token is nowhere."""
+    llm = make(folder, async_scheduling=True)
+    give_graphs(llm)
+    runner = llm.engine.runner
+    forward = runner._forward
+
+    def fails(rows):
+        if any(runner._rows[row.seq_id].token_ids[:1] == PROMPTS[1][:1] for row in rows):
+            raise RuntimeError("no memory")
+        return forward(rows)
+
+    monkeypatch.setattr(runner, "_forward", fails)
+    outputs = run(llm)
+    assert [reasons(output) for output in outputs] == [
+        {"error"} if i == 1 else {"length"} for i in range(9)
+    ]
+    assert [each for i, each in enumerate(map(tokens, outputs)) if i != 1] == [
+        each for i, each in enumerate(expected) if i != 1
+    ]
+    assert_idle(llm.engine)
+
+
 def test_a_size_that_cannot_be_recorded_has_no_graph_and_the_others_have(folder, expected, caplog):
     llm = make(folder, max_num_seqs=9)
     again, works, calls = Again(), Again().capture, []

@@ -5,6 +5,7 @@ launch for all three. What is read from the machine code: no register was spille
 fits, products run on tensor cores and tiles come by bulk copies where a launch says so.
 """
 
+import ast
 import os
 import subprocess
 import sys
@@ -53,6 +54,26 @@ def parameters():
             marks = [] if capability == first else [pytest.mark.slow]
             name = f"{family}-{launch.name}-sm_{capability}"
             yield pytest.param(launch, capability, id=name, marks=marks)
+
+
+def test_no_kernel_returns_none() -> None:
+    """Triton 3.6, the oldest that is supported, compiles no function that does, nor a part of it;
+    the pinned one does."""
+    found = []
+    for path in sorted((README.parent / "minillm_kernels").glob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = map(ast.unparse, getattr(function, "decorator_list", ()))
+            if any(name.startswith("triton.jit") for name in names):
+                returns = [each for each in ast.walk(function) if isinstance(each, ast.Return)]
+                parts = [
+                    part for each in returns for part in getattr(each.value, "elts", [each.value])
+                ]
+                found += [
+                    f"{path.name}:{part.lineno}"
+                    for part in parts
+                    if isinstance(part, ast.Constant) and part.value is None
+                ]
+    assert not found
 
 
 def describe(compiled: Compiled) -> str:

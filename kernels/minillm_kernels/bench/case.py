@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Call = Callable[[int], object]
 CACHE = 120 << 20  # bytes that a GPU's cache is sure not to hold: twice an H200's
@@ -11,6 +11,24 @@ CACHE = 120 << 20  # bytes that a GPU's cache is sure not to hold: twice an H200
 def sets_beyond_cache(num_bytes: int) -> int:
     """Input sets of so many bytes that together leave the cache, one more than it takes."""
     return 1 + -(-CACHE // num_bytes)
+
+
+class Sets:
+    """`count` input sets, made when the first is needed: a list of measurements costs no memory.
+    `make` gets the number of a set."""
+
+    def __init__(self, make: Callable[[int], Any], count: int):
+        self.make, self.count, self.made = make, count, list[Any]()
+
+    def __getitem__(self, number: int) -> Any:
+        """One set."""
+        if not self.made:
+            self.made = [self.make(each) for each in range(self.count)]
+        return self.made[number % self.count]
+
+    def call(self, function: Callable[..., object], *more: Any) -> Call:
+        """A call of `function` with one set, and `more` behind it."""
+        return lambda number: function(self[number], *more)
 
 
 @dataclass(frozen=True)

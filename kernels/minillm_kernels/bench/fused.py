@@ -1,17 +1,16 @@
 """Benchmarks of what only moves memory, at the sizes of a long prompt and of one decoded token."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minillm_kernels import fused, reference
-from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
+from minillm_kernels.bench.case import Measurement, Sets, sets_beyond_cache
 
 EPS = 1e-6
 BLOCK_SIZE = 16
-COMPILED = "torch.compile"
 
 
 @dataclass(frozen=True)
@@ -75,81 +74,48 @@ def measurements(tiny: bool = False) -> list[Measurement]:
 
 
 def measurement(size: Size, device: str) -> Measurement:
-    """Inputs are made at the first call, so that a list of measurements costs no memory."""
-    sets = Sets(size, device)
+    """In decode, inputs are in the cache anyway, where their producer left them."""
+    few = size.num_tokens <= DECODE
+    sets = Sets(lambda number: make(size, device), 2 if few else sets_beyond_cache(size.num_bytes))
+    kernel, plain = (getattr(module, size.op) for module in (fused, reference))
     return Measurement(
         family="fused",
         name=size.name,
-        run=sets.call(getattr(fused, size.op)),
+        run=sets.call(lambda inputs: kernel(*inputs)),
         num_bytes=size.num_bytes,
-        bound="latency" if size.num_tokens <= DECODE and device != "cpu" else "copy",
-        peers=sets.peers(),
+        bound="latency" if few and device != "cpu" else "copy",
+        peers={"torch": sets.call(lambda inputs: plain(*inputs))},  # operation by operation
         num_sets=sets.count,
         target=size.target,
     )
 
 
-@dataclass
-class Sets:
-    """The arguments of a measurement's calls, as many as a cache cannot hold."""
+def make(size: Size, device: str) -> tuple[object, ...]:
+    """The positional arguments of the launcher, which are the reference's."""
+    rows, tokens = size.num_tokens, 9 if device == "cpu" else 128256
 
-    size: Size
-    device: str
-    made: list[tuple[object, ...]] = field(default_factory=list)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device)
 
-    @property
-    def count(self) -> int:
-        """Input sets; in decode, inputs are in the cache anyway, where their producer left them."""
-        if self.size.num_tokens <= DECODE:
-            return 2
-        return sets_beyond_cache(self.size.num_bytes)
+    if size.op == "norm_rope_write":
+        return projection(size, normal, device)
+    (width,) = size.shape
+    if size.op == "embedding":
+        return torch.randint(tokens, (rows,), device=device), normal(tokens, width)
+    if size.op == "silu_mul":
+        return (normal(rows, 2 * width),)
+    inputs = [normal(rows, width) for _ in range(2 if size.op == "add_rms_norm" else 1)]
+    return *inputs, normal(width), EPS
 
-    def arguments(self, number: int) -> tuple[object, ...]:
-        """Those of one set."""
-        if not self.made:
-            self.made = [self.make() for _ in range(self.count)]
-        return self.made[number % self.count]
 
-    def normal(self, *shape: int) -> Tensor:
-        """Normal numbers in bfloat16."""
-        return torch.randn(shape, dtype=torch.bfloat16, device=self.device)
-
-    def make(self) -> tuple[object, ...]:
-        """The positional arguments of the launcher, which are the reference's."""
-        size, rows = self.size, self.size.num_tokens
-        if size.op == "norm_rope_write":
-            return self.projection()
-        (width,) = size.shape
-        if size.op == "embedding":
-            ids = torch.randint(128256 if self.device != "cpu" else 9, (rows,), device=self.device)
-            return ids, self.normal(128256 if self.device != "cpu" else 9, width)
-        if size.op == "silu_mul":
-            return (self.normal(rows, 2 * width),)
-        inputs = [self.normal(rows, width) for _ in range(2 if size.op == "add_rms_norm" else 1)]
-        return *inputs, self.normal(width), EPS
-
-    def projection(self) -> tuple[object, ...]:
-        """Tokens of one sequence in a cache with room for them and some more."""
-        (heads, kv_heads, dim), rows = self.size.shape, self.size.num_tokens
-        weight = self.normal(dim) if self.size.norm else None
-        turns = torch.rand(rows, dim // 2, device=self.device) * 6.28
-        num_blocks = -(-rows // BLOCK_SIZE) + 1
-        caches = [self.normal(num_blocks, kv_heads, BLOCK_SIZE, dim) for _ in "kv"]
-        blocks = torch.randperm(num_blocks)[: -(-rows // BLOCK_SIZE)].unsqueeze(1)
-        slots = (blocks * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:rows].to(self.device)
-        qkv = self.normal(rows, heads + 2 * kv_heads, dim)
-        return qkv, weight, weight, EPS, turns.cos(), turns.sin(), False, *caches, slots
-
-    def call(self, function: Callable[..., object]) -> Call:
-        """One call of a launcher or of a peer."""
-        return lambda number: function(*self.arguments(number))
-
-    def peers(self) -> Mapping[str, Call]:
-        """torch, operation by operation, and for one token what its compiler makes of it: each
-        compilation takes seconds of a rented GPU, and long prompts have a bound to compare with."""
-        plain = getattr(reference, self.size.op)
-        found = {"torch": self.call(plain)}
-        compiles = self.size.op in ("rms_norm", "add_rms_norm", "silu_mul")
-        if self.device != "cpu" and self.size.num_tokens <= DECODE and compiles:
-            found[COMPILED] = self.call(torch.compile(plain, dynamic=False))
-        return found
+def projection(size: Size, normal: Callable[..., Tensor], device: str) -> tuple[object, ...]:
+    """Tokens of one sequence in a cache with room for them and some more."""
+    (heads, kv_heads, dim), rows = size.shape, size.num_tokens
+    weight = normal(dim) if size.norm else None
+    turns = torch.rand(rows, dim // 2, device=device) * 6.28
+    num_blocks = -(-rows // BLOCK_SIZE) + 1
+    caches = [normal(num_blocks, kv_heads, BLOCK_SIZE, dim) for _ in "kv"]
+    blocks = torch.randperm(num_blocks)[: -(-rows // BLOCK_SIZE)].unsqueeze(1)
+    slots = (blocks * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:rows].to(device)
+    qkv = normal(rows, heads + 2 * kv_heads, dim)
+    return qkv, weight, weight, EPS, turns.cos(), turns.sin(), False, *caches, slots

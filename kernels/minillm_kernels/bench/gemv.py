@@ -4,8 +4,7 @@ Peers named by a tile are the same kernel with another `Config`: what a table of
 The products of a whole layer are measured with norms and SwiGLU in them, and between cuBLAS.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm_kernels import fused, gemv
-from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
+from minillm_kernels.bench.case import Measurement, Sets, sets_beyond_cache
 from minillm_kernels.gemv_config import Config
 
 EPS = 1e-6
@@ -93,75 +92,49 @@ def measurements(tiny: bool = False) -> list[Measurement]:
     """The targets of one H200 and their neighbours; `tiny` ones at toy sizes on the CPU."""
     device, sizes, layers = ("cpu", TINY, TINY_LAYERS) if tiny else ("cuda", SIZES, LAYERS)
     found = [measurement(size, device) for size in sizes]
-    return found + [Layer(*each, device).measurement() for each in layers]
+    return found + [layer(*each, device) for each in layers]
 
 
 def measurement(size: Size, device: str) -> Measurement:
-    """Weights are made at the first call, so that a list of measurements costs no memory."""
-    sets = Sets(size, device)
+    """Peers: cuBLAS behind torch's own norm, and other tiles."""
+    count = 2 if device == "cpu" else sets_beyond_cache(size.num_bytes)
+    sets = Sets(lambda number: make(size, device), count)
+    peers = {"torch": sets.call(torch_linear, size)}
+    peers |= {described(tile): sets.call(ours, size, tile) for tile in size.tiles}
     return Measurement(
         family="gemv",
         name=size.name,
-        run=sets.ours(None),
+        run=sets.call(ours, size, None),
         num_bytes=size.num_bytes,
         num_flops=2 * size.num_rows * size.num_out * size.size,
-        peers=sets.peers(),
+        peers=peers,
         num_sets=sets.count,
         target=size.target,
     )
 
 
-@dataclass
-class Sets:
-    """The tensors of a measurement: as many weights as a cache cannot hold."""
+def make(size: Size, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x, the norm's weight and the weight: numbers of a size that keeps results near 1."""
+    x, weight = (
+        torch.randn(rows, size.size, dtype=torch.bfloat16, device=device)
+        for rows in (size.num_rows, size.num_out)
+    )
+    return x, torch.ones_like(x[0]), weight.mul_(size.size**-0.5)
 
-    size: Size
-    device: str
-    made: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
-    @property
-    def count(self) -> int:
-        """Input sets, together larger than the cache."""
-        return 2 if self.device == "cpu" else sets_beyond_cache(self.size.num_bytes)
+def ours(inputs: tuple[Tensor, Tensor, Tensor], size: Size, config: Config | None) -> object:
+    """The kernel, with its own tile or another."""
+    x, norm_weight, weight = inputs
+    options: Any = {"config": config, "batch_invariant": size.batch_invariant}
+    if not size.norm:
+        return gemv.linear(x, weight, **options)
+    return gemv.norm_linear(x, None, norm_weight, EPS, weight, **options)
 
-    def inputs(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, the norm's weight and the weight of one set."""
-        if not self.made:
-            self.made = [self.make() for _ in range(self.count)]
-        return self.made[number % self.count]
 
-    def make(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Normal numbers of a size that keeps results near 1."""
-        size, options = self.size, {"dtype": torch.bfloat16, "device": self.device}
-        x = torch.randn(size.num_rows, size.size, **options)  # type: ignore[call-overload]
-        weight = torch.randn(size.num_out, size.size, **options)  # type: ignore[call-overload]
-        norm_weight = torch.ones(size.size, **options)  # type: ignore[call-overload]
-        return x, norm_weight, weight.mul_(size.size**-0.5)
-
-    def ours(self, config: Config | None) -> Call:
-        """The kernel, with its own tile or another."""
-
-        def call(number: int) -> object:
-            x, norm_weight, weight = self.inputs(number)
-            invariant = self.size.batch_invariant
-            if not self.size.norm:
-                return gemv.linear(x, weight, config=config, batch_invariant=invariant)
-            options = {"config": config, "batch_invariant": invariant}
-            return gemv.norm_linear(x, None, norm_weight, EPS, weight, **options)  # type: ignore[arg-type]
-
-        return call
-
-    def torch_linear(self, number: int) -> object:
-        """cuBLAS, after torch's own norm."""
-        x, norm_weight, weight = self.inputs(number)
-        if self.size.norm:
-            x = F.rms_norm(x, (self.size.size,), norm_weight, EPS)
-        return F.linear(x, weight)
-
-    def peers(self) -> Mapping[str, Call]:
-        """torch, and other tiles."""
-        tiles = {described(tile): self.ours(tile) for tile in self.size.tiles}
-        return {"torch": self.torch_linear} | tiles
+def torch_linear(inputs: tuple[Tensor, Tensor, Tensor], size: Size) -> object:
+    """cuBLAS, after torch's own norm."""
+    x, norm_weight, weight = inputs
+    return F.linear(F.rms_norm(x, (size.size,), norm_weight, EPS) if size.norm else x, weight)
 
 
 def described(tile: Config) -> str:
@@ -181,60 +154,48 @@ LAYERS = (
 TINY_LAYERS = (("toy", 3, (32, 64, 48, 40)),)
 
 
-@dataclass
-class Layer:
-    """The four products of a layer, with norms, residual additions and SwiGLU, without attention:
-    a part of qkv stands for its output."""
+def layer(model: str, rows: int, widths: tuple[int, int, int, int], device: str) -> Measurement:
+    """The four products of a layer, with norms, residual additions and SwiGLU, without attention: a
+    part of qkv stands for its output. Peers: the products of the engine with more than 8 rows,
+    everything apart, and dependent launches."""
+    width, qkv, heads, units = widths
+    count = width * (qkv + heads + 3 * units)
+    num_sets = 2 if device == "cpu" else sets_beyond_cache(2 * count)
+    sets = Sets(lambda number: weights_of(rows, widths, device), num_sets)
+    dependent = partial(gemv.linear, dependent=True), partial(norm_linear, dependent=True)
+    return Measurement(
+        family="gemv",
+        name=f"layer {model} M={rows}",
+        run=sets.call(run_layer, gemv.linear, norm_linear),
+        num_bytes=2 * count,
+        num_flops=2 * rows * count,
+        peers={
+            "o and down by cuBLAS": sets.call(run_layer, F.linear, norm_linear),
+            "cuBLAS, the rest apart": sets.call(run_layer, F.linear, apart),
+            "dependent launches": sets.call(run_layer, *dependent),
+        },
+        num_sets=num_sets,
+    )
 
-    model: str
-    num_rows: int
-    widths: tuple[int, int, int, int]
-    device: str
-    made: list[tuple[Tensor, ...]] = field(default_factory=list)
 
-    def measurement(self) -> Measurement:
-        """All in the products; peers: the products of the engine with more than 8 rows, everything
-        apart, and dependent launches."""
-        width, qkv, heads, units = self.widths
-        count = width * (qkv + heads + 3 * units)
-        peers = {
-            "o and down by cuBLAS": partial(self.run, F.linear, norm_linear),
-            "cuBLAS, the rest apart": partial(self.run, F.linear, apart),
-            "dependent launches": partial(
-                self.run, partial(gemv.linear, dependent=True), partial(norm_linear, dependent=True)
-            ),
-        }
-        return Measurement(
-            family="gemv",
-            name=f"layer {self.model} M={self.num_rows}",
-            run=partial(self.run, gemv.linear, norm_linear),
-            num_bytes=2 * count,
-            num_flops=2 * self.num_rows * count,
-            peers=peers,
-            num_sets=2 if self.device == "cpu" else sets_beyond_cache(2 * count),
-        )
+def run_layer(inputs: tuple[Tensor, ...], product: Any, normed: Any) -> object:
+    """One layer: `product` of o and down, `normed` of qkv and gate_up."""
+    x, residual, norm, qkv, o, gate_up, down = inputs
+    heads, residual = normed(x, residual, norm, qkv)
+    x = product(heads[:, : o.shape[1]], o)
+    gated, residual = normed(x, residual, norm, gate_up, gated=True)
+    return product(gated, down), residual
 
-    def run(self, product: Any, normed: Any, number: int) -> object:
-        """One layer: `product` of o and down, `normed` of qkv and gate_up."""
-        if not self.made:
-            sets = 2 if self.device == "cpu" else self.measurement().num_sets
-            self.made = [self.make() for _ in range(sets)]
-        x, residual, norm, qkv, o, gate_up, down = self.made[number % len(self.made)]
-        heads, residual = normed(x, residual, norm, qkv)
-        x = product(heads[:, : o.shape[1]], o)
-        gated, residual = normed(x, residual, norm, gate_up, gated=True)
-        return product(gated, down), residual
 
-    def make(self) -> tuple[Tensor, ...]:
-        """Rows, the norm's weight, and weights that keep results near 1."""
-        width, qkv, heads, units = self.widths
-        shapes = (self.num_rows, width), (self.num_rows, width), (1, width)
-        weights = (qkv, width), (width, heads), (2 * units, width), (width, units)
-        x, residual, norm, *others = (
-            torch.randn(shape, dtype=torch.bfloat16, device=self.device)
-            for shape in (*shapes, *weights)
-        )
-        return x, residual, norm[0], *(each.mul_(each.shape[1] ** -0.5) for each in others)
+def weights_of(rows: int, widths: tuple[int, int, int, int], device: str) -> tuple[Tensor, ...]:
+    """Rows, the norm's weight, and weights that keep results near 1."""
+    width, qkv, heads, units = widths
+    shapes = (rows, width), (rows, width), (1, width)
+    weights = (qkv, width), (width, heads), (2 * units, width), (width, units)
+    x, residual, norm, *others = (
+        torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in (*shapes, *weights)
+    )
+    return x, residual, norm[0], *(each.mul_(each.shape[1] ** -0.5) for each in others)
 
 
 def norm_linear(x: Tensor, residual: Tensor, norm: Tensor, weight: Tensor, **more: bool) -> Any:

@@ -2,9 +2,8 @@
 
 import gc
 import math
-import subprocess
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,34 +21,6 @@ class NoGpuError(RuntimeError):
 
 class NotANumberError(ValueError):
     """A result has NaN in it, so its inputs were not what a model would give."""
-
-
-class Contender(Protocol):
-    """One implementation, warmed up and ready to be timed."""
-
-    calls: int
-    how: How
-
-    def seconds(self) -> float:
-        """Time it once; seconds of one call."""
-
-    def close(self) -> None:
-        """Give its memory back."""
-
-
-class Stopwatch(Protocol):
-    """What the runner needs of a GPU; tests give it one with a made-up clock."""
-
-    cache_bytes: int
-
-    def ready(self, call: Call, num_sets: int) -> Contender:
-        """Warm up on every input set; raises what the call raises."""
-
-    def lost(self) -> bool:
-        """Whether an error has left the device unusable for this process."""
-
-    def free(self) -> None:
-        """Give cached memory back."""
 
 
 def require_gpu() -> None:
@@ -92,14 +63,14 @@ class Gpu:
             "multiprocessors": properties.multi_processor_count,
             "memory_bytes": properties.total_memory,
             "l2_cache_bytes": self.cache_bytes,
-            "driver": driver_version(),
             "cuda": torch.version.cuda,
             "torch": torch.__version__,
             "triton": triton.__version__,
         }
 
-    def ready(self, call: Call, num_sets: int) -> Contender:
-        """A graph of calls over all input sets in turn; plain launches if it cannot be captured."""
+    def ready(self, call: Call, num_sets: int) -> "Timed":
+        """Warm up on every input set; a graph of calls over all in turn, or plain launches if it
+        cannot be captured. Raises what the call raises."""
         for index in range(num_sets):  # compiles, plans, loads modules
             result = call(index)
             if index == 0:
@@ -154,7 +125,7 @@ def _tensors(result: object) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-class _Timed:
+class Timed:
     """Events around one step, with another step before it that keeps the GPU busy meanwhile.
 
     Otherwise the first event passes at once and the time until the host has launched counts.
@@ -166,6 +137,7 @@ class _Timed:
         self.stop = torch.cuda.Event(enable_timing=True)
 
     def seconds(self) -> float:
+        """Time it once; seconds of one call."""
         self.step()
         self.start.record()
         self.step()
@@ -174,6 +146,7 @@ class _Timed:
         return self.start.elapsed_time(self.stop) / 1e3 / self.calls
 
     def close(self) -> None:
+        """Give its memory back."""
         self.step = _nothing
 
 
@@ -181,7 +154,7 @@ def _nothing() -> None:
     """What is left of a step whose memory was given back."""
 
 
-class _Launches(_Timed):
+class _Launches(Timed):
     def __init__(self, call: Call, num_sets: int, calls: int):
         def step() -> None:
             _rotate(call, num_sets, calls)
@@ -189,7 +162,7 @@ class _Launches(_Timed):
         super().__init__(step, calls, "launches")
 
 
-class _Graph(_Timed):
+class _Graph(Timed):
     def __init__(self, call: Call, num_sets: int, calls: int):
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
@@ -218,13 +191,3 @@ def _captured(call: Call, num_sets: int) -> _Graph:
         return short
     short.close()
     return _Graph(call, num_sets, calls)
-
-
-def driver_version() -> str | None:
-    """As `nvidia-smi` says it, if it is there."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None

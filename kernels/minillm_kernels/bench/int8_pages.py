@@ -1,13 +1,13 @@
 """Benchmarks of attention over pages of 8-bit codes, beside our own over pages of 16 bits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minillm_kernels import int8_pages
 from minillm_kernels.bench import paged_attention as plain
-from minillm_kernels.bench.case import Measurement, sets_beyond_cache
+from minillm_kernels.bench.case import Measurement, Sets, sets_beyond_cache
 
 MANY, LONG = ((1, 4096),) * 64, ((1, 32768),)
 SIZES = (
@@ -50,28 +50,6 @@ class Both:
         )  # fmt: skip
 
 
-class Sets:
-    """As many batches as leave the GPU's cache, made when first needed."""
-
-    def __init__(self, size: plain.Size, device: str):
-        self.size, self.device, self.made = size, device, list[Both]()
-        self.count = 1 if device == "cpu" else sets_beyond_cache(num_bytes(size))
-
-    def ours(self, number: int) -> object:
-        """The kernel."""
-        return self[number].ours()
-
-    def bf16(self, number: int) -> object:
-        """That of 16-bit pages."""
-        return plain.ours(self[number].batch)
-
-    def __getitem__(self, number: int) -> Both:
-        if not self.made:
-            batches = (plain.batch(self.size, self.device) for _ in range(self.count))
-            self.made = [Both.of(batch) for batch in batches]
-        return self.made[number % self.count]
-
-
 def num_bytes(size: plain.Size) -> int:
     """Codes and scales once; queries and results."""
     pages = sum(length for _, length in size.sequences) * size.num_kv_heads
@@ -80,20 +58,21 @@ def num_bytes(size: plain.Size) -> int:
 
 def measurements(tiny: bool = False) -> list[Measurement]:
     """The targets of one H200; `tiny` ones at toy sizes on the CPU."""
-    found = []
-    for size in TINY if tiny else SIZES:
-        sets = Sets(replace(size, peers=()), "cpu" if tiny else "cuda")
-        found.append(
-            Measurement(
-                family="int8_pages",
-                name=size.name,
-                run=sets.ours,
-                num_bytes=num_bytes(size),
-                num_flops=size.num_flops,
-                bound=size.bound,  # type: ignore[arg-type]
-                peers={"bf16": sets.bf16},
-                num_sets=sets.count,
-                peer_targets=size.peer_targets,
-            )
-        )
-    return found
+    return [measurement(size, "cpu" if tiny else "cuda") for size in (TINY if tiny else SIZES)]
+
+
+def measurement(size: plain.Size, device: str) -> Measurement:
+    """The peer is attention over pages of 16 bits."""
+    count = 1 if device == "cpu" else sets_beyond_cache(num_bytes(size))
+    sets = Sets(lambda number: Both.of(plain.batch(size, device)), count)
+    return Measurement(
+        family="int8_pages",
+        name=size.name,
+        run=sets.call(Both.ours),
+        num_bytes=num_bytes(size),
+        num_flops=size.num_flops,
+        bound=size.bound,  # type: ignore[arg-type]
+        peers={"bf16": sets.call(lambda both: plain.ours(both.batch))},
+        num_sets=sets.count,
+        peer_targets=size.peer_targets,
+    )

@@ -7,7 +7,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from minillm_kernels.bench.case import Measurement
-from minillm_kernels.bench.gpu import Contender, Stopwatch
+from minillm_kernels.bench.gpu import Gpu, Timed
 
 OURS = ""  # the contender that is measured; peers have names
 
@@ -25,7 +25,7 @@ class Effort:
 class _Race:
     """Contenders of one measurement, their timings so far, and what went wrong with whom."""
 
-    contenders: dict[str, Contender] = field(default_factory=dict)
+    contenders: dict[str, Timed] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class _Race:
 
 def measure(
     measurement: Measurement,
-    gpu: Stopwatch,
+    gpu: Gpu,
     effort: Effort = Effort(),
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def measure(
             contender.close()
 
 
-def _row(measurement: Measurement, race: _Race, gpu: Stopwatch) -> dict[str, Any]:
+def _row(measurement: Measurement, race: _Race, gpu: Gpu) -> dict[str, Any]:
     ours = race.timing(OURS)
     seconds = ours["time_us"] / 1e6
     peers = []

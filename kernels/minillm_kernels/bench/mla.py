@@ -1,7 +1,7 @@
 """Benchmarks of MLA: decoding at 16 and at 128 heads, one long sequence, chunks, mixtures."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -9,20 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm_kernels import launch
-from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
+from minillm_kernels.bench.case import Measurement, Sets, sets_beyond_cache
 from minillm_kernels.mla import mla_attention
-from minillm_kernels.mla_config import Config, choose
 
 NOPE_DIM, HEAD_VALUE_DIM = 128, 128  # of DeepSeek's explicit heads, which have Dr rotated ones too
 
 
 @dataclass(frozen=True)
 class Size:
-    """One call: sequences as (query_len, seq_len), the heads of a model on one GPU, what is wanted.
-
-    `decode` and `prefill` change tiles, to compare their forms.
-    """
+    """One call: sequences as (query_len, seq_len), heads of a model on one GPU, what is wanted."""
 
     name: str
     sequences: tuple[tuple[int, int], ...]
@@ -33,8 +28,6 @@ class Size:
     bound: Literal["copy", "matmul", "latency"] = "copy"
     target: float | None = None
     batch_invariant: bool = False
-    decode: Mapping[str, Any] = field(default_factory=dict)
-    prefill: Mapping[str, Any] = field(default_factory=dict)
     peers: tuple[str, ...] = ()
     peer_targets: Mapping[str, float] = field(default_factory=dict)
 
@@ -74,19 +67,11 @@ SIZES = (
     # Bytes of a cached token: 1152 as a latent, 10240 as explicit keys and values of 16 heads.
     Size("decode 64 x 8k, 16 heads", MANY, target=0.85, peers=(*DENSE, "explicit heads")),
     Size("decode 64 x 8k, pages of 16", MANY, block_size=16, target=0.85),
-    Size("decode 64 x 8k, pointers", MANY, decode={"descriptors": False, "num_stages": 3}),
-    Size("decode 64 x 8k, not transposed", MANY,
-         decode={"swap": False, "descriptors": False, "num_stages": 5}),
-    Size("decode 64 x 8k, tiles of 32", MANY,
-         decode={"swap": False, "descriptors": False, "num_stages": 5, "block_n": 32}),
-    Size("decode 64 x 8k, 4 warps", MANY, decode={"num_warps": 4}),
     Size("decode 1 x 32k, 16 heads", ((1, 32768),), peers=DENSE),
     Size("decode 1 x 2k, 16 heads", ((1, 2048),), bound="latency"),
     Size("decode 64 x 8k, 32 heads", MANY, num_heads=32),
     Size("decode 64 x 8k, 128 heads", MANY, target=0.55, peers=DENSE, **WIDE),
     Size("decode 64 x 8k, 128 heads, pages of 16", MANY, block_size=16, target=0.55, **WIDE),
-    Size("decode 64 x 8k, 128 heads, 32 at a time", MANY,
-         decode={"block_h": 32, "swap": True, "descriptors": True, "block_n": 64}, **WIDE),
     Size("verify 5 of 64 x 8k, 16 heads", ((5, 8192),) * 64),
     Size("verify 5 of 1 x 32k, 16 heads", ((5, 32768),)),
     Size("verify 16 of 1 x 32k, 16 heads", ((16, 32768),), bound="matmul"),
@@ -105,11 +90,8 @@ SIZES = (
 TOY: Mapping[str, Any] = {"num_heads": 4, "value_dim": 32, "rope_dim": 16, "block_size": 16}
 TINY = (
     Size("toy decode", ((1, 40),) * 2, target=0.85, peers=(*DENSE, "explicit heads"), **TOY),
-    Size("toy decode, not transposed", ((1, 40),), decode={"swap": False}, **TOY),
-    Size("toy decode, bulk copies", ((1, 40),),
-         decode={"descriptors": True, "block_n": 16}, **TOY),
     Size("toy verification", ((5, 40),) * 2, **TOY),
-    Size("toy mixed", ((1, 40), (5, 20)), prefill={"block_n": 32}, **TOY),
+    Size("toy mixed", ((1, 40), (5, 20)), **TOY),
     Size("toy batch-invariant", ((1, 40),), batch_invariant=True, peers=("usual",), **TOY),
 )  # fmt: skip
 
@@ -121,7 +103,8 @@ def measurements(tiny: bool = False) -> list[Measurement]:
 
 def measurement(size: Size, device: str) -> Measurement:
     """Its tensors are made at the first call, so that a list of measurements costs no memory."""
-    sets = Sets(size, device)
+    count = 1 if device == "cpu" else sets_beyond_cache(size.num_bytes)
+    sets = Sets(lambda number: batch(size, device), count)
     return Measurement(
         family="mla",
         name=size.name,
@@ -154,29 +137,18 @@ class Batch:
         rows = self.latents[self.block_tables.long(), 0].flatten(1, 2)[:, :longest]
         return rows.contiguous()  # [B, S, R + Dr]
 
+    @cached_property
+    def explicit(self) -> list[Tensor]:
+        """Queries, keys and values of explicit heads, of sequences of one length."""
+        size, seq_len = self.size, self.size.sequences[0][1]
+        shape, wide = (len(size.sequences), size.num_heads), NOPE_DIM + size.rope_dim
+        parts = (1, wide), (seq_len, wide), (seq_len, HEAD_VALUE_DIM)
+        return [normal((*shape, *part), str(self.q.device)) for part in parts]
+
     @property
     def scale(self) -> float:
         """Of the scores: by the dimension of an explicit head."""
         return (NOPE_DIM + self.size.rope_dim) ** -0.5
-
-
-class Sets:
-    """As many sets of tensors as it takes to leave the GPU's cache, made when first needed."""
-
-    def __init__(self, size: Size, device: str):
-        self.size, self.device = size, device
-        self.count = 1 if device == "cpu" else sets_beyond_cache(size.num_bytes)
-        self.made: list[Batch] = []
-        self.explicit: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def call(self, function: Callable[["Sets", int], object]) -> Call:
-        """`function` of these sets and the number of one."""
-        return partial(self._call, function)
-
-    def _call(self, function: Callable[["Sets", int], object], number: int) -> object:
-        if not self.made:
-            self.made = [batch(self.size, self.device) for _ in range(self.count)]
-        return function(self, number % self.count)
 
 
 def batch(size: Size, device: str) -> Batch:
@@ -205,17 +177,9 @@ def normal(shape: tuple[int, ...], device: str) -> Tensor:
 # ---- ours ------------------------------------------------------------------------------------
 
 
-def configured(size: Size) -> Config | None:
-    """The usual configuration with the measurement's own tiles; None is the usual one."""
-    if not size.decode and not size.prefill:
-        return None
-    config = choose(launch.arch(), torch.bfloat16, size.num_heads, size.block_size)
-    return Config(replace(config.decode, **size.decode), replace(config.prefill, **size.prefill))
-
-
-def ours(sets: Sets, number: int, batch_invariant: bool | None = None) -> Tensor:
+def ours(given: Batch, batch_invariant: bool | None = None) -> Tensor:
     """The kernels of this family."""
-    given, size = sets.made[number], sets.size
+    size = given.size
     return mla_attention(
         given.q,
         given.latents,
@@ -226,7 +190,6 @@ def ours(sets: Sets, number: int, batch_invariant: bool | None = None) -> Tensor
         given.scale,
         max_query_len=max(query_len for query_len, _ in size.sequences),
         batch_invariant=size.batch_invariant if batch_invariant is None else batch_invariant,
-        config=configured(size),
     )
 
 
@@ -241,38 +204,28 @@ def gathered(given: Batch) -> tuple[Tensor, Tensor]:
     return given.q, given.dense
 
 
-def sdpa(sets: Sets, number: int) -> Tensor:
+def sdpa(given: Batch) -> Tensor:
     """MQA by torch: the heads of a token stand where query positions do, so no mask is needed."""
-    given = sets.made[number]
     q, k = gathered(given)
     q, k = q.unsqueeze(1), k.unsqueeze(1)
-    value = k[..., : sets.size.value_dim]
+    value = k[..., : given.size.value_dim]
     return F.scaled_dot_product_attention(q, k, value, scale=given.scale).squeeze(1)
 
 
-def bmm(sets: Sets, number: int) -> Tensor:
+def bmm(given: Batch) -> Tensor:
     """Two batched products, with the scores written out between them."""
-    given = sets.made[number]
     q, k = gathered(given)
     weights = torch.bmm(q, k.transpose(1, 2)).float().mul_(given.scale).softmax(-1)
-    return torch.bmm(weights.to(k.dtype), k[..., : sets.size.value_dim])
+    return torch.bmm(weights.to(k.dtype), k[..., : given.size.value_dim])
 
 
-def explicit(sets: Sets, number: int) -> Tensor:
+def explicit(given: Batch) -> Tensor:
     """The same model with explicit keys and values, as MHA: what the latents save reading."""
-    size, device = sets.size, sets.device
-    count, seq_len = len(size.sequences), size.sequences[0][1]
-    dims = (NOPE_DIM + size.rope_dim, NOPE_DIM + size.rope_dim, HEAD_VALUE_DIM)
-    while len(sets.explicit) < sets.count:
-        lengths = (1, seq_len, seq_len)
-        parts = zip(lengths, dims, strict=True)
-        q, k, v = (normal((count, size.num_heads, *part), device) for part in parts)
-        sets.explicit.append((q, k, v))
-    q, k, v = sets.explicit[number]
+    q, k, v = given.explicit
     return F.scaled_dot_product_attention(q, k, v)
 
 
-PEERS: Mapping[str, Callable[[Sets, int], object]] = {
+PEERS: Mapping[str, Callable[[Batch], object]] = {
     "SDPA, gathered": sdpa,
     "torch.bmm, gathered": bmm,
     "explicit heads": explicit,

@@ -1,13 +1,13 @@
 """Benchmarks of mixture-of-experts layers: one token, a decoding batch, a long prompt."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from minillm_kernels import moe, reference
-from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
+from minillm_kernels.bench.case import Measurement, Sets, sets_beyond_cache
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,28 @@ def measurements(tiny: bool = False) -> list[Measurement]:
 
 
 def measurement(size: Size, device: str) -> Measurement:
-    """Weights are made at the first call, so that a list of measurements costs no memory."""
-    sets = Sets(size, device)
-    weights = 3 * sets.num_active * size.hidden_size * size.intermediate_size
+    """One layer for all sets, whose ids lead to other experts in each. Peers: the loop over
+    experts, which waits for the ids, and torch's own grouped product."""
+    num_active = int(ids_of(size, 0).unique().numel())
+    active = 6 * num_active * size.hidden_size * size.intermediate_size  # bytes
+    layer = Sets(lambda number: make(size, device), 1)
+    count = max(1, min(size.num_experts // size.top_k, sets_beyond_cache(active)))
+    sets = Sets(lambda number: (*layer[0], ids_of(size, number).to(device)), count)
     between = 2 * size.num_pairs * (size.hidden_size + size.intermediate_size)  # written and read
     ends = 2 * size.num_tokens * size.hidden_size
     name = f"{size.model} {size.num_tokens} token{'s' * (size.num_tokens > 1)}"
+    invariant = partial(moe.moe_experts, batch_invariant=size.batch_invariant)
+    peers = {"torch loop over experts": sets.call(lambda inputs: reference.moe_experts(*inputs))}
+    if hasattr(torch, "_grouped_mm"):
+        peers["torch._grouped_mm"] = sets.call(lambda inputs: grouped_mm_experts(*inputs))
     return Measurement(
         family="moe",
         name=f"{name}, batch-invariant" if size.batch_invariant else name,
-        run=sets.call(
-            lambda *inputs: moe.moe_experts(*inputs, batch_invariant=size.batch_invariant)
-        ),
-        num_bytes=2 * (weights + between * (size.num_tokens > 1) + ends),
+        run=sets.call(lambda inputs: invariant(*inputs)),
+        num_bytes=active + 2 * (between * (size.num_tokens > 1) + ends),
         num_flops=6 * size.num_pairs * size.hidden_size * size.intermediate_size,
         bound="matmul" if size.num_pairs > 200 * size.num_experts else "copy",
-        peers=sets.peers(),
+        peers=peers,
         num_sets=sets.count,
         target=size.target,
     )
@@ -88,49 +94,18 @@ def ids_of(size: Size, number: int) -> Tensor:
     return order[(torch.arange(size.top_k) + number * size.top_k) % size.num_experts][None]
 
 
-class Sets:
-    """The tensors of a measurement: one layer, and ids that lead to other experts in each set."""
+def make(size: Size, device: str) -> tuple[Tensor, ...]:
+    """x, gate_up, down, weights: random numbers; zeros would cost less power and look faster."""
+    d, intermediate, num_experts = size.hidden_size, size.intermediate_size, size.num_experts
 
-    def __init__(self, size: Size, device: str):
-        self.size, self.device = size, device
-        self.made: tuple[list[Tensor], list[Tensor]] | None = None
-        self.num_active = int(ids_of(size, 0).unique().numel())
-        active = 6 * self.num_active * size.hidden_size * size.intermediate_size  # bytes
-        self.count = max(1, min(size.num_experts // size.top_k, sets_beyond_cache(active)))
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, scale)
 
-    def inputs(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """x, gate_up, down, weights, ids of one set."""
-        if self.made is None:
-            self.made = self.make()
-        (x, gate_up, down, weights), ids = self.made
-        return x, gate_up, down, weights, ids[number % self.count]
-
-    def make(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Random numbers on the device; zeros would cost less power and look faster."""
-        size = self.size
-        d, intermediate, num_experts = size.hidden_size, size.intermediate_size, size.num_experts
-
-        def draw(*shape: int, scale: float = 1.0) -> Tensor:
-            drawn = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
-            return drawn.normal_(0, scale)
-
-        x = draw(size.num_tokens, d)
-        gate_up = draw(num_experts, 2 * intermediate, d, scale=d**-0.5)
-        down = draw(num_experts, d, intermediate, scale=intermediate**-0.5)
-        weights = torch.rand(size.num_tokens, size.top_k, device=self.device) / size.top_k
-        ids = [ids_of(size, number).to(self.device) for number in range(self.count)]
-        return [x, gate_up, down, weights], ids
-
-    def call(self, function: Callable[..., Tensor]) -> Call:
-        """A call of `function` with the inputs of a set."""
-        return lambda number: function(*self.inputs(number))
-
-    def peers(self) -> Mapping[str, Call]:
-        """The loop over experts, which waits for the ids, and torch's own grouped product."""
-        found = {"torch loop over experts": self.call(reference.moe_experts)}
-        if hasattr(torch, "_grouped_mm"):
-            found["torch._grouped_mm"] = self.call(grouped_mm_experts)
-        return found
+    x = draw(size.num_tokens, d)
+    gate_up = draw(num_experts, 2 * intermediate, d, scale=d**-0.5)
+    down = draw(num_experts, d, intermediate, scale=intermediate**-0.5)
+    weights = torch.rand(size.num_tokens, size.top_k, device=device) / size.top_k
+    return x, gate_up, down, weights
 
 
 def grouped_mm_experts(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
+from minillm_kernels.bench.case import Measurement, Sets, sets_beyond_cache
 from minillm_kernels.launch import arch
 from minillm_kernels.paged_attention import paged_attention
 from minillm_kernels.paged_config import Config, Tiles, choose
@@ -112,7 +112,7 @@ def measurements(tiny: bool = False) -> list[Measurement]:
 
 def measurement(size: Size, device: str) -> Measurement:
     """Tensors are made at the first call, so that a list of measurements costs no memory."""
-    sets = Sets(size, device)
+    sets = sets_of(size, device)
     return Measurement(
         family="paged_attention",
         name=size.name,
@@ -145,23 +145,10 @@ class Batch:
         return self.size.head_dim**-0.5
 
 
-class Sets:
-    """As many sets of tensors as it takes to leave the GPU's cache, made when first needed."""
-
-    def __init__(self, size: Size, device: str):
-        self.size, self.device = size, device
-        self.count = 1 if device == "cpu" else sets_beyond_cache(size.num_bytes)
-        self.made: list[Batch] | None = None
-
-    def call(self, function: Callable[[Batch], object]) -> Call:
-        """`function` of one set."""
-
-        def run(number: int) -> object:
-            if self.made is None:
-                self.made = [batch(self.size, self.device) for _ in range(self.count)]
-            return function(self.made[number % self.count])
-
-        return run
+def sets_of(size: Size, device: str) -> Sets:
+    """As many batches as it takes to leave the GPU's cache."""
+    count = 1 if device == "cpu" else sets_beyond_cache(size.num_bytes)
+    return Sets(lambda number: batch(size, device), count)
 
 
 def batch(size: Size, device: str) -> Batch:

@@ -3,16 +3,14 @@
 The peer is `torch.mm` with the weight in bfloat16, which reads 2 to 4 times the bytes.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from minillm_kernels import quantized, quantized_reference
-from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
+from minillm_kernels.bench.case import Measurement, Sets, sets_beyond_cache
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 Format = Literal["int4", "int8", "e4m3"]
@@ -74,75 +72,50 @@ def measurements(tiny: bool = False) -> list[Measurement]:
 
 
 def measurement(size: Size, device: str) -> Measurement:
-    """Weights are made at the first call, so that a list of measurements costs no memory."""
-    sets = Sets(size, device)
+    """The peer is cuBLAS with the dense weight."""
+    count = 2 if device == "cpu" else sets_beyond_cache(size.num_bytes)
+    sets = Sets(lambda number: make(size, device), count)
     return Measurement(
         family="quantized",
         name=size.name,
-        run=sets.ours,
+        run=sets.call(ours, size),
         num_bytes=size.num_bytes,
         num_flops=2 * size.num_rows * size.num_out * size.size,
         bound="matmul" if size.num_rows >= BOUND_BY_OPERATIONS else "copy",
-        peers=sets.peers(),
+        peers={"torch": sets.call(lambda inputs: torch.mm(inputs[1], inputs[2].T))},
         num_sets=sets.count,
         target=size.target,
         peer_targets={} if size.over_bf16 is None else {"torch": size.over_bf16},
     )
 
 
-@dataclass
-class Sets:
-    """The tensors of a measurement: as many weights as a cache cannot hold."""
+def make(size: Size, device: str) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """The weight's tensors, random codes and scales that keep results near 1; x; and the dense
+    weight."""
+    rows, columns = size.block
+    place: Any = {"device": device}
+    shape, near_one = (size.num_out, size.size), size.size**-0.5
+    x = torch.randn(size.num_rows, size.size, dtype=BF16, **place)
+    groups = -(-size.size // columns), -(-size.num_out // rows)
+    scales = (1 + torch.rand(groups, **place)) * near_one / 8
+    if size.format == "int4":
+        codes = torch.randint(0, 16, shape, **place)
+        zeros = torch.full(groups, 8, dtype=torch.int8, **place)
+        scales = scales.half()
+        packed = quantized_reference.interleave(codes)
+        weight: dict[str, Any] = {"codes": packed, "scales": scales, "zeros": zeros}
+        numbers = codes.float() - 8
+    else:
+        codes = torch.randn(shape, **place).mul_(8)
+        codes = codes.round().to(torch.int8) if size.format == "int8" else codes.to(E4M3)
+        weight, numbers = {"codes": codes, "scales": scales}, codes.float()
+    dense = numbers * quantized_reference.by_column(scales.float(), rows, columns, shape)
+    return weight, x, dense.to(BF16)
 
-    size: Size
-    device: str
-    made: list[tuple[dict[str, Any], Tensor, Tensor]] = field(default_factory=list)
 
-    @property
-    def count(self) -> int:
-        """Input sets, together larger than the cache."""
-        return 2 if self.device == "cpu" else sets_beyond_cache(self.size.num_bytes)
-
-    def inputs(self, number: int) -> tuple[dict[str, Any], Tensor, Tensor]:
-        """The weight's tensors, x, and the dense weight of one set."""
-        if not self.made:
-            self.made = [self.make() for _ in range(self.count)]
-        return self.made[number % self.count]
-
-    def make(self) -> tuple[dict[str, Any], Tensor, Tensor]:
-        """Random codes, and scales that keep results near 1."""
-        size, (rows, columns) = self.size, self.size.block
-        place = {"device": self.device}
-        shape, near_one = (size.num_out, size.size), size.size**-0.5
-        x = torch.randn(size.num_rows, size.size, dtype=BF16, device=self.device)
-        groups = -(-size.size // columns), -(-size.num_out // rows)
-        scales = (1 + torch.rand(groups, **place)) * near_one / 8  # type: ignore[call-overload]
-        if size.format == "int4":
-            codes = torch.randint(0, 16, shape, **place)  # type: ignore[call-overload]
-            zeros = torch.full(groups, 8, dtype=torch.int8, device=self.device)
-            scales = scales.half()
-            packed = quantized_reference.interleave(codes)
-            weight: dict[str, Any] = {"codes": packed, "scales": scales, "zeros": zeros}
-            numbers = codes.float() - 8
-        else:
-            codes = torch.randn(shape, **place).mul_(8)  # type: ignore[call-overload]
-            codes = codes.round().to(torch.int8) if size.format == "int8" else codes.to(E4M3)
-            weight, numbers = {"codes": codes, "scales": scales}, codes.float()
-        dense = numbers * quantized_reference.by_column(scales.float(), rows, columns, shape)
-        return weight, x, dense.to(BF16)
-
-    def ours(self, number: int) -> object:
-        """The kernel."""
-        weight, x, _ = self.inputs(number)
-        if self.size.format == "int4":
-            return quantized.int4_linear(x, **weight)
-        return quantized.scaled_linear(x, **weight, block=self.size.block)
-
-    def bf16(self, number: int) -> object:
-        """cuBLAS with the dense weight."""
-        _, x, dense = self.inputs(number)
-        return torch.mm(x, dense.T)
-
-    def peers(self) -> Mapping[str, Call]:
-        """torch in bfloat16."""
-        return MappingProxyType({"torch": self.bf16})
+def ours(inputs: tuple[dict[str, Any], Tensor, Tensor], size: Size) -> object:
+    """The kernel."""
+    weight, x, _ = inputs
+    if size.format == "int4":
+        return quantized.int4_linear(x, **weight)
+    return quantized.scaled_linear(x, **weight, block=size.block)

@@ -4,13 +4,14 @@ Logits are as peaked as a language model's: normal numbers with a few tokens far
 "flat" ones have more tokens within top-p than the search gathers, which is its worst case.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from minillm_kernels import sampling
-from minillm_kernels.bench.case import Call, Measurement, sets_beyond_cache
+from minillm_kernels.bench.case import Measurement, Sets, sets_beyond_cache
 
 FEW = 8  # rows whose logits are in the cache anyway, as their producer leaves them
 LIKELY = 64  # tokens above the rest
@@ -64,97 +65,61 @@ def measurements(tiny: bool = False) -> list[Measurement]:
 
 
 def measurement(size: Size, device: str) -> Measurement:
-    """Logits are made at the first call, so that a list of measurements costs no memory."""
-    sets = Sets(size, device)
+    """A few rows are in the cache anyway."""
+    few = size.num_rows <= FEW
+    sets = Sets(partial(make, size, device), 2 if few else sets_beyond_cache(size.num_bytes))
     number_type = str(size.dtype).removeprefix("torch.")
     peer = "torch sort" if size.op in ("truncate", "sample") else "torch"
-    latency = size.num_rows <= FEW
     return Measurement(
         family="sampling",
         name=f"{size.op} K={size.num_rows} V={size.vocab_size} {number_type}" + " flat" * size.flat,
-        run=sets.run,
+        run=sets.call(ours, size.op),
         num_bytes=size.num_bytes,
-        bound="latency" if latency else "copy",
-        peers={peer: sets.peer()},
+        bound="latency" if few else "copy",
+        peers={peer: sets.call(by_torch, size.op)},
         num_sets=sets.count,
         target=size.target,
         peer_targets={} if size.sort_target is None else {peer: size.sort_target},
     )
 
 
-@dataclass
-class Sets:
-    """The logits of a measurement, and the parameters of its rows."""
+def make(size: Size, device: str, number: int) -> tuple[Tensor, list[Tensor]]:
+    """Logits [K, V], and of the rows temperature, top_k, top_p, min_p, seed, sample_index and
+    position."""
+    rng = torch.Generator(device).manual_seed(number)
+    rows, size_of_row = shape = (size.num_rows, size.vocab_size)
+    logits = torch.randn(shape, generator=rng, device=device) * 2
+    if not size.flat:
+        places = torch.randint(0, size_of_row, (rows, LIKELY), generator=rng, device=device)
+        likely = torch.rand(places.shape, generator=rng, device=device) * 12 + 6
+        logits.scatter_(1, places, likely)
 
-    size: Size
-    device: str
-    made: list[Tensor] = field(default_factory=list)
-    parameters: list[Tensor] = field(default_factory=list)
+    def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=device)
 
-    @property
-    def count(self) -> int:
-        """Input sets, together larger than the cache; two where they would be in it anyway."""
-        if self.size.num_rows <= FEW:
-            return 2
-        return sets_beyond_cache(self.size.num_bytes)
+    stream = [torch.arange(rows, device=device) + start for start in (11, 0, 512)]
+    top_k = full(0 if size.flat else 50, torch.int32)
+    return logits.to(size.dtype), [full(0.8), top_k, full(0.9), full(0), *stream]
 
-    def logits(self, number: int) -> Tensor:
-        """One set's [K, V]."""
-        if not self.made:
-            self.made = [self.draw(index) for index in range(self.count)]
-            self.parameters = self.draw_parameters()
-        return self.made[number % self.count]
 
-    def draw(self, number: int) -> Tensor:
-        """Random logits on the device."""
-        rng = torch.Generator(self.device).manual_seed(number)
-        shape = (self.size.num_rows, self.size.vocab_size)
-        logits = torch.randn(shape, generator=rng, device=self.device) * 2
-        if not self.size.flat:
-            places = torch.randint(
-                0, shape[1], (shape[0], LIKELY), generator=rng, device=self.device
-            )
-            likely = torch.rand(places.shape, generator=rng, device=self.device) * 12 + 6
-            logits.scatter_(1, places, likely)
-        return logits.to(self.size.dtype)
+def ours(inputs: tuple[Tensor, list[Tensor]], op: str) -> object:
+    """One call of the kernel."""
+    logits, (temperature, top_k, top_p, min_p, seed, index, position) = inputs
+    stream = seed, index, position
+    if op == "gumbel_argmax":
+        return sampling.gumbel_argmax(logits, temperature, min_p, *stream)
+    if op == "truncate":
+        return sampling.truncate(logits, top_k, top_p)
+    return sampling.sample(logits, temperature, top_k, top_p, min_p, *stream)
 
-    def draw_parameters(self) -> list[Tensor]:
-        """Temperature, top_k, top_p, min_p, seed, sample_index, position."""
-        rows = self.size.num_rows
 
-        def full(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((rows,), value, dtype=dtype, device=self.device)
-
-        numbers = [torch.arange(rows, device=self.device) + start for start in (11, 0, 512)]
-        top_k = full(0 if self.size.flat else 50, torch.int32)
-        top_p, zeros = full(0.9, torch.float32), full(0, torch.float32)
-        return [full(0.8, torch.float32), top_k, top_p, zeros, *numbers]
-
-    def run(self, number: int) -> object:
-        """One call of the kernel."""
-        logits = self.logits(number)
-        temperature, top_k, top_p, min_p, seed, sample_index, position = self.parameters
-        stream = (seed, sample_index, position)
-        if self.size.op == "gumbel_argmax":
-            return sampling.gumbel_argmax(logits, temperature, min_p, *stream)
-        if self.size.op == "truncate":
-            return sampling.truncate(logits, top_k, top_p)
-        return sampling.sample(logits, temperature, top_k, top_p, min_p, *stream)
-
-    def peer(self) -> Call:
-        """The same in torch operations: what an engine without kernels does."""
-
-        def call(number: int) -> object:
-            logits = self.logits(number)
-            temperature, top_k, top_p, *_ = self.parameters
-            if self.size.op == "truncate":
-                return truncated_by_sort(logits.float(), top_k, top_p)
-            scaled = logits.float() / temperature[:, None]
-            if self.size.op == "sample":
-                scaled = truncated_by_sort(scaled, top_k, top_p)
-            return drawn(scaled)
-
-        return call
+def by_torch(inputs: tuple[Tensor, list[Tensor]], op: str) -> object:
+    """The same in torch operations: what an engine without kernels does."""
+    logits, (temperature, top_k, top_p, *_) = inputs
+    if op == "truncate":
+        return truncated_by_sort(logits.float(), top_k, top_p)
+    scaled = logits.float() / temperature[:, None]
+    return drawn(truncated_by_sort(scaled, top_k, top_p) if op == "sample" else scaled)
 
 
 def drawn(logits: Tensor) -> Tensor:

@@ -130,4 +130,4 @@ def fill_with_numbers(cache: Tensor) -> None:
     the CPU's cache would hold."""
     generator = torch.Generator().manual_seed(SEED)
     block = torch.randn(cache.shape[2:], generator=generator)
-    cache.copy_(block.to(cache.dtype))
+    cache.copy_(block.to(cache.device, cache.dtype))  # a copy from the host would be of its size

@@ -70,11 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 tasks = ", ".join(stage.tasks)
                 sys.stdout.write(f"{stage.name:<9} {stage.cap:5.0f} s  {tasks}\n")
             return 0
+        stages, why = plan.lacking(stages)
         results = Results(args.out)
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    return Run(args, stages, only, before, results).go()
+    run = Run(args, stages, only, before, results)
+    if why:
+        results.add("facts", "packages", case="", status="error", error=why)
+        run.say(why)
+    return run.go()
 
 
 def asked(
@@ -130,23 +135,23 @@ class Run:
 
         paths = (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", ""))
         os.environ["PYTHONPATH"] = os.pathsep.join(each for each in paths if each)
+        os.environ["PATH"] += f"{os.pathsep}/usr/local/cuda/bin"  # of compute-sanitizer
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        end = time.monotonic() + sum(stage.cap for stage in self.stages if not stage.beside)
-        beside = []
+        end, beside = time.monotonic(), []  # a stage also has the time that earlier ones left
         for stage in self.stages:
             if self.parent.stopped.is_set():
                 break
             self.say(f"{stage.name}: at most {stage.cap:.0f} s")
             if stage.beside:
-                beside.append(threading.Thread(target=self.parent.run, args=(stage, end)))
+                beside.append(threading.Thread(target=self.parent.run, args=(stage,)))
                 beside[-1].start()
                 continue
-            began = time.monotonic()
-            self.parent.run(stage, end)
+            began, end = time.monotonic(), end + stage.cap
+            self.parent.run(stage, end + stage.grace)
             self.seconds[stage.name] = round(time.monotonic() - began, 1)
             self.write()
-            if stage.name == "facts" and not self._can_go_on():
+            if stage.name == "facts" and not self.signal and not self._can_go_on():
                 self.parent.stop()
                 return 2
         self.parent.stopped.set()

@@ -27,11 +27,15 @@ def machine(dry: bool) -> dict[str, Any]:
 
     from minillm_kernels.launch import triton
 
+    line = smi()
     facts: dict[str, Any] = {
         "python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__,
         "processors": os.cpu_count(), "gcc": shutil.which("gcc") or shutil.which("cc"),
         "python_h": (Path(sysconfig.get_path("include")) / "Python.h").is_file(),
-        "compute_sanitizer": shutil.which("compute-sanitizer"), "nvidia_smi": smi(),
+        "compute_sanitizer": shutil.which("compute-sanitizer"), "nvidia_smi": line,
+        "driver": dict(zip(QUERY.split(","), (line or "").split(", "), strict=False)).get(
+            "driver_version"
+        ),
     }  # fmt: skip
     if not dry:
         from minillm_kernels.bench.gpu import Gpu

@@ -16,7 +16,6 @@ import torch
 from minillm.lab.gpu.worker import Case, Context
 from minillm_kernels import families
 from minillm_kernels.check.case import Mismatch
-from minillm_kernels.check.second_opinion import DTYPES, JUDGES
 
 SMALLEST = 6  # cases under compute-sanitizer, which is slow
 
@@ -35,9 +34,6 @@ def cases(context: Context) -> list[Case]:
         left = max(context.end - time.monotonic(), 0.0)
         return [Case("random cases", lambda: others(module, context), left)]
     found = [Case(named(each), checked(module.verify, each, context)) for each in some]
-    if context.task in JUDGES:
-        judge = JUDGES[context.task]
-        found += [Case(f"beside torch, {d}", checked(judge, d, context)) for d in DTYPES]
     if invariant := getattr(module, "verify_invariant", None):
         bitwise = [(f"bitwise {named(each)}", each) for each in some]
         found += [Case(name, checked(invariant, each, context)) for name, each in bitwise]

@@ -175,10 +175,10 @@ class Parent:
     _workers: set[Worker] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self, stage: Stage, deadline: float | None = None) -> None:
-        """All tasks of a stage, until its cap or the deadline."""
-        end = self.clock() + stage.cap
-        end = end if deadline is None else min(end, deadline)
+    def run(self, stage: Stage, end: float | None = None) -> None:
+        """All tasks of a stage, until its cap or `end`. Tasks that run one after another have equal
+        shares of the time that is left."""
+        end = self.clock() + stage.cap if end is None else end
         left = list(stage.tasks)
 
         def serve() -> None:
@@ -186,8 +186,9 @@ class Parent:
                 with self._lock:
                     if not left:
                         return
+                    now, share = self.clock(), len(left) if stage.parallel == 1 else 1
                     task = left.pop(0)
-                self._run_task(stage, task, end)
+                self._run_task(stage, task, now + (end - now) / share)
 
         count = min(stage.parallel, len(left))
         threads = [threading.Thread(target=serve, daemon=True) for _ in range(count)]
@@ -207,7 +208,8 @@ class Parent:
         while not self.stopped.is_set() and end - self.clock() > BEHIND:
             before, why = at.place, self._one_worker(stage, task, at, end)
             if not why:
-                return
+                said = True
+                break
             status, reason = why
             if at.open is not None and at.names is not None:
                 self._close(stage, task, at, status, error=reason)
@@ -232,6 +234,7 @@ class Parent:
         try:
             while (event := worker.next(min(at.patience, end - self.clock()))) is not None:
                 if event["event"] == "end":
+                    self._last_word(stage, task, worker)
                     return None
                 self._hear(stage, task, at, event)
             return ("stopped" if self.stopped.is_set() else "crashed"), worker.how()
@@ -242,6 +245,17 @@ class Parent:
         finally:
             worker.stop()
             self._workers.discard(worker)
+
+    def _last_word(self, stage: Stage, task: str, worker: Worker) -> None:
+        """What the program before the worker's command found, by its exit code: the worker does not
+        know it."""
+        if stage.prefix:
+            with suppress(TimeoutError):
+                worker.next(10.0)  # what it prints goes to the log
+            reason = worker.how()
+            if worker.process.returncode:
+                self.results.add(stage.name, task, case="", status="failed", error=reason)
+                self.say(f"{stage.name} {task}: {reason}")
 
     def _hear(self, stage: Stage, task: str, at: _Task, event: Record) -> None:
         kind = event["event"]

@@ -1,8 +1,10 @@
 """The stages of a run: their order, tasks and time limits."""
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 from minillm.errors import ConfigError, did_you_mean
 
@@ -23,7 +25,8 @@ class Stage:
         cap: seconds at most; with less than `least` the stage is left out.
         silence: seconds without a word after which a worker is ended.
         prefix: put before the worker's command.
-        beside: runs beside the stages that follow, up to and including "smoke".
+        beside: runs beside the stages that follow, for `cap` seconds at most.
+        grace: seconds that it may take from the stages behind it.
     """
 
     name: str
@@ -35,13 +38,18 @@ class Stage:
     silence: float = 25.0
     prefix: tuple[str, ...] = ()
     beside: bool = False
+    grace: float = 0.0
 
 
-SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "86")
+# Without torch's cache each tensor is an allocation, so that an access behind its end is seen.
+SANITIZER = (
+    "env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--tool", "memcheck",
+    "--error-exitcode", "86",
+)  # fmt: skip
 CHECKED = (*FAMILIES, "flash_attention")
 WARM = (*(f"engine {model}" for model in MODELS), "decode qwen3-0.6b", "decode llama-3.1-8b")
 STAGES = (
-    Stage("facts", "facts", ("machine",), 20, 20, silence=20),
+    Stage("facts", "facts", ("machine",), 20, 20, silence=60, grace=40),  # torch from a cold disk
     Stage("warm", "warm", WARM, 60, 10, parallel=6, silence=60, beside=True),
     Stage("smoke", "families", CHECKED, 95, 20, parallel=9),
     Stage("engine", "engine", ("tiny", "launches", *MODELS), 80, 20, parallel=3),
@@ -54,6 +62,9 @@ STAGES = (
     Stage("rest", "families", CHECKED, 15, 10, parallel=4),
 )  # fmt: skip
 NAMES = tuple(stage.name for stage in STAGES)
+PACKAGES = ("torch", "triton", "numpy")  # of every stage
+ENGINE = ("msgspec", "safetensors", "tokenizers", "jinja2", "tqdm")
+ENGINES = ("warm", "engine", "speed")  # modules that open one
 # Who gives time, first to last, if there is less than all want.
 GIVING = ("rest", "memcheck", "kernels", "profile", "decode", "nano", "warm", "engine", "smoke")
 ALWAYS_AGAIN = ("facts", "engine", "decode", "nano")  # of `--again`
@@ -69,6 +80,24 @@ def chosen(names: Sequence[str], stages: Sequence[Stage] = STAGES) -> tuple[Stag
                 f"{did_you_mean(name, known)}"
             )
     return tuple(each for each in stages if not names or each.name in (*names, "facts"))
+
+
+def lacking(stages: Sequence[Stage]) -> tuple[tuple[Stage, ...], str]:
+    """The stages that can run with the packages that are installed, and a sentence about others.
+    ConfigError if none can."""
+    if none := [name for name in PACKAGES if find_spec(name) is None]:
+        raise ConfigError(
+            f"{', '.join(none)} not installed for {sys.executable}; name another Python."
+        )
+    absent = [name for name in ENGINE if find_spec(name) is None]
+    left_out = [stage.name for stage in stages if stage.module in ENGINES and absent]
+    if not left_out:
+        return tuple(stages), ""
+    why = (
+        f"{', '.join(absent)} not installed for {sys.executable}, so {', '.join(left_out)} are "
+        "left out; carry the wheels, and install them into a folder of PYTHONPATH."
+    )
+    return tuple(stage for stage in stages if stage.name not in left_out), why
 
 
 def within(stages: Sequence[Stage], seconds: float) -> tuple[Stage, ...]:

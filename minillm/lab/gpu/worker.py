@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 Found = dict[str, Any] | None
+SPARE = 1.0  # seconds left below which no case is begun
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def main(arguments: Sequence[str]) -> None:
         say("plan", names=[case.name for case in cases])
         for index, case in enumerate(cases):
             if index >= context.start:
+                if time.monotonic() > end - SPARE:
+                    break  # what is left would be cut off
                 say("begin", index=index, patience=case.patience)
                 status, found = tried(case, kernels)
                 say("done", status=status, found=found)
@@ -102,12 +105,17 @@ def tried(case: Case, kernels: list | None) -> tuple[str, dict[str, Any]]:
 
 
 def described(error: BaseException) -> str:
-    """Type and message, and where it was raised."""
+    """Type and message of the first cause, and where it was raised. Of a long message the end
+    stays: Triton's begins with the source."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     trace, where = error.__traceback__, ""
     while trace is not None:
         where = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]} ({where})"
+    text = " ".join(str(error).split())
+    text = text if len(text) <= 400 else f"{text[:100]} ... {text[-300:]}"
+    return f"{type(error).__name__}: {text} ({where})"
 
 
 if __name__ == "__main__":

@@ -141,6 +141,40 @@ def test_without_a_gpu_the_first_stage_says_so(capsys, tmp_path):
     }  # fmt: skip
 
 
+def test_a_stage_has_the_time_that_earlier_ones_left_and_facts_may_take_more(tmp_path, monkeypatch):
+    """torch from a cold disk takes longer than facts has, and a run without facts is none."""
+    ends = {}
+    monkeypatch.setattr(command.Run, "_can_go_on", lambda self: True)
+    monkeypatch.setattr(command.Parent, "run", lambda self, stage, end=None: ends.update(
+        {stage.name: end and round(end - self.results.began)}))  # fmt: skip
+    assert command.main(["--out", str(tmp_path)]) == 0
+    caps = {stage.name: stage.cap for stage in within(STAGES, 540)}
+    assert ends["facts"] == caps["facts"] + 40
+    assert ends["smoke"] == caps["facts"] + caps["smoke"]
+    assert ends["engine"] == ends["smoke"] + caps["engine"]
+    assert ends["rest"] == 540
+    assert ends["warm"] is None
+
+
+def test_a_missing_package_costs_only_the_stages_that_need_it(tmp_path, monkeypatch, capsys):
+    """And is said in the first second."""
+    absent = {"msgspec"}
+    monkeypatch.setattr(plan, "find_spec", lambda name: None if name in absent else name)
+    monkeypatch.setattr(command.Run, "_can_go_on", lambda self: True)
+    ran = []
+    monkeypatch.setattr(command.Parent, "run", lambda self, stage, end=None: ran.append(stage.name))
+    assert command.main(["--out", str(tmp_path)]) == 1
+    assert ran == ["facts", "smoke", "kernels", "memcheck", "rest"]
+    told = capsys.readouterr()
+    assert told.err.startswith("[   0 s] msgspec not installed for ")
+    assert "so warm, engine, decode, nano, profile are left out" in told.err
+    assert "WRONG facts, packages, : error: msgspec not installed" in told.out
+    absent.add("triton")
+    assert command.main(["--out", str(tmp_path / "other")]) == 2
+    assert "triton not installed for " in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
 def test_pack_copies_tracked_files_up_to_a_size(tmp_path):
     subprocess.run(["git", "init", "-q", str(tmp_path / "a")], check=True)
     for name in ("minillm/one.py", "kernels/two.py", "tests/not.py", "minillm/untracked.py"):

@@ -14,6 +14,7 @@ import pytest
 from minillm.lab.gpu import parent as parent_module
 from minillm.lab.gpu.parent import LOG_BYTES, Parent, Results, read
 from minillm.lab.gpu.stages import Stage
+from minillm.lab.gpu.worker import described
 
 ROOT = Path(__file__).resolve().parents[3]
 # Says what a worker says of three cases; the second goes wrong in the way of the task.
@@ -103,6 +104,54 @@ def test_a_command_that_is_not_there_is_an_error(tmp_path):
     found, _ = run(tmp_path, "good", prefix=("compute-sanitizer-that-is-not-there",))
     assert [each["status"] for each in found] == ["error"]
     assert "cannot be started" in found[0]["error"]
+
+
+def test_tasks_one_after_another_have_equal_shares_of_the_time(tmp_path, monkeypatch):
+    """A slow family leaves the others their time."""
+    monkeypatch.setattr(parent_module, "BEHIND", 0.1)
+    stage = Stage("kernels", "", ("hang", "good"), 4.0, 1.0, silence=30.0)
+    results = Results(tmp_path)
+    worker = lambda stage, task, start, seconds: [  # noqa: E731
+        sys.executable, "-c", WORKER, task, str(start)
+    ]  # fmt: skip
+    Parent(results, worker, lambda text: None).run(stage)
+    found = [(each["task"], each["status"]) for each in results.records if "status" in each]
+    cut = [("hang", "passed"), ("hang", "timeout"), ("hang", "not reached")]
+    assert found == cut + [("good", "passed")] * 3
+
+
+def test_what_the_program_before_a_worker_found_is_not_lost(tmp_path):
+    """compute-sanitizer says it by its exit code, when the worker has ended."""
+    program = "import subprocess, sys; subprocess.run(sys.argv[1:]); print('12 errors'); exit({})"
+    for code, more in ((86, [("", "failed")]), (0, [])):
+        prefix = (sys.executable, "-c", program.format(code))
+        found, said = run(tmp_path / str(code), "good", prefix=prefix)
+        cases = [(each["case"], each["status"]) for each in found]
+        assert cases == [("a", "passed"), ("b", "passed"), ("c", "passed"), *more]
+        assert len(said) == len(more)
+        assert b"12 errors" in (tmp_path / str(code) / "out" / "log.txt").read_bytes()
+
+
+def test_a_worker_begins_nothing_that_would_be_cut_off(tmp_path):
+    job = {"stage": "facts", "module": "facts", "task": "machine", "start": 0, "seconds": 0.5,
+           "dry": False, "out": str(tmp_path), "only": None}  # fmt: skip
+    command = [sys.executable, "-m", "minillm.lab.gpu.worker", json.dumps(job)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        events = [json.loads(line)["event"] for line in process.stdout]
+    assert events == ["plan", "end"]
+
+
+def test_an_error_says_its_first_cause_and_the_end_of_a_long_message():
+    try:
+        try:
+            raise TypeError("x" * 900 + " cannot convert None")
+        except TypeError as error:
+            raise RuntimeError("at 44:12: table = ...") from error
+    except RuntimeError as error:
+        text = described(error)
+    assert text.startswith("TypeError: xxx")
+    assert "x cannot convert None (test_gpu_parent.py:" in text
+    assert len(text) < 500
 
 
 DRIVER = """

@@ -14,7 +14,7 @@ from minillm import LLM, SamplingParams
 from minillm.api.arguments import EngineArgs
 from minillm.cache.spec import cache_spec
 from minillm.cli import main as minillm_main
-from minillm.engine.setup import with_defaults_of
+from minillm.engine.setup import free_memory, with_defaults_of
 from minillm.execution.state import DeviceRows
 from minillm.lab import ceilings
 from minillm.lab.commands import bench_compare
@@ -134,6 +134,32 @@ def test_other_logits_than_plain_torch_s_are_found(monkeypatch):
         engine.same_logits(live, made, 3)
 
 
+def test_a_router_s_near_ties_are_no_error_and_other_choices_are(monkeypatch):
+    """128 experts: among 130 rows rounding decides some choices, which moves logits by 7%."""
+    monkeypatch.setattr(Context, "device", "cpu")
+    monkeypatch.setattr(engine, "CudaCapture", engine.Again)
+    full = preset("qwen3-30b-a3b")
+    shape = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    moe = replace(full.moe, intermediate_size=64)
+    monkeypatch.setattr(engine, "preset", lambda name: replace(
+        full, vocab_size=2000, moe=moe, **shape))  # fmt: skip
+    live, made = Context("engine", "qwen3-30b-a3b"), {}
+    assert max(engine.same_logits(live, made, 130)["figures"].values()) < 1e-2
+    with_kernels = engine.with_kernels
+
+    def moved(*given):
+        eager, replayed, known = with_kernels(*given)
+        return eager, replayed, [change(*each) for each in known]
+
+    monkeypatch.setattr(engine, "with_kernels", moved)
+    change = lambda weights, ids: (weights, (ids + 1) % 128)  # noqa: E731
+    with pytest.raises(AssertionError, match="routers choose other experts for"):
+        engine.same_logits(live, made, 3)
+    change = lambda weights, ids: (weights + 0.03, ids)  # noqa: E731
+    with pytest.raises(AssertionError, match=r"routers weigh experts otherwise, by 0\.03"):
+        engine.same_logits(live, made, 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "stage", "task"),
@@ -231,6 +257,28 @@ def test_a_layer_of_a_decode_step_has_so_many_launches(kind, monkeypatch):
         model.all_layers = FusedLayers.of(model)
         one = [launches(*step) for step in steps]
     assert [x - y for x, y in zip(both, one, strict=True)] == [6, 6, 6, 6, 6, 9, 6]
+
+
+def test_memory_of_an_engine_before_is_free(monkeypatch):
+    """torch keeps what was freed, and an engine has cycles: a second one in a process would be told
+    that nothing is left."""
+    calls = []
+
+    class Engine:
+        def __init__(self):
+            self.own = self
+
+        def __del__(self):
+            calls.append("collected")
+
+    fake = SimpleNamespace(
+        empty_cache=lambda: calls.append("emptied"),
+        mem_get_info=lambda device: calls.append("asked") or (7, 9),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    Engine()
+    assert free_memory(torch.device("cuda")) == 7
+    assert calls == ["collected", "emptied", "asked"]
 
 
 def test_what_a_gpu_gets_without_being_asked(monkeypatch):
