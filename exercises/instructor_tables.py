@@ -58,6 +58,7 @@ PLANS: Mapping[str, Sequence[str | int]] = MappingProxyType(
             *("11", BREAK, "12", LUNCH),
             *("18", BREAK, "19", SLACK),
         ),
+        "for people who run vLLM": ("07", BREAK, "08", LUNCH, "09", BREAK, "22", SLACK),
         "what it costs to serve": ("13", BREAK, "15", LUNCH, "22", BREAK, "23", SLACK),
     }
 )
@@ -70,7 +71,9 @@ DAYS = (  # plans of several days
 INSTEAD = {
     "00": (10, "no step is faster than the larger of bytes / bandwidth and operations / rate"),
     "02": (5, "a model returns a score for each token, a logit; here the largest is chosen"),
+    "03": (5, "keys and values of earlier tokens are kept, so a step computes only the new ones"),
     "05": (5, "a step of many rows reads the weights once, so a row more costs little"),
+    "06": (5, "who runs is decided before every step, so no seat waits for a batch to end"),
     "09": (5, "a prompt that begins like an earlier one finds the cached blocks of this beginning"),
     "16": (5, "one step checks drafts, and keeps those that the model itself would have drawn"),
 }

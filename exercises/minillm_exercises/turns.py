@@ -112,7 +112,11 @@ def short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = re.sub(r"\d+\.\d{5,}(e-?\d+)?", lambda match: f"{float(match[0]):.4g}", str(value))
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    if len(text) <= 80:
+        return text
+    parts = ("], ", ", ")  # whole rows, or whole numbers
+    ends = [at + len(part) for part in parts if (at := text.rfind(part, 0, 77)) > 0]
+    return f"{text[: ends[0] if ends else 77]}..."
 
 
 def blanked(source: str) -> str:

@@ -315,6 +315,6 @@ def draw_guesses(times: Mapping[str, Sequence[float]], sent: int) -> None:
     fig.legend(loc="outside upper center", ncols=len(times))
     name, values = list(times.items())[-1]
     told = f"{1e3 * values[sent]:.0f} ms {name}; the median guess takes "
-    told += f"{median(values) / values[sent]:.1f} times as long"
+    told += f"{median(values) / values[sent]:.3g} times as long"
     guess = f"Guess {letters[sent]} is what another user sent"
     show(fig, f"{guess}. Its first token, measured, takes {told}.")
