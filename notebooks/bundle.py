@@ -2,7 +2,6 @@
 """Pack the course into one zip for machines without a network: the package as a wheel, chapters,
 exercises, and every chapter as a printable page with its outputs."""
 
-import argparse
 import datetime
 import html
 import platform
@@ -27,6 +26,7 @@ from chapters import (
     script_errors,
 )
 from index import PAGES, title
+from minillm_exercises.cli.parser import Parser
 from minillm_exercises.widgets import CSS
 
 ROOT = NOTEBOOKS.parent
@@ -39,6 +39,7 @@ EXAMPLES = """examples:
   python notebooks/bundle.py             everything that is ours; dependencies come from elsewhere
   python notebooks/bundle.py --wheels    with all pinned dependencies (downloads them now)
 """
+PRINTED = {name: name.replace("README", "index").replace(".md", ".html") for name in PAGES}
 EPOCH = (1980, 1, 1, 0, 0, 0)  # the same files make the same zip
 README = """\
 # minillm's course, {version}, for a machine without a network
@@ -168,9 +169,8 @@ def page_of(markdown: str) -> str:
 
     heading = re.search(r"^# +(.+)$", markdown, re.MULTILINE)
     linked = re.sub(r"\]\((\d\d[a-z]?_\w+)\.ipynb\)", r"](\1.html)", markdown)
-    for name in PAGES:
-        target = "index" if name == "README.md" else name.removesuffix(".md")
-        linked = linked.replace(f"]({name})", f"]({target}.html)")
+    for name, target in PRINTED.items():
+        linked = linked.replace(f"]({name})", f"]({target})")
     name = heading[1] if heading else "The course"
     return PAGE.format(title=html.escape(name), style=STYLE, body=markdown2html(linked))
 
@@ -182,10 +182,9 @@ def write_pages(folder: Path) -> int:
     for path in paths:
         page = printable(path, read_notebook(path))
         (folder / f"{path.stem}.html").write_text(page, encoding="utf-8")
-    for name in PAGES:
-        target = "index" if name == "README.md" else name.removesuffix(".md")
+    for name, target in PRINTED.items():
         page = page_of((NOTEBOOKS / name).read_text(encoding="utf-8"))
-        (folder / f"{target}.html").write_text(page, encoding="utf-8")
+        (folder / target).write_text(page, encoding="utf-8")
     if (NOTEBOOKS / "figures").exists():
         shutil.copytree(NOTEBOOKS / "figures", folder / "figures")
     return len(paths)
@@ -241,13 +240,8 @@ def pack(folder: Path, archive: Path) -> None:
     archive.parent.mkdir(parents=True, exist_ok=True)
     part = archive.with_suffix(".part")
     with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as out:
-        files = {
-            path.relative_to(folder.parent).as_posix(): path
-            for path in folder.rglob("*")
-            if path.is_file()
-        }
-        for name, path in sorted(files.items()):
-            entry = zipfile.ZipInfo(name, EPOCH)
+        for path in sorted(filter(Path.is_file, folder.rglob("*"))):
+            entry = zipfile.ZipInfo(path.relative_to(folder.parent).as_posix(), EPOCH)
             entry.external_attr = (path.stat().st_mode & 0o777) << 16
             entry.compress_type = zipfile.ZIP_DEFLATED
             out.writestr(entry, path.read_bytes())
@@ -272,12 +266,7 @@ def make(folder: Path, wheels: bool) -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Make the zip."""
-    parser = argparse.ArgumentParser(
-        prog="bundle.py",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="bundle.py", description=__doc__, epilog=EXAMPLES)
     parser.add_argument("--wheels", action="store_true", help="download all pinned dependencies")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the zip: dist/")
     given = parser.parse_args(argv)

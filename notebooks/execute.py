@@ -36,6 +36,7 @@ from chapters import (
     write_notebook,
     write_text,
 )
+from minillm_exercises.cli.parser import Parser
 from minillm_exercises.disturbance import LIMIT
 
 EXAMPLES = """examples:
@@ -308,12 +309,7 @@ def fill_only(path: Path) -> list[str]:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="execute.py",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="execute.py", description=__doc__, epilog=EXAMPLES)
     parser.add_argument("chapters", nargs="*", help="numbers or files; default: all")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if a fact changed"

@@ -83,10 +83,8 @@ def plain(text: str) -> str:
 
 def exercises(notebook: Notebook) -> list[str]:
     """Names of the exercises that the chapter checks, in order: e03.1, e03.2."""
-    found: dict[str, None] = {}
-    for _, cell in code_cells(notebook):
-        found |= dict.fromkeys(re.findall(r"\bcheck\(\s*[\"'](e\d\d\.\d)[\"']", cell["source"]))
-    return list(found)
+    code = "\n".join(cell["source"] for _, cell in code_cells(notebook))
+    return list(dict.fromkeys(re.findall(r"\bcheck\(\s*[\"'](e\d\d\.\d)[\"']", code)))
 
 
 def cover(notebook: Notebook) -> tuple[bytes, str] | None:

@@ -32,6 +32,7 @@ from chapters import (
 )
 from index import PAGES
 from minillm_exercises import turns
+from minillm_exercises.cli.parser import Parser
 from minillm_exercises.workspace import work_root
 
 EXAMPLES = """examples:
@@ -125,7 +126,7 @@ class Desk:
         fresh = stripped(read_notebook(path), self.folder)
         new = f"{path.stem}.new.ipynb"
         there = (self.folder / path.name).exists()
-        if not there or not self.touched(path.name):
+        if not self.touched(path.name):
             changed = self.copied.get(path.name) != digest(fresh)
             if not there or changed:
                 self.put(path.name, fresh)
@@ -193,10 +194,9 @@ def where_to_start(desk: Desk, source: Path, chapter: str | None, index: bool) -
 def command(folder: Path, name: str, browser: bool, port: int | None) -> list[str]:
     """The command that starts JupyterLab on one file."""
     root = ROOT if folder.is_relative_to(ROOT) else folder
+    page = quote((folder / name).relative_to(root).as_posix())
     words = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={root}"]
-    words += [
-        f"--LabApp.default_url=/lab/tree/{quote((folder / name).relative_to(root).as_posix())}"
-    ]
+    words += [f"--LabApp.default_url=/lab/tree/{page}"]
     words += [f"--FileCheckpoints.checkpoint_dir={folder / '.checkpoints'}"]  # none beside code
     words += ["--LabApp.expose_app_in_browser=True"]  # the button that puts a starter into a cell
     words += [] if browser else ["--no-browser"]
@@ -217,12 +217,7 @@ def wait(words: list[str], env: dict[str, str]) -> int:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="lab.py",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="lab.py", description=__doc__, epilog=EXAMPLES)
     parser.add_argument("--chapter", metavar="NN", help="open this chapter")
     parser.add_argument("--index", action="store_true", help="open the index")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")

@@ -26,7 +26,6 @@ from stale import pointed
 
 SPAN = re.compile(r'<span data-(?P<kind>[\w-]+)="(?P<name>[^"]*)">(?P<text>.*?)</span>', re.DOTALL)
 KINDS = ("fact", "result", "given", "claim")
-EXPRESSION = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Tuple, ast.List)
 
 
 @dataclass(frozen=True)
@@ -107,17 +106,15 @@ def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _constant(node: ast.expr) -> Any:
-    """The value of an expression of literals only, else None."""
-    parts = [part for part in ast.walk(node) if not isinstance(part, ast.expr_context)]
-    if not all(isinstance(part, EXPRESSION) for part in parts):
-        return None
-    try:  # literals and operators only: nothing of the notebook is called
+    """The value of an expression of literals and operators only, else None."""
+    try:
         return _value(node)
     except (TypeError, ValueError, ArithmeticError, KeyError):
         return None
 
 
 def _value(node: ast.expr) -> Any:
+    """Nothing of the notebook is called: what is not known here is a ValueError or a KeyError."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Tuple | ast.List):

@@ -7,6 +7,7 @@ import re
 import shutil
 import warnings
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -166,11 +167,6 @@ def test_every_draw_is_the_samplers_at_its_position_on_transformers_logits(llm, 
             assert sample(logits[position - 1 : position], [row]).token_ids == [token]
 
 
-def test_score_needs_something_to_predict(llm):
-    with pytest.raises(InvalidRequestError, match="1 tokens; scoring needs at least 2"):
-        llm.score("a")
-
-
 # ---- requests --------------------------------------------------------------------------------
 
 
@@ -229,16 +225,22 @@ def test_numpy_integers_are_token_ids(llm):
         assert type(out.prompt_token_ids[0]) is int
 
 
-def test_stream_takes_one_prompt(llm):
-    with pytest.raises(InvalidRequestError, match="one prompt, not 2"):
-        llm.stream(["a", "b"])
+UNREADABLE = [5, None, {"role": "user", "content": "x"}, b"x", [3]]
+BAD_CALLS = [
+    *(("chat", (value,), None) for value in UNREADABLE),
+    *(("score", (value,), None) for value in UNREADABLE),
+    ("score", ("a",), "1 tokens; scoring needs at least 2"),
+    ("stream", (["a", "b"],), "one prompt, not 2"),
+    ("generate", (["a", "b"], [GREEDY]), "1 sampling_params for 2 prompts"),
+    ("generate", (["a"], {"temperature": 0}), "dict"),
+    ("generate", ("a", SamplingParams(stop_token_ids=[9999])), "ids from 0 to 263"),
+]
 
 
-@pytest.mark.parametrize("call", ["chat", "score"])
-@pytest.mark.parametrize("value", [5, None, {"role": "user", "content": "x"}, b"x", [3]])
-def test_chat_and_score_refuse_what_they_cannot_read(llm, call, value):
-    with pytest.raises(InvalidRequestError):
-        getattr(llm, call)(value)
+@pytest.mark.parametrize(("call", "given", "message"), BAD_CALLS)
+def test_calls_that_make_no_sense_are_refused(llm, call, given, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        getattr(llm, call)(*given)
 
 
 def test_vllm_s_names(llm):
@@ -255,39 +257,32 @@ def tokens_of(llm: LLM, **kwargs: object) -> minillm.CompletionOutput:
     return llm.generate(PROMPT, SamplingParams(**(defaults | kwargs)))[0].outputs[0]
 
 
+def recommending(folder: Path, to: Path, **fields: object) -> LLM:
+    """The model from a copy of its folder, whose authors recommend `fields`."""
+    copy = shutil.copytree(folder, to / "model")
+    (copy / "generation_config.json").write_text(json.dumps(fields))
+    return LLM(copy, dtype="float32")
+
+
 def test_an_end_of_sequence_id_without_a_logit_is_dropped(folder, tmp_path, caplog):
-    copy = shutil.copytree(folder, tmp_path / "model")
-    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 9999]}))
-    llm = LLM(copy, dtype="float32")
+    llm = recommending(folder, tmp_path, eos_token_id=[EOS, 9999])
     assert llm.engine.eos_token_ids == (EOS,)
     assert "9999" in caplog.text
     assert len(tokens_of(llm, min_tokens=3, ignore_eos=False).token_ids) >= 3
 
 
-def test_the_end_of_sequence_token_ends_unless_ignored(folder, reference):
-    first = tokens_of(LLM(folder, dtype="float32")).token_ids[0]
-    config = folder / "generation_config.json"
-    saved = config.read_text()
-    config.write_text(json.dumps({"eos_token_id": [EOS, first]}))
-    try:
-        llm = LLM(folder, dtype="float32")
-    finally:
-        config.write_text(saved)
+def test_the_end_of_sequence_token_ends_unless_ignored(folder, llm, tmp_path):
+    first = tokens_of(llm).token_ids[0]
+    llm = recommending(folder, tmp_path, eos_token_id=[EOS, first])
     out = tokens_of(llm, ignore_eos=False)
     assert out.token_ids == [first]
     assert (out.finish_reason, out.stop_reason, out.text) == ("stop", first, "")
     assert len(tokens_of(llm, ignore_eos=True).token_ids) == 24
 
 
-def test_the_authors_recommendation_is_the_default(folder):
-    config = folder / "generation_config.json"
-    saved = config.read_text()
+def test_the_authors_recommendation_is_the_default(folder, tmp_path):
     recommended = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 5, "eos_token_id": EOS}
-    config.write_text(json.dumps(recommended))
-    try:
-        llm = LLM(folder, dtype="float32")
-    finally:
-        config.write_text(saved)
+    llm = recommending(folder, tmp_path, **recommended)
     assert llm.get_default_sampling_params() == SamplingParams(
         temperature=0.6, top_k=20, max_tokens=5
     )
@@ -353,7 +348,8 @@ BAD_PROMPTS = [
     (7, "int"),
     (b"abc", "bytes"),
     (None, "NoneType"),
-    ([1] * 128, "128 tokens.*maximum context length is 128"),
+    ({"prompt": "a", "salt": "b"}, r"optionally 'cache_salt'.*'salt'"),
+    ([1] * 128, r"128 tokens.*maximum context length is 128.*shorten the prompt\.$"),
     ("a\ud800b", "tokenized"),
 ]
 
@@ -374,9 +370,7 @@ def test_an_empty_prompt_is_refused_also_where_the_tokenizer_adds_a_start_token(
         assert tiny.generate([[0]], GREEDY)[0].outputs[0].token_ids
 
 
-def test_a_longer_context_is_proposed_only_where_the_model_has_one(folder, llm):
-    with pytest.raises(InvalidRequestError, match=r"shorten the prompt\.$"):
-        llm.generate([1] * 128, GREEDY)
+def test_a_longer_context_is_proposed_where_the_model_has_one(folder):
     with pytest.raises(InvalidRequestError, match=r"or raise max_model_len\.$"):
         LLM(folder, dtype="float32", max_model_len=20).generate([1] * 20, GREEDY)
 
@@ -515,11 +509,6 @@ def test_a_context_that_memory_shortens_is_that_of_the_plan(folder):
     assert plan.combinations[-1].context == 64
 
 
-def test_a_wrong_key_of_a_prompt_is_named_beside_the_right_ones(llm):
-    with pytest.raises(InvalidRequestError, match=r"optionally 'cache_salt'.*'salt'"):
-        llm.generate({"prompt": "a", "salt": "b"}, GREEDY)
-
-
 def test_cached_tokens_are_where_vllm_has_them_too(folder):
     llm = LLM(folder, block_size=8)
     first, second = (llm.generate(PROMPT, GREEDY)[0] for _ in range(2))
@@ -527,34 +516,17 @@ def test_cached_tokens_are_where_vllm_has_them_too(folder):
     assert second.num_cached_tokens == second.metrics.num_cached_tokens == 16
 
 
-class Bar:
-    """A progress bar that remembers what it was told."""
-
-    def __init__(self, **options):
-        self.options, self.updates, self.texts = options, [], []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def set_postfix_str(self, text, refresh):
-        self.texts.append(text)
-
-    def update(self, count):
-        self.updates.append(count)
-
-
 def test_the_progress_bar_counts_tokens_before_a_request_ends(llm, monkeypatch):
-    bar, clock = Bar(), itertools.count()
-    monkeypatch.setattr("minillm.llm.tqdm", lambda **options: bar.options.update(options) or bar)
-    monkeypatch.setattr("minillm.llm.perf_counter", lambda: next(clock))
+    tqdm = MagicMock()
+    bar = tqdm.return_value.__enter__.return_value
+    monkeypatch.setattr("minillm.llm.tqdm", tqdm)
+    monkeypatch.setattr("minillm.llm.perf_counter", itertools.count().__next__)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     llm.generate([PROMPT, PROMPT[:9]], params)
-    assert bar.options["total"] == sum(bar.updates) == 2
-    assert bar.options["miniters"] == 0  # else it stands still until as many end at once again
-    rates = [int(text.split()[0]) for text in bar.texts]  # one text per tick of the clock
+    options, told = tqdm.call_args.kwargs, bar.set_postfix_str.call_args_list
+    assert options["total"] == sum(call.args[0] for call in bar.update.call_args_list) == 2
+    assert options["miniters"] == 0  # else it stands still until as many end at once again
+    rates = [int(call.args[0].split()[0]) for call in told]  # one text per tick of the clock
     assert len(rates) >= 8
     assert 1 <= rates[0] <= 2
     assert rates[-1] == round(16 / len(rates))
@@ -580,15 +552,6 @@ def test_a_model_without_tokenizer_takes_ids_and_says_what_it_cannot(reference, 
     ):
         with pytest.raises(InvalidRequestError, match="tokenizer"):
             call()
-
-
-def test_params_must_match_prompts(llm):
-    with pytest.raises(InvalidRequestError, match="1 sampling_params for 2 prompts"):
-        llm.generate(["a", "b"], [GREEDY])
-    with pytest.raises(InvalidRequestError, match="dict"):
-        llm.generate(["a"], {"temperature": 0})
-    with pytest.raises(InvalidRequestError, match="ids from 0 to 263"):
-        llm.generate("a", SamplingParams(stop_token_ids=[9999]))
 
 
 def test_engine_args_are_checked_without_loading():

@@ -3,16 +3,20 @@
 import json
 import sys
 from fractions import Fraction
+from html import unescape
 from pathlib import Path
 
 import pytest
 
-from minillm_exercises import bound, compare, explore, fact, figure, measure, predict, record, show
+from minillm.lab.simulation import Simulation
+from minillm_exercises import notebook, widgets
 from minillm_exercises.errors import ExerciseError
-from minillm_exercises.plots import series
+from minillm_exercises.notebook import compare, fact, predict, quiz, record, task, turn
+from minillm_exercises.plots import bound, figure, listing, series, show
 from minillm_exercises.predictions import Prediction
 from minillm_exercises.quiz import load_quiz, quiz_text
-from minillm_exercises.timing import Timing
+from minillm_exercises.timing import Timing, measure
+from minillm_exercises.widgets import design, explore
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +24,14 @@ def _work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINILLM_WORK", str(tmp_path / "work"))
     for name in ("MINILLM_QUICK", "MINILLM_RESULTS"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list:
+    """What is displayed."""
+    things: list = []
+    monkeypatch.setattr("IPython.display.display", things.append)
+    return things
 
 
 class FakeClock:
@@ -228,13 +240,7 @@ def test_the_caption_is_the_alternative_text(monkeypatch) -> None:
             show(fig, caption)
 
 
-def test_a_listing_is_folded_and_says_its_source(monkeypatch) -> None:
-    import IPython.display
-
-    from minillm_exercises import listing
-
-    shown = []
-    monkeypatch.setattr(IPython.display, "display", shown.append)
+def test_a_listing_is_folded_and_says_its_source(shown) -> None:
     listing("How a plot is made", Prediction.text, series)
     (page,) = shown
     text = page.data
@@ -302,35 +308,23 @@ def test_quiz_mistakes_are_sentences(quizzes) -> None:
         load_quiz("03", quizzes)
 
 
-def test_a_slider_draws_again_below_and_only_when_moved(monkeypatch) -> None:
-    import IPython.display
-
-    import minillm_exercises.widgets as widgets
-
-    shown, calls = [], []
-    monkeypatch.setattr(widgets, "is_live", lambda: True)
-    monkeypatch.setattr(IPython.display, "display", shown.append)
-    explore(lambda **k: calls.append(k), {"t": 1, "p": 2}, t=[0, 1], p=[2])
-    assert calls == [{"t": 1, "p": 2}]
-    (box,) = shown
-    slider = next(child for child in box.children if getattr(child, "description", "") == "t")
-    slider.value = 0
-    assert calls == [{"t": 1, "p": 2}, {"t": 0, "p": 2}]
-
-
 @pytest.fixture
-def live(monkeypatch) -> list:
+def live(monkeypatch, shown) -> list:
     """A live notebook: what it displays. `display` of the cell that runs may be asked twice."""
-    import IPython.display
-
-    from minillm_exercises import notebook, widgets
-
-    shown: list = []
-    monkeypatch.setattr(IPython.display, "display", shown.append)
     for module in (widgets, notebook):
         monkeypatch.setattr(module, "is_live", lambda: True)
     widgets._mark.cache_clear()
     return shown
+
+
+def test_a_slider_draws_again_below_and_only_when_moved(live) -> None:
+    calls = []
+    explore(lambda **k: calls.append(k), {"t": 1, "p": 2}, t=[0, 1], p=[2])
+    assert calls == [{"t": 1, "p": 2}]
+    (box,) = live
+    slider = next(child for child in box.children if getattr(child, "description", "") == "t")
+    slider.value = 0
+    assert calls == [{"t": 1, "p": 2}, {"t": 0, "p": 2}]
 
 
 def labels(shown: list) -> list[str]:
@@ -340,8 +334,6 @@ def labels(shown: list) -> list[str]:
 
 
 def test_a_live_cell_is_marked_once_with_its_kind(monkeypatch, live) -> None:
-    from minillm_exercises import design, turn, widgets
-
     cell = [1]
     monkeypatch.setattr(widgets, "cell_number", lambda: cell[0])
     fact("a", 1)
@@ -358,13 +350,7 @@ def test_a_live_cell_is_marked_once_with_its_kind(monkeypatch, live) -> None:
         assert f":has(.minillm-{kind})" in live[-1].data
 
 
-def test_nothing_is_marked_on_a_page(monkeypatch, capsys) -> None:
-    import IPython.display
-
-    from minillm_exercises import design, quiz
-
-    shown: list = []
-    monkeypatch.setattr(IPython.display, "display", shown.append)
+def test_nothing_is_marked_on_a_page(shown, capsys) -> None:
     design()
     fact("a", 1)
     quiz("1b")
@@ -373,8 +359,6 @@ def test_nothing_is_marked_on_a_page(monkeypatch, capsys) -> None:
 
 
 def test_a_quiz_has_buttons_in_a_live_notebook(live, capsys) -> None:
-    from minillm_exercises import quiz
-
     quiz("3")
     rows = [thing for thing in live if hasattr(thing, "children")]
     questions = load_quiz("03")
@@ -391,10 +375,6 @@ def test_a_quiz_has_buttons_in_a_live_notebook(live, capsys) -> None:
 
 
 def test_a_button_puts_the_starter_into_a_cell(live) -> None:
-    from html import unescape
-
-    from minillm_exercises import task
-
     task("e03.1")
     task("e99.9")  # a sentence, and no button
     (button,) = [x.data for x in live if "jupyterapp" in str(getattr(x, "data", ""))]
@@ -403,29 +383,19 @@ def test_a_button_puts_the_starter_into_a_cell(live) -> None:
     assert code.endswith('check("e03.1", KVCache)')
 
 
-def test_a_trace_is_a_viewer_in_jupyterlab_and_a_line_on_a_page(monkeypatch, capsys) -> None:
-    import minillm_exercises.widgets as widgets
-    from minillm.lab.simulation import Simulation
-
-    simulation, shown = Simulation(9), []
+def test_a_trace_is_a_viewer_in_jupyterlab_and_a_line_on_a_page(monkeypatch, shown, capsys) -> None:
+    simulation = Simulation(9)
     simulation.add(20, 4)
     simulation.run()
     widgets.step_through(simulation.trace)
     assert "opens here" in capsys.readouterr().out
     monkeypatch.setattr(widgets, "is_live", lambda: True)
-    monkeypatch.setattr("IPython.display.display", shown.append)
     widgets.step_through(simulation.trace)
     assert "srcdoc" in shown[0].value
     assert capsys.readouterr().out == ""
 
 
-def test_a_task_is_shown_with_its_starter(monkeypatch) -> None:
-    import IPython.display
-
-    from minillm_exercises import task
-
-    shown = []
-    monkeypatch.setattr(IPython.display, "display", shown.append)
+def test_a_task_is_shown_with_its_starter(shown) -> None:
     task("e03.1")
     task("e99.9")
     text = shown[0]._repr_markdown_()

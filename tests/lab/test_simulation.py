@@ -247,8 +247,8 @@ def test_right_drafts_decide_as_in_the_engine(folder):
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
     llm = workload.engine(folder, **limits, **speculating(Truth(folder), 3))
     core, sim = llm.engine, beside(llm, speculation=SimulatedDrafts((1.0, 1.0, 1.0)))
-    for number in range(8):
-        prompt = [number, 2, 3, 5, 8][: 2 + number % 4]
+    prompts = [[number, 2, 3, 5, 8][: 2 + number % 4] for number in range(8)]
+    for number, prompt in enumerate(prompts):
         params = SamplingParams(
             max_tokens=LONGEST, seed=number, stop_token_ids=list(range(number * 3)), ignore_eos=True
         )
@@ -257,8 +257,7 @@ def test_right_drafts_decide_as_in_the_engine(folder):
         core.step()
     lengths = {one.request_id: one.num_tokens[0] for one in llm.trace.requests()}
     assert min(lengths.values()) < LONGEST
-    for number in range(8):
-        prompt = [number, 2, 3, 5, 8][: 2 + number % 4]
+    for number, prompt in enumerate(prompts):
         sim.add(prompt, lengths[f"r{number}"], max_tokens=LONGEST)
     made, real = list(sim.run()), list(llm.trace)
     assert sum(len(record.drafted) for record in real) > 20
@@ -295,12 +294,14 @@ def test_reports_say_where_each_prompt_came_from():
     assert sim.reports == {"a": first, "b": second}
 
 
-def test_simulations_and_drawings_need_no_torch():
-    code = (
-        "import sys, minillm.lab.simulation, minillm.trace.recorder, minillm.trace.file, "
-        "minillm.lab.drawings.timeline, minillm.lab.drawings.chrome, minillm.lab.drawings.table; "
-        "sys.exit('torch' in sys.modules)"
-    )
+@pytest.mark.parametrize(("modules", "absent"), [
+    ("lab.simulation trace.recorder trace.file lab.drawings.timeline lab.drawings.chrome "
+     "lab.drawings.table lab.parallel_cost lab.commands.plan", {"torch"}),
+    ("lab.gpu.__main__", {"torch", "numpy", "triton"}),  # it lives when CUDA does not
+])  # fmt: skip
+def test_what_counts_and_draws_and_the_parent_of_a_gpu_run_need_no_torch(modules, absent):
+    names = ", ".join(f"minillm.{name}" for name in modules.split())
+    code = f"import sys, {names}; sys.exit(not {absent}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

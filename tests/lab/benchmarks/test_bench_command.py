@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from minillm.cli import main
 from minillm.config import ModelConfig, RopeConfig
 from minillm.errors import ConfigError, UnsupportedFeatureError
 from minillm.lab.benchmarks import ceiling, checkpoint, compare
@@ -44,15 +43,6 @@ for line in sys.stdin:
     print(json.dumps({"ok": answer}), flush=True)
 """
 RUBBISH = "print('Loading checkpoint shards: 100%')"
-
-
-def bench(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit code, output and errors of `minillm bench`."""
-    try:
-        code = main(["bench", *arguments])
-    except SystemExit as ended:
-        code = int(str(ended.code))
-    return code, *capsys.readouterr()
 
 
 # ---- what is refused --------------------------------------------------------------------------
@@ -87,12 +77,10 @@ decode preset:deepseek-v3 --vs vllm | cannot be written as a checkpoint
 
 
 @pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
-def test_a_mistake_is_one_sentence(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_sentence(line: str, cli: Any) -> None:
     arguments, sentence = line.split(" | ")
-    code, out, err = bench(*arguments.split(), capsys=capsys)
-    assert (code, out) == (2, "")
-    assert sentence in err
-    assert err.startswith("error: ")
+    shown = cli("bench", *arguments.split())
+    assert shown.refused(sentence), shown
 
 
 def test_help_shows_examples_and_needs_no_torch() -> None:
@@ -134,11 +122,11 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for Python is a shell script")
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["decode", "prefill", "offline"])
-def test_a_comparison_from_end_to_end(what, peers, tmp_path, capsys):
+def test_a_comparison_from_end_to_end(what, peers, tmp_path, cli):
     file = tmp_path / "result.json"
     arguments = [what, "tiny", "--quick", "--threads", "1", "--vs", "vllm,openvino"]
     arguments += ["--beside", "1"] if what == "decode" else []
-    code, out, err = bench(*arguments, "--json", str(file), capsys=capsys)
+    code, out, err = cli("bench", *arguments, "--json", file)
     assert code == 0, err
     found = json.loads(file.read_text())
     assert (found["benchmark"], found["model"], found["threads"]) == (what, "tiny", 1)
@@ -179,14 +167,14 @@ def check_results(what: str, found: dict[str, Any]) -> None:
     assert peer["tokens_per_second"]["median"] == pytest.approx(expected)
 
 
-def test_an_engine_of_ours_that_fails_is_an_exit_code(peers, monkeypatch, capsys):
+def test_an_engine_of_ours_that_fails_is_an_exit_code(peers, monkeypatch, cli):
     def start(*ignored: object) -> None:
         raise EngineFailedError("minillm has ended.")
 
     monkeypatch.setattr(compare.EngineProcess, "ask", start)
-    code, out, _ = bench("decode", "tiny", "--quick", "--threads", "1", capsys=capsys)
-    assert code == 1
-    assert "minillm has ended." in out
+    shown = cli("bench", "decode", "tiny", "--quick", "--threads", "1")
+    assert shown.code == 1
+    assert "minillm has ended." in shown.out
 
 
 def test_without_peers_all_of_them_are_skipped_with_a_note(tmp_path, monkeypatch, peers):

@@ -259,6 +259,15 @@ def runs(pid: int) -> bool:
     return done.stdout.strip()[:1] not in (b"", b"Z")
 
 
+def end(*pids: int) -> bool:
+    """Whether processes end within ten seconds."""
+    for _ in range(500):
+        if not any(map(runs, pids)):
+            return True
+        time.sleep(0.02)
+    return False
+
+
 @posix
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 def test_they_run_during_the_block_and_end_with_it(error: type[BaseException] | None) -> None:
@@ -283,11 +292,7 @@ def test_they_end_when_their_parent_does(number: signal.Signals) -> None:
     assert all(map(runs, pids))
     holder.send_signal(number)
     holder.communicate()
-    for _ in range(500):
-        if not any(map(runs, pids)):
-            return
-        time.sleep(0.02)
-    raise AssertionError("they have not ended within ten seconds")
+    assert end(*pids)
 
 
 @posix

@@ -1,9 +1,7 @@
 """Engines in processes of their own: what they answer, and every way in which they do not."""
 
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from minillm.lab.benchmarks.engine_process import (
     environment,
     python_of,
 )
+from tests.lab.benchmarks.test_bench_contest import end, posix
 
 ECHO = """
 import json, sys
@@ -24,7 +23,6 @@ for line in sys.stdin:
     print(json.dumps({"ok": json.loads(line)}), flush=True)
 """
 Open = Callable[..., EngineProcess]
-posix = pytest.mark.skipif(os.name != "posix", reason="needs signals and /bin/sh")
 
 
 @pytest.fixture
@@ -71,12 +69,7 @@ def test_what_an_engine_started_ends_with_it(engine: Open) -> None:
     )
     child = one.ask({"do": "open"})
     one.close(patient=False)
-    for _ in range(500):
-        done = subprocess.run(["ps", "-o", "stat=", "-p", str(child)], capture_output=True)
-        if done.stdout.strip()[:1] in (b"", b"Z"):  # nobody may have asked for its exit code yet
-            return
-        time.sleep(0.02)
-    raise AssertionError("it has not ended within ten seconds")
+    assert end(child)
 
 
 def test_a_peer_without_an_environment_is_missing(tmp_path, monkeypatch):

@@ -188,13 +188,10 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
-    with pytest.raises(TraceFileError, match="cannot be read: No such file"):
-        Trace.load(tmp_path / "none.jsonl")
     (tmp_path / "binary").write_bytes(bytes(range(256)))
-    with pytest.raises(TraceFileError, match="cannot be read: it is not text"):
-        Trace.load(tmp_path / "binary")
-    with pytest.raises(TraceFileError, match="cannot be read"):
-        Trace.load(tmp_path)
+    for name, why in (("none.jsonl", ": No such file"), ("binary", ": it is not text"), ("", "")):
+        with pytest.raises(TraceFileError, match=f"cannot be read{why}"):
+            Trace.load(tmp_path / name)
 
 
 # ---- Perfetto ---------------------------------------------------------------------------------

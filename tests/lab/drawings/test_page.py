@@ -154,20 +154,27 @@ console.log(JSON.stringify({
 """
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+node = pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+
+
+def ask(names: tuple[str, ...], script: str, given: Any) -> dict[str, Any]:
+    """What `script` makes of `given` behind some of the page's scripts, without a browser."""
+    asked = f"{scripts(names)}\n{script}".replace('"use strict";', "")
+    done = subprocess.run(
+        ["node", "-e", asked], input=json.dumps(given), capture_output=True, text=True, check=True
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@node
 @pytest.mark.parametrize("survival", [(0.8, 0.6, 0.5), None])
 def test_the_scripts_tell_and_draw_drafts(survival: tuple[float, ...] | None) -> None:
     sim = Simulation(40, 4, max_num_seqs=3, speculation=survival and SimulatedDrafts(survival))
     for number in range(5):
         sim.add(6, 9 + number)
     trace = sim.run()
-    parts = scripts(("model", "words", "raster", "rows"))
-    asked = f"{parts}\n{ASK}".replace('"use strict";', "")
-    done = subprocess.run(
-        ["node", "-e", asked], input=json.dumps(timeline(trace)), capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    found = json.loads(done.stdout)
+    found = ask(("model", "words", "raster", "rows"), ASK, timeline(trace))
     assert found["has"] == (survival is not None)
     for one in trace.requests():
         place = int(one.request_id[1:])

@@ -1,10 +1,5 @@
 """The lanes of the drawings: what each rank did in each step. With one rank there are none."""
 
-import json
-import shutil
-import subprocess
-from typing import Any
-
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -13,10 +8,10 @@ from matplotlib.patches import StepPatch
 from minillm.errors import ConfigError
 from minillm.lab.drawings.figure import figure
 from minillm.lab.drawings.figure_panels import LANE
-from minillm.lab.drawings.page import scripts
 from minillm.lab.drawings.timeline import rank_lanes, timeline
 from minillm.scheduling.record import RankTime
 from minillm.trace.recorder import Trace
+from tests.lab.drawings.test_page import ask, node
 from tests.trace.simulation import data, simulate, with_ranks
 
 NUMBERS = (2, 3, 24)
@@ -94,19 +89,7 @@ console.log(JSON.stringify({
 """
 
 
-def ask(drawing: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
-    """What the page's scripts make of the lanes, without a browser."""
-    parts = scripts(("model", "words", "raster", "ranks"))
-    asked = f"{parts}\n{ASK}".replace('"use strict";', "")
-    done = subprocess.run(
-        ["node", "-e", asked], input=json.dumps({"data": drawing, "columns": columns}),
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+@node
 def test_the_scripts_add_up_the_steps_of_a_pixel() -> None:
     """Columns 1 and 2 share pixel 1, column 3 has pixels 2 and 3, and pixels 0 and 4 are empty."""
     trace = with_ranks(simulate(6, 24), 2)
@@ -114,7 +97,8 @@ def test_the_scripts_add_up_the_steps_of_a_pixel() -> None:
     for column, ranks in times.items():
         trace[column].ranks = [RankTime(rank, *each) for rank, each in enumerate(ranks)]
     columns = {"first": 1, "begin": [1, 1, 2], "end": [1, 2, 4], "pixels": 5}
-    found = ask(timeline(trace), columns)
+    given = {"data": timeline(trace), "columns": columns}
+    found = ask(("model", "words", "raster", "ranks"), ASK, given)
     shares = np.array(found["shares"])  # [ranks, computing and communicating, pixels]
     np.testing.assert_allclose(shares[0, 0], [0, 6 / 12, 0.5, 0.5, 0])
     np.testing.assert_allclose(shares[0, 1], [0, 6 / 12, 0.5, 0.5, 0])

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 
 from minillm import SamplingParams
+from minillm.cache.manager import BlockManager
 from minillm.lab.drawings.timeline import BEHIND, NOT_YET, timeline
+from minillm.scheduling.config import SchedulerConfig
+from minillm.scheduling.request import Request
+from minillm.scheduling.scheduler import Scheduler
 from minillm.trace.recorder import Trace
 from tests.engine.small import num_ahead
 from tests.trace.drafts import Truth, speculating
@@ -202,12 +206,6 @@ def test_ends_and_preemptions_are_told(recorded: Recorded) -> None:
 
 def test_the_size_grows_with_what_changes_not_with_who_waits() -> None:
     """Thousands who wait for thousands of steps are a span each."""
-    from minillm.api.sampling_params import SamplingParams
-    from minillm.cache.manager import BlockManager
-    from minillm.scheduling.config import SchedulerConfig
-    from minillm.scheduling.request import Request
-    from minillm.scheduling.scheduler import Scheduler
-
     scheduler, trace = Scheduler(SchedulerConfig(max_num_seqs=2), BlockManager(64, 16)), Trace()
     for number in range(200):
         params = SamplingParams(max_tokens=50)

@@ -46,10 +46,10 @@ say(event="end")
 """
 
 
-def run(tmp_path, task, monkeypatch=None, **changes):
-    """The records of a stage with one task."""
+def run(tmp_path, *tasks, **changes):
+    """The records of a stage with these tasks."""
     options = {"cap": 20.0, "least": 1.0, "silence": 0.5} | changes
-    stage = Stage("smoke", "", (task,), **options)
+    stage = Stage("smoke", "", tasks, **options)
     results, said = Results(tmp_path / "out"), []
 
     def worker(stage, task, start, seconds):
@@ -109,13 +109,8 @@ def test_a_command_that_is_not_there_is_an_error(tmp_path):
 def test_tasks_one_after_another_have_equal_shares_of_the_time(tmp_path, monkeypatch):
     """A slow family leaves the others their time."""
     monkeypatch.setattr(parent_module, "BEHIND", 0.1)
-    stage = Stage("kernels", "", ("hang", "good"), 4.0, 1.0, silence=30.0)
-    results = Results(tmp_path)
-    worker = lambda stage, task, start, seconds: [  # noqa: E731
-        sys.executable, "-c", WORKER, task, str(start)
-    ]  # fmt: skip
-    Parent(results, worker, lambda text: None).run(stage)
-    found = [(each["task"], each["status"]) for each in results.records if "status" in each]
+    records, _ = run(tmp_path, "hang", "good", cap=4.0, silence=30.0)
+    found = [(each["task"], each["status"]) for each in records]
     cut = [("hang", "passed"), ("hang", "timeout"), ("hang", "not reached")]
     assert found == cut + [("good", "passed")] * 3
 

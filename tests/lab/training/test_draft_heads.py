@@ -131,7 +131,8 @@ def test_the_command(folder, tmp_path, cli, monkeypatch, name):
     (("--text", "tiny.txt"), "prompts need at least 2,560"),
     (("--out", "tiny.txt/heads"), "cannot be written"),
     (("--out", "."), "is not empty; give a new folder"),
-], ids=["heads", "minutes", "preset", "no text", "short text", "file", "full"])  # fmt: skip
+    (("--parallel",), "--parallel belongs to eagle; leave it out with medusa."),
+], ids=["heads", "minutes", "preset", "no text", "short", "file", "full", "eagle"])  # fmt: skip
 def test_what_the_command_refuses(cli, option, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.txt").write_text("short")
@@ -141,8 +142,6 @@ def test_what_the_command_refuses(cli, option, message, tmp_path, monkeypatch):
 def test_an_option_of_heads_is_refused_for_a_layer(cli):
     argv = ("train", "eagle", "--model", "tiny", "--out", "new", "--width", 8)
     assert cli(*argv).refused("--width belongs to medusa; leave it out with eagle.")
-    argv = ("train", "medusa", "--model", "tiny", "--out", "new", "--parallel")
-    assert cli(*argv).refused("--parallel belongs to eagle; leave it out with medusa.")
 
 
 @pytest.mark.parametrize("trainer", ["eagle", "medusa"], indirect=True)
