@@ -20,8 +20,7 @@ BUGS = {
     "the first position has the feature of the last": (
         eagle, "features = known.new_zeros(", "features = known[-1:].new_ones(", FORMULA),
     "features of the positions themselves": (
-        eagle, "features[positions > 0] = known", "features[positions < "
-        "positions.max()] = known", FORMULA),
+        eagle, "np.flatnonzero(places)", "np.flatnonzero(places < places.max())", FORMULA),
     "a depth too early in C": (
         cpu_layers, "else None for i in range(count)", "else None for i in range(1, count + 1)",
         IN_C),
