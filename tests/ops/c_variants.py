@@ -135,6 +135,17 @@ def with_threads(found: c_library.Library, count: int) -> Iterator[None]:
         found.threads.set(1)
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Compute with this number of torch's threads, then with as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Guarded:
     """A tensor in the middle of a longer one, with MARK on both sides: for outputs."""
 

@@ -2,15 +2,18 @@
 find each; none reads or writes far outside."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ops import test_c_decode as decode
-from tests.ops.c_variants import ELEMENTS
-from tests.ops.test_c_mutants import Mutant, passes_without_a_mistake, with_mistake
+from tests.ops.test_c_mutants import Mutant, check_found, on
+
+BITS = decode.test_bits_know_nothing_of_threads_queries_and_neighbours
+windows = on(decode.Attend, BITS, 700, 100)
+unused = on(decode.Attend, decode.test_a_query_before_the_first_position_is_zero)
+limits = on(decode.Attend, decode.test_how_many_queries_are_taken)
 
 
 def random(c) -> None:
@@ -20,79 +23,62 @@ def random(c) -> None:
         )
 
 
-def windows(c) -> None:
-    decode.test_bits_know_nothing_of_threads_queries_and_neighbours(decode.Attend(*c), 700, 100)
-
-
 def parts(c) -> None:
     for length in (700, 2100):
-        decode.test_bits_know_nothing_of_threads_queries_and_neighbours(
-            decode.Attend(*c), length, None
-        )
+        BITS(decode.Attend(*c), length, None)
 
 
-def unused(c) -> None:
-    decode.test_a_query_before_the_first_position_is_zero(decode.Attend(*c))
-
-
-def limits(c) -> None:
-    decode.test_how_many_queries_are_taken(decode.Attend(*c))
-
-
-@dataclass(frozen=True)
-class Mistake:
+def planted(pattern: str, mistake: str, found_by: Callable = random) -> Mutant:
     """A pattern that decode.c has once, and what takes its place."""
-
-    pattern: str
-    mistake: str
-    found_by: Callable = random
+    pairs = "load_vec" in pattern and "q" in pattern
+    return Mutant(pattern, mistake, found_by, "decode_attention", "BF16" if pairs else "F32")
 
 
 MISTAKES = {
-    "a query sees the next one": Mistake(r"p->queries \+ query \+ 1;", "p->queries + query + 2;"),
-    "a query does not see itself": Mistake(r"p->queries \+ query \+ 1;", "p->queries + query;"),
-    "all see what the last one sees": Mistake(r"p->length - p->queries \+ query \+ 1", "p->length"),
-    "a query's window is too wide": Mistake(
+    "a query sees the next one": planted(r"p->queries \+ query \+ 1;", "p->queries + query + 2;"),
+    "a query does not see itself": planted(r"p->queries \+ query \+ 1;", "p->queries + query;"),
+    "all see what the last one sees": planted(r"p->length - p->queries \+ query \+ 1", "p->length"),
+    "a query's window is too wide": planted(
         r"end > p->window \? end - p->window", "end > p->window ? end - p->window - 1", windows
     ),
-    "heads of the query before": Mistake(r"q\[r\] = p->q \+ \(\(query \*", "q[r] = p->q + ((0 *"),
-    "queries in the heads' order": Mistake(
+    "heads of the query before": planted(r"q\[r\] = p->q \+ \(\(query \*", "q[r] = p->q + ((0 *"),
+    "queries in the heads' order": planted(
         r"\(\(query \* p->kv_heads \+ head\) \* group \+ g\)",
         "((g % p->queries * p->kv_heads + head) * group + g)",
     ),
-    "results in the first query's place": Mistake(
+    "results in the first query's place": planted(
         r"\(query \* p->kv_heads \+ head\) \* p->group \* dv", "head * p->group * dv"
     ),
-    "states of the first query": Mistake(r"\(query \* p->group \+ g\) \* STATE", "g * STATE"),
-    "edges are those of all rows": Mistake(r"int whole = .*;", "int whole = 1;"),
-    "the last query's window is not looked at": Mistake(
+    "states of the first query": planted(r"\(query \* p->group \+ g\) \* STATE", "g * STATE"),
+    "edges are those of all rows": planted(r"int whole = .*;", "int whole = 1;"),
+    "the last query's window is not looked at": planted(
         r"seen_in\(p, p->queries - 1, t\)\.begin == 0 && ", "", windows
     ),
-    "values from the tile's first position": Mistake(
+    "values from the tile's first position": planted(
         r"t->values \+ seen\.begin", "t->values", windows
     ),
-    "what is before a window counts": Mistake(
+    "what is before a window counts": planted(
         r"(i < seen\.begin; i\+\+\) scores\[i\]) = -INFINITY", r"\1 = 0", windows
     ),
-    "tiles begin at the window": Mistake(
+    "tiles begin at the window": planted(
         r"begin \+ first / size \* size", "begin + first", windows
     ),
-    "a part begins where the last one ended, less one": Mistake(
+    "a part begins where the last one ended, less one": planted(
         r"part - FIRST_PARTS;", "part - FIRST_PARTS - (part > FIRST_PARTS);", parts
     ),
-    "parts are joined as they are": Mistake(r"\+ part\[j\] \* new", "+ part[j]", parts),
-    "nothing is weighed": Mistake(
+    "parts are joined as they are": planted(r"\+ part\[j\] \* new", "+ part[j]", parts),
+    "nothing is weighed": planted(
         r"part\[dim\] == -INFINITY \? 0\.f : fast_exp\(part\[dim\] - best\)", "1.f", parts
     ),
-    "undivided sequences are one part": Mistake(
+    "undivided sequences are one part": planted(
         r"(static void attend_all[^}]*?)part < parts\.end;", r"\1part < parts.begin + 1;", parts
     ),
-    "a query without positions": Mistake(r"end = end > 0 \? end : 0;", "", unused),
-    "one query too many": Mistake(
+    "a query without positions": planted(r"end = end > 0 \? end : 0;", "", unused),
+    "one query too many": planted(
         r"queries > decode_queries\(p\.group\)", "queries > 1 + decode_queries(p.group)", limits
     ),
-    "a second head's scores in the first one's place": Mistake(r"scores \+ h \* TILE", "scores"),
-    "a second head's query is the first one's": Mistake(
+    "a second head's scores in the first one's place": planted(r"scores \+ h \* TILE", "scores"),
+    "a second head's query is the first one's": planted(
         r"load_vec\(q\[h\] \+ j\)", "load_vec(q[0] + j)"
     ),
 }
@@ -101,13 +87,6 @@ MISTAKES = {
 @pytest.mark.mutation
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(name: str, tmp_path: Path) -> None:
-    found = MISTAKES[name]
-    pairs = "load_vec" in found.pattern and "q" in found.pattern
-    element = "BF16" if pairs else "F32"
-    if pairs and not torch.cpu._is_avx512_bf16_supported():
+    if MISTAKES[name].element == "BF16" and not torch.cpu._is_avx512_bf16_supported():
         pytest.skip("a processor without instructions for pairs of bf16")
-    mutant = Mutant(found.pattern, found.mistake, found.found_by, "decode_attention", element)
-    passes_without_a_mistake(found.found_by, "native", element)
-    wrong = with_mistake(mutant, tmp_path)
-    with pytest.raises(AssertionError):
-        found.found_by((wrong, ELEMENTS[element]))
+    check_found(MISTAKES[name], tmp_path)

@@ -17,9 +17,8 @@ from minillm.ops.cpu_latent import head_linear
 from minillm.ops.cpu_quantized import MatrixParts
 from minillm.ops.cpu_structures import filled, structure_of
 from minillm_kernels import reference
-from tests.ops.c_variants import ELEMENTS, built, parameters, poisoned, use
+from tests.ops.c_variants import ELEMENTS, built, parameters, poisoned, torch_threads, use
 from tests.ops.small_decoders import (
-    BF16,
     F32,
     TOLERANCE,
     bits,
@@ -33,6 +32,7 @@ from tests.ops.small_decoders import (
 from tests.ops.sparse_decoders import LATENT, MIXED, QWEN, SPARSE
 from tests.ops.test_c_halves import layers_of, run
 
+pytestmark = pytest.mark.usefixtures("panels")
 ROUTES = {
     "softmax": ExpertShape(64, 8, 3, 64),
     "not normalised, scaled": ExpertShape(64, 8, 3, 64, normalize=False, factor=1.7),
@@ -44,21 +44,6 @@ ROUTES = {
     "all": ExpertShape(64, 8, 8, 64),
     "one": ExpertShape(64, 8, 1, 64, groups=8, top_groups=1),
 }
-
-
-@pytest.fixture(autouse=True)
-def panels(monkeypatch):
-    """On every processor that has C functions."""
-    if cpu.functions(F32) is None:
-        pytest.skip(cpu.describe(F32))
-    monkeypatch.setenv(cpu.PANELS, "1")
-
-
-@pytest.fixture(params=[BF16, F32], ids=["bf16", "float32"])
-def dtype(request) -> torch.dtype:
-    if cpu.functions(request.param) is None:
-        pytest.skip(cpu.describe(request.param))
-    return request.param
 
 
 # ---- routing -------------------------------------------------------------------------------------
@@ -193,15 +178,11 @@ def check_pieces() -> None:
     given = x, packed(gate_up), packed(down), weights, ids
     heads = torch.randn(9, 24, 128), packed(torch.randn(24, 256, 128))
     results = []
-    before = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
+    for count in (1, 3):
+        with torch_threads(count):
             with patch.object(torch, "empty", of_nan):  # not the results of an earlier call
                 experts = panel_experts(*given)
             results.append((experts, head_linear(*heads, 256)))
-    finally:
-        torch.set_num_threads(before)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
     torch.testing.assert_close(
@@ -332,16 +313,3 @@ def test_sizes_that_are_not_whole_panels_are_not_taken(name):
     kv = new_cache(model)
     for batch, exact in zip(steps(padded=False), exact_steps(model.config), strict=True):
         check_near(forward(model, batch, kv), exact)
-
-
-@pytest.mark.parametrize("config", [QWEN, LATENT], ids=["experts", "latent"])
-@pytest.mark.parametrize("name", ["slot_mapping", "block_tables", "query_start", "seq_lens"])
-def test_what_points_outside_the_cache_is_an_error(name, config):
-    model = build(config, dtype=F32)
-    for value in (2**31 - 1, -5):
-        if name == "slot_mapping" and value < 0:
-            continue  # not cached
-        batch = steps()[0]
-        getattr(batch, name).view(-1)[0] = value
-        with pytest.raises(IndexError, match="outside the cache"):
-            forward(model, batch, new_cache(model))

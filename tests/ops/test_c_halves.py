@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -19,13 +20,9 @@ from minillm.ops.cpu_layers import Layers, LayerWeights
 from minillm.ops.cpu_quantized import MatrixParts
 from tests.ops.small_decoders import (
     BASE,
-    BF16,
     BLOCK,
-    CONFIGS,
-    F32,
     NUM_BLOCKS,
     bits,
-    build,
     check_near,
     exact_steps,
     forward,
@@ -34,21 +31,7 @@ from tests.ops.small_decoders import (
     unpacked,
 )
 
-
-@pytest.fixture(autouse=True)
-def panels(monkeypatch):
-    """On every processor that has C functions."""
-    monkeypatch.setenv(cpu.PANELS, "1")
-
-
-@pytest.fixture(params=[BF16, F32], ids=["bf16", "float32"])
-def dtype(request) -> torch.dtype:
-    return request.param
-
-
-@pytest.fixture(params=CONFIGS)
-def model(request, dtype) -> Decoder:
-    return build(CONFIGS[request.param], dtype=dtype)
+pytestmark = pytest.mark.usefixtures("panels")
 
 
 @torch.inference_mode()
@@ -148,8 +131,6 @@ SHARED_CONFIGS = {
 @pytest.mark.parametrize("name", SHARED_CONFIGS)
 def test_two_ranks_add_up_their_halves(name, dtype):
     """Each with half of the heads and half of the MLP: as near to float64 as one with all."""
-    if cpu.functions(dtype) is None:
-        pytest.skip(cpu.describe(dtype))
     config = SHARED_CONFIGS[name]
     model, exact = unpacked(config, dtype), exact_steps(config)
     part = replace(config, num_heads=4, num_kv_heads=1, intermediate_size=96)
@@ -166,11 +147,8 @@ def test_two_ranks_add_up_their_halves(name, dtype):
             x, residual = run(layers, model, batch, partial(add_up, rank))
             found[rank].append(model.norm.add(x, residual)[0])
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, (0, 1)))
     for one, other, expected in zip(*found, exact, strict=True):
         assert torch.equal(one, other)
         check_near(one, expected)

@@ -7,8 +7,8 @@ here on every processor, as `MINILLM_PANELS=1` has it.
 
 import gc
 import subprocess
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import sizeof
 from dataclasses import replace
 
@@ -45,24 +45,9 @@ from tests.ops.small_decoders import (
     new_cache,
     steps,
 )
+from tests.ops.sparse_decoders import LATENT, QWEN
 
-
-@pytest.fixture(autouse=True)
-def panels(monkeypatch):
-    """On every processor that has C functions."""
-    if cpu.functions(F32) is None:
-        pytest.skip(cpu.describe(F32))
-    monkeypatch.setenv(cpu.PANELS, "1")
-
-
-@pytest.fixture(params=[BF16, F32], ids=["bf16", "float32"])
-def dtype(request) -> torch.dtype:
-    return request.param
-
-
-@pytest.fixture(params=CONFIGS)
-def model(request, dtype) -> Decoder:
-    return build(CONFIGS[request.param], dtype=dtype)
+pytestmark = pytest.mark.usefixtures("panels")
 
 
 @pytest.fixture
@@ -200,15 +185,17 @@ def test_sizes_that_are_not_whole_vectors_are_not_taken():
 # ---- errors, memory, threads ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("config", [BASE, QWEN, LATENT], ids=["dense", "experts", "latent"])
 @pytest.mark.parametrize("name", ["slot_mapping", "block_tables", "query_start", "seq_lens"])
-def test_what_points_outside_the_cache_is_an_error(llama, name):
+def test_what_points_outside_the_cache_is_an_error(name, config, dtype):
+    model = build(config, dtype=dtype)
     for value in (2**31 - 1, -5):
         if name == "slot_mapping" and value < 0:
             continue  # not cached
         batch = steps()[0]
         getattr(batch, name).view(-1)[0] = value
         with pytest.raises(IndexError, match="outside the cache"):
-            forward(llama, batch, new_cache(llama))
+            forward(model, batch, new_cache(model))
 
 
 @pytest.mark.parametrize("name", ["slot_mapping", "block_tables", "query_start", "seq_lens"])
@@ -239,22 +226,17 @@ def test_two_models_in_two_threads():
         for each in models
         for kv in [new_cache(each)]
     ]
-    found: dict[int, bool] = {}
 
-    def work(i: int) -> None:
+    def work(i: int) -> bool:
         equal = True
         for _ in range(5):
             kv = new_cache(models[i])
             for batch, want in zip(steps(), expected[i], strict=True):
                 equal &= torch.equal(forward(models[i], batch, kv), want)
-        found[i] = equal
+        return equal
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {0: True, 1: True}
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [True, True]
 
 
 @pytest.mark.parametrize("part", ["", "attention", "mlp"])

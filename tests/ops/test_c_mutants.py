@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -45,76 +45,35 @@ class Mutant:
         return "decode.c" if self.function == "decode_attention" else "rows.c"
 
 
-def norm(c):
-    rows.test_norm(c, 17)
+def on(kind: Callable, test: Callable, *arguments: object) -> Callable:
+    """The test of what `kind` makes of a library and its element type."""
+    return lambda c: test(kind(*c), *arguments)
 
 
-def total(c):
-    rows.test_sum_and_norm(c, 33, in_place=False)
-
-
-def head(c):
-    rows.test_query_and_cache(c, 24, normed=True, interleaved=False)
-
-
-def pairs(c):
-    rows.test_query_and_cache(c, 24, normed=False, interleaved=True)
-
-
-def tiles(c):
-    decode.test_lengths_around_vectors_and_tiles(decode.Attend(*c), 129)
-
-
-def maxima(c):
-    decode.test_the_maximum_is_carried_from_tile_to_tile(decode.Attend(*c))
-
-
-def minus(c):
-    decode.test_a_tile_of_scores_of_minus_infinity_weighs_nothing(decode.Attend(*c))
-
-
-def parts(c):
-    decode.test_few_heads_and_long_sequences_are_divided(decode.Attend(*c), None, 3)
-
-
-def windows(c):
-    decode.test_windows(decode.Attend(*c), 65)
-
-
-def groups(c):
-    decode.test_every_number_of_query_heads(decode.Attend(*c), 9)
-
-
-def empty(c):
-    decode.test_rows_of_length_zero_are_zero(decode.Attend(*c))
-
-
-def outside(c):
-    decode.test_what_points_outside_is_refused_and_nothing_is_written(
-        decode.Attend(*c), "a negative length"
-    )
+norm = partial(rows.test_norm, d=17)
+total = partial(rows.test_sum_and_norm, d=33, in_place=False)
+head = partial(rows.test_query_and_cache, d=24, normed=True, interleaved=False)
+pairs = partial(rows.test_query_and_cache, d=24, normed=False, interleaved=True)
+tiles = on(decode.Attend, decode.test_lengths_around_vectors_and_tiles, 129)
+maxima = on(decode.Attend, decode.test_the_maximum_is_carried_from_tile_to_tile)
+minus = on(decode.Attend, decode.test_a_tile_of_scores_of_minus_infinity_weighs_nothing)
+parts = on(decode.Attend, decode.test_few_heads_and_long_sequences_are_divided, None, 3)
+windows = on(decode.Attend, decode.test_windows, 65)
+groups = on(decode.Attend, decode.test_every_number_of_query_heads, 9)
+empty = on(decode.Attend, decode.test_rows_of_length_zero_are_zero)
+refused = decode.test_what_points_outside_is_refused_and_nothing_is_written
+outside = on(decode.Attend, refused, "a negative length")
+gated = linear.test_a_gated_product_is_the_product_and_then_the_gate
+gates = on(linear.Panels, gated, 32, True)
+embedded = on(linear.Panels, linear.test_an_embedding_s_rows)
+chunks = on(linear.Panels, linear.test_rows_in_several_chunks, 150, 8192, 40)
+pieces = on(linear.Panels, linear.test_products, 576, 33, True)
 
 
 def products(c):
     """With one thread, so that a thread has two panels and takes them as a pair."""
     with with_threads(c[0], 1):
         linear.test_products(linear.Panels(*c), 96, 33, biased=True)
-
-
-def gates(c):
-    linear.test_a_gated_product_is_the_product_and_then_the_gate(linear.Panels(*c), 32, biased=True)
-
-
-def embedded(c):
-    linear.test_an_embedding_s_rows(linear.Panels(*c))
-
-
-def chunks(c):
-    linear.test_rows_in_several_chunks(linear.Panels(*c), 150, 8192, 40)
-
-
-def pieces(c):
-    linear.test_products(linear.Panels(*c), 576, 33, biased=True)
 
 
 def tree(c):
@@ -323,36 +282,32 @@ def passes_without_a_mistake(test: Callable, path: str, element: c_library.Eleme
     test((built(path, element), ELEMENTS[element]))
 
 
+def check_found(mutant: Mutant, folder: Path) -> None:
+    """Whoever should notice a mistake does, and nothing without it."""
+    passes_without_a_mistake(mutant.found_by, mutant.path, mutant.element)
+    wrong = with_mistake(mutant, folder)  # outside: a pattern that is not there is no finding
+    with pytest.raises(AssertionError):
+        mutant.found_by((wrong, ELEMENTS[mutant.element]))
+
+
 @pytest.mark.mutation
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(name, tmp_path):
-    mutant = MUTANTS[name]
-    dtype = ELEMENTS[mutant.element]
-    passes_without_a_mistake(mutant.found_by, mutant.path, mutant.element)
-    wrong = with_mistake(mutant, tmp_path)  # outside: a pattern that is not there is no finding
-    with pytest.raises(AssertionError):
-        mutant.found_by((wrong, dtype))
+    check_found(MUTANTS[name], tmp_path)
 
 
 # ---- layers.c ------------------------------------------------------------------------------------
 
 
-def one_call():
-    config = small_decoders.CONFIGS["biases everywhere"]
-    layers.test_one_call_is_the_layers_one_by_one(small_decoders.build(config, dtype=F32))
-
-
-def by_halves():
-    config = small_decoders.CONFIGS["biases everywhere"]
-    halves.test_halves_are_the_outputs_of_attention_and_mlp(small_decoders.build(config, dtype=F32))
-
-
-def windowed():
-    config = small_decoders.CONFIGS["a window in some layers"]
-    layers.test_one_call_is_the_layers_one_by_one(small_decoders.build(config, dtype=F32))
+def on_layers(test: Callable, name: str) -> Callable:
+    """The test of one of the small decoders."""
+    return lambda: test(small_decoders.build(small_decoders.CONFIGS[name], dtype=F32))
 
 
 F32 = torch.float32
+one_call = on_layers(layers.test_one_call_is_the_layers_one_by_one, "biases everywhere")
+windowed = on_layers(layers.test_one_call_is_the_layers_one_by_one, "a window in some layers")
+by_halves = on_layers(halves.test_halves_are_the_outputs_of_attention_and_mlp, "biases everywhere")
 LAYER_MUTANTS = {  # pattern, mistake, and who notices
     "the output's bias is dropped": (r"l->o, l->o_bias", "l->o, 0", one_call),
     "the other norm": (r"now->residual, l->mlp_norm", "now->residual, l->input_norm", one_call),

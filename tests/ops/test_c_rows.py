@@ -1,7 +1,6 @@
 """The C functions on rows against float64, for odd sizes, with bands around every tensor."""
 
 import threading
-from itertools import product
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from minillm.ops import c_library, cpu
 from minillm_kernels import reference
-from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, built, parameters, poisoned, ulps
+from tests.ops.c_variants import ELEMENTS, Guarded, built, poisoned, torch_threads, ulps
 from tests.pairs import cases
 
 NAN, INF = float("nan"), float("inf")
@@ -20,11 +19,6 @@ TOLERANCE = {  # bf16: one rounding, half of the last of 8 binary places
     torch.bfloat16: {"atol": 1e-30, "rtol": 2**-8},
     torch.float32: {"atol": 1e-30, "rtol": 1e-6},
 }
-
-
-@pytest.fixture(scope="module", params=parameters(*product(PATHS)))
-def path(request) -> str:
-    return request.param
 
 
 @pytest.fixture(scope="module", params=ELEMENTS)
@@ -259,13 +253,6 @@ def test_nan_stays_in_its_head(c):
 # ---- through the wrappers ------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=ELEMENTS.values())
-def dtype(request) -> torch.dtype:
-    if cpu.functions(request.param) is None:
-        pytest.skip(cpu.describe(request.param))
-    return request.param
-
-
 def test_wrappers_take_what_the_reference_takes(dtype):
     x, weight = draw(dtype, 3, 5, 40)[:, 1:3, ::2], draw(dtype, 40, seed=1)[::2]
     limit = {"atol": 0.02, "rtol": 0.02}
@@ -341,18 +328,15 @@ def test_a_norm_s_weight_must_fit(dtype):
 
 def test_a_new_thread_has_torch_s_number_of_threads(dtype):
     number = c_library.library({v: k for k, v in ELEMENTS.items()}[dtype]).num_threads
-    before, found = torch.get_num_threads(), []
+    found = []
 
     def ask() -> None:
         cpu.silu_mul(torch.zeros(1, 2, dtype=dtype))
         found.append(number())
 
-    try:
-        for wanted in (3, 1):
-            torch.set_num_threads(wanted)
+    for wanted in (3, 1):
+        with torch_threads(wanted):
             thread = threading.Thread(target=ask)
             thread.start()
             thread.join()
-    finally:
-        torch.set_num_threads(before)
     assert found == [3, 1]

@@ -17,7 +17,7 @@ from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.ops.sampling import Pack, choose
 from minillm.sampling.edits import Edits
 from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
-from tests.ops.c_variants import PATHS, built, poisoned
+from tests.ops.c_variants import PATHS, built, poisoned, torch_threads
 from tests.pairs import cases, some
 
 INF, NAN = math.inf, math.nan
@@ -258,16 +258,12 @@ def test_draws_follow_the_exact_dist(params):
 def test_a_row_is_drawn_alone_as_among_others_and_by_any_number_of_threads(c):
     logits = draw(400, 6007)
     rows = [row(i, i, **EVERY_KIND[i % len(EVERY_KIND)]) for i in range(400)]
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with torch_threads(1):
         together = tokens(c, logits, rows)
-        torch.set_num_threads(3)
+    with torch_threads(3):
         for _ in range(3):
             assert tokens(c, logits, rows) == together
             assert tokens(c, logits[::3], rows[::3]) == together[::3]
-    finally:
-        torch.set_num_threads(threads)
     assert [tokens(c, logits[i : i + 1], rows[i : i + 1])[0] for i in range(40)] == together[:40]
 
 

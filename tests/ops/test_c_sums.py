@@ -151,13 +151,6 @@ def test_a_query_has_the_same_bits_among_fewer_heads(path, element, window):
 # ---- through the wrapper -------------------------------------------------------------------------
 
 
-@pytest.fixture(params=ELEMENTS.values(), ids=str)
-def dtype(request) -> torch.dtype:
-    if cpu.functions(request.param) is None:
-        pytest.skip(cpu.describe(request.param))
-    return request.param
-
-
 @pytest.mark.parametrize("width", [8, 72, 96, 256, 1000])
 def test_parts_of_any_width(dtype, width):
     """Behind each stand zeros up to a multiple of 32."""

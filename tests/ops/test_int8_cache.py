@@ -231,15 +231,10 @@ def test_a_slot_that_is_written_again_is_as_new() -> None:
         slots = torch.arange(37)
         for x in (other, case):
             ops.write_cache(x.keys[0], x.values[0], pages, slots)
-    at = (
-        case.pages.key[:2],
-        other.pages.key[:2],
-        case.pages.key_scale[:2],
-        other.pages.key_scale[:2],
-    )
-    assert torch.equal(at[0], at[1])
-    assert torch.equal(at[2], at[3])
-    assert torch.equal(at[2].flatten()[:16], int8_cache.quantize(case.keys[0])[1][:16, 0])
+    assert torch.equal(case.pages.key[:2], other.pages.key[:2])
+    scales = case.pages.key_scale[:2]
+    assert torch.equal(scales, other.pages.key_scale[:2])
+    assert torch.equal(scales.flatten()[:16], int8_cache.quantize(case.keys[0])[1][:16, 0])
 
 
 # ---- attention ----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from minillm_kernels.batch_invariant import (
     tiled_moe_experts,
 )
 from minillm_kernels.reference import moe_experts, paged_attention
+from tests.ops.c_variants import torch_threads
 from tests.pairs import pairwise
 
 # Around multiples of the tile and of SDPA's own key blocks of 512.
@@ -225,25 +226,17 @@ def test_a_planted_bug_is_caught(bug):
 # ---- the activation ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def threads():
-    """As many as are asked for, and afterwards what it was."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
-def test_equal_rows_are_activated_equally(num_threads, dtype, threads):
+def test_equal_rows_are_activated_equally(num_threads, dtype):
     """1000 and 14336 numbers a row are cut within a row by 3 or 5 threads; 9 is no full vector."""
-    threads(num_threads)
     for size in (9, 1000, 14336):
         x = torch.randn(1, 2 * size, generator=torch.Generator().manual_seed(0)).to(dtype) * 3
-        alone = invariant_silu_mul(x)
-        for num_rows in (8, 16, 128):
-            out = invariant_silu_mul(x.repeat(num_rows, 1))
-            assert torch.equal(out, alone.expand_as(out))
+        with torch_threads(num_threads):
+            alone = invariant_silu_mul(x)
+            for num_rows in (8, 16, 128):
+                out = invariant_silu_mul(x.repeat(num_rows, 1))
+                assert torch.equal(out, alone.expand_as(out))
 
 
 # ---- experts ----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 
 from minillm.lab.quantise.grid import Grid, round_to_grid
 from minillm.ops import c_library, cpu
-from minillm.ops.cpu_quantized import quantized_linear, whole_numbers
+from minillm.ops.cpu_quantized import MatrixParts, quantized_linear, whole_numbers
 from minillm.quantization.panels import arranged
 from minillm.quantization.quantized import Quantized, joined
 from minillm.quantization.rounding import round_symmetric
@@ -165,13 +165,18 @@ def use_functions(found: c_library.Library, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def check_bits(name: str, dtype: torch.dtype) -> None:
-    """The bits of a row are the same in every batch, and with 1, 2 and 3 threads."""
+    """Of a case."""
     torch.manual_seed(0)
-    x, weight = torch.randn(128, 320).to(dtype), arranged(CASES[name](torch.randn(75, 320)))
+    x = torch.randn(128, 320).to(dtype)
+    check_rows(x, arranged(CASES[name](torch.randn(75, 320))))
+
+
+def check_rows(x: torch.Tensor, weight: MatrixParts) -> None:
+    """The bits of a row are the same in every batch, and with 1, 2 and 3 threads."""
     whole = quantized_linear(x, weight, None, 75)
     for start, stop in ((0, 1), (0, 16), (0, 17), (3, 5), (7, 20), (127, 128)):
         assert torch.equal(quantized_linear(x[start:stop], weight, None, 75), whole[start:stop])
     for threads in (2, 3):
-        with with_threads(cpu.functions(dtype), threads):
+        with with_threads(cpu.functions(x.dtype), threads):
             for stop in (1, 17, 128):
                 assert torch.equal(quantized_linear(x[:stop], weight, None, 75), whole[:stop])

@@ -62,35 +62,19 @@ def inject(engine: AsyncLLMEngine) -> None:
     assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
 
 
-def in_the_scheduler(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "schedule", raising(Planted("planted")))
+def at(owner: type, name: str, kind: type[BaseException]) -> Kill:
+    """The method raises such an error instead."""
+    return lambda engine, patch: patch.setattr(owner, name, raising(kind("planted")))
 
 
 def in_the_step(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine._engine, "step", raising(MemoryError("planted")))
 
 
-def in_the_books(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
-    """In the middle of a step's commit."""
-    patch.setattr(Scheduler, "commit", raising(SystemExit("planted")))
-
-
-def in_an_output(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LiveRequest, "output", raising(MemoryError("planted")))
-
-
 def in_a_command(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepThread, "_enter", raising(MemoryError("planted")))
     entering = engine.generate(PROMPTS[7], LONG, "the last straw")
     asyncio.get_running_loop().create_task(read_dead(entering))
-
-
-def between_steps(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepThread, "_drop_closed_loops", raising(SystemExit("planted")))
-
-
-def from_outside(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
-    inject(engine)
 
 
 def and_in_the_first_cleanup(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> None:
@@ -112,16 +96,17 @@ def and_cannot_be_closed(engine: AsyncLLMEngine, patch: pytest.MonkeyPatch) -> N
     in_the_step(engine, patch)
 
 
+ENDED = "The engine's thread ended:"
 KILLS: dict[str, tuple[Kill, str]] = {
-    "schedule": (in_the_scheduler, "The engine stopped: Planted: planted"),
-    "step": (in_the_step, "The engine's thread ended: MemoryError: planted"),
-    "commit": (in_the_books, "The engine's thread ended: SystemExit: planted"),
-    "output": (in_an_output, "The engine's thread ended: MemoryError: planted"),
-    "command": (in_a_command, "The engine's thread ended: MemoryError: planted"),
-    "between": (between_steps, "The engine's thread ended: SystemExit: planted"),
-    "injected": (from_outside, "The engine's thread ended: SystemExit"),
-    "twice": (and_in_the_first_cleanup, "The engine's thread ended: MemoryError: planted"),
-    "not closed": (and_cannot_be_closed, "The engine's thread ended: MemoryError: planted"),
+    "schedule": (at(Scheduler, "schedule", Planted), "The engine stopped: Planted: planted"),
+    "step": (in_the_step, f"{ENDED} MemoryError: planted"),
+    "commit": (at(Scheduler, "commit", SystemExit), f"{ENDED} SystemExit: planted"),
+    "output": (at(LiveRequest, "output", MemoryError), f"{ENDED} MemoryError: planted"),
+    "command": (in_a_command, f"{ENDED} MemoryError: planted"),
+    "between": (at(StepThread, "_drop_closed_loops", SystemExit), f"{ENDED} SystemExit: planted"),
+    "injected": (lambda engine, patch: inject(engine), f"{ENDED} SystemExit"),
+    "twice": (and_in_the_first_cleanup, f"{ENDED} MemoryError: planted"),
+    "not closed": (and_cannot_be_closed, f"{ENDED} MemoryError: planted"),
 }
 
 
