@@ -182,6 +182,7 @@ def renew_listings(notebook: Notebook) -> None:
         for statement in tree.body if tree else []:
             is_listing = ast.unparse(statement).startswith("listing(")
             if is_listing or isinstance(statement, ast.Import | ast.ImportFrom):
+                # Every time, because an import of the chapter brings the real one.
                 names["listing"] = lambda *parts: shown.append(listed(*parts))
                 with suppress(NameError):
                     exec(compile(ast.Module([statement], []), "a cell", "exec"), names)

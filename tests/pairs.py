@@ -65,12 +65,8 @@ def some(usual: Sequence[Any], whole: Iterable[Any]) -> list:
 
 
 def one_in(count: int, whole: Iterable[Any]) -> list:
-    """Parameters: all of `whole`, of which one in `count` is not slow. A tuple is several."""
-    several = (x if isinstance(x, tuple) else (x,) for x in whole)
-    slow = [pytest.mark.slow]
-    return [
-        pytest.param(*x, marks=slow if place % count else []) for place, x in enumerate(several)
-    ]
+    """Parameters: all of `whole`, of which one in `count` is not slow."""
+    return some((every := list(whole))[::count], every)
 
 
 def part_and_rest(part: range, whole: int) -> list:

@@ -46,9 +46,9 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 54_036, "minillm without minillm/lab": 36_062, "minillm/lab": 17_974,
-    "kernels": 12_848, "notebooks": 2_197,
-    "exercises/minillm_exercises": 17_875, "tests": 72_846,
+    "minillm": 54_039, "minillm without minillm/lab": 36_065, "minillm/lab": 17_974,
+    "kernels": 12_848, "notebooks": 2_198,
+    "exercises/minillm_exercises": 17_875, "tests": 72_830,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
 MAX_ROOMS = 25

@@ -88,7 +88,7 @@ def make_batch(
         block_tables=tables.of(row, -(-int(ends.max()) // block_size), index),
         logits_indices=last,
         max_query_len=int(count.max()),
-        on_host=(query_start.tolist(), ends.tolist()),
+        on_host=(query_start, ends),
     )
 
 

@@ -123,7 +123,8 @@ def padded(start: int, stop: int, size: int, device: torch.device) -> Tensor:
 
 def cut(batch: Batch, tiles: Sequence[int]) -> Iterator[Batch]:
     """The tiles of a flat batch, as batches. `slot_mapping` excludes the padding."""
-    bounds, ends = batch.on_host or (batch.query_start.tolist(), batch.seq_lens.tolist())
+    on_host = batch.on_host or (batch.query_start.cpu(), batch.seq_lens.cpu())
+    bounds, ends = (np.asarray(each).tolist() for each in on_host)
     device = batch.input_ids.device
     for start, stop, size in spans(len(batch.input_ids), tiles):
         rows = padded(start, stop, size, device)

@@ -119,7 +119,7 @@ def tree_batch(
         logits_indices=last,
         max_query_len=int(tokens.max()),
         tails=Tails(tail_start, orders),
-        on_host=(bounds.tolist(), lengths.tolist()),
+        on_host=(bounds, lengths),
     )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 
@@ -38,7 +39,7 @@ class Batch:
     logits_indices: Tensor  # [K] int64, indices of the tokens whose logits are needed
     max_query_len: int  # largest number of this batch's tokens of one sequence
     tails: Tails | None = None  # with token trees
-    on_host: tuple[list[int] | range, list[int]] | None = None  # `query_start` and `seq_lens`
+    on_host: tuple[ArrayLike, ArrayLike] | None = None  # `query_start` and `seq_lens`
 
 
 AttentionMode = Literal["fast", "plain", "invariant"]

@@ -68,8 +68,9 @@ def prepare_ahead(
     rows, in_pipeline = list(rows_in_flight(uncommitted)), config.num_stages > 1
     for row, sequence in rows:
         # In a pipeline the token is on another stage; drafts are proposed behind known tokens.
-        waits = in_pipeline or (drafts is not None and drafts.wants(sequence, len(running)))
-        if (waits and row.num_logits) or not is_predictable(row, sequence):
+        drafted = drafts is not None and row.num_logits and drafts.wants(sequence, len(running))
+        waits = drafted or (in_pipeline and row.num_logits)
+        if waits or not is_predictable(row, sequence):
             sequence.awaits_commit = True
             continue
         sequence.num_computed = row.start + row.num_tokens

@@ -5,8 +5,6 @@ after preemption; here are numbers of threads, of ranks and of parts, and models
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -23,21 +21,11 @@ from tests.engine.small import make
 from tests.engine.test_deterministic import open_engine
 from tests.matrix.cells import Cell, Reference, folder_of, reference_of, run_cell
 from tests.matrix.jobs import everything, generate
+from tests.ops.c_variants import torch_threads
 from tests.pairs import one_in
 from tests.parallel.rank_groups import on_ranks
 
 DTYPES = ("float32", "bfloat16")
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many threads of torch, for this thread and those that it starts."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def skip_without_c(dtype: str) -> None:
@@ -60,12 +48,12 @@ def test_ranks_and_threads_of_any_number(dtype, size, caplog):
     nothing is said about the number of ranks."""
     skip_without_c(dtype)
     cell = Cell("llama", f"exact {dtype}", chunk=7, cache="radix")
-    with threads(2):
+    with torch_threads(2):
         reference = Reference(cell.alone())
         assert reference.outputs
     assert isinstance(reference.llm.engine.runner.model, FixedDecoder)
     for count in (1, 3):
-        with threads(count):
+        with torch_threads(count):
             llm = make(folder_of("llama"), **cell.fields() | on(size))
             outputs = generate(llm, reference.jobs[:4]) if count > 1 else run_cell(llm, reference)
             llm.close()
