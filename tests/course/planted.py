@@ -287,7 +287,7 @@ bug("12_ahead", f"{SCHEDULER}schedule_ahead")(lambda right, scheduler: None)
 # Every plan takes all sequences that decode, so that no other plan has any.
 bug("20", "scheduling.scheduler:most_decoding")(lambda right, num_running, config: num_running)
 # A chunk waits for the chunk before it, as if that made a token.
-bug("20_chunks", "scheduling.pipelined:is_predictable")(lambda right, row, sequence: False)
+bug("20_chunks", "scheduling.ahead:is_predictable")(lambda right, row, sequence: False)
 
 
 # ---- The cache ----------------------------------------------------------------------------------
