@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm_kernels import launch
+from minillm_kernels import launch, require
 from minillm_kernels.launch import tl, triton
 from minillm_kernels.mla_config import (
     LEAST_TILES,
@@ -269,11 +269,8 @@ def mla_attention(
     token's bits do not depend on the batch, nor on how its sequence is chunked. Rows of `out` after
     the last sequence are not written. Raises KernelError for unsupported arguments.
     """
-    if not 0 < scale < math.inf:
-        raise launch.KernelError(f"scale is {scale}; it must be positive and finite.")
-    out = check_arguments(
-        q, latent_cache, value_dim, query_start, seq_lens, block_tables, window, max_query_len, out
-    )
+    require.attention(scale, window, None, max_query_len)
+    out = check_arguments(q, latent_cache, value_dim, query_start, seq_lens, block_tables, out)
     num_tokens, num_heads, width = q.shape
     num_rows, page = len(seq_lens), latent_cache.shape[2]
     if not num_tokens or not num_rows:

@@ -35,7 +35,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minillm_kernels.launch import arch, cdiv, check_device, output, padded, tl, triton
+from minillm_kernels import require
+from minillm_kernels.launch import arch, cdiv, padded, tl, triton
 from minillm_kernels.moe_config import Config, Tile, check_arguments, choose_config, operand
 from minillm_kernels.moe_plan import check_ids, existing_expert, make_plan
 
@@ -73,9 +74,9 @@ def moe_experts(
     shapes only (CUDA graphs). Raises KernelError for unsupported arguments and, when debugging, for
     ids outside of the experts.
     """
-    check_device(x=x, gate_up=gate_up, down=down, weights=weights, ids=ids)
+    require.device(x=x, gate_up=gate_up, down=down, weights=weights, ids=ids)
     check_arguments(x, gate_up, down, weights, ids)
-    out = output(out, x.shape, x)
+    out = require.output(out, x.shape, x)
     if config is None:
         shape = x.shape[0], ids.shape[1], len(gate_up)
         config = choose_config(arch(), x.dtype, *shape, batch_invariant)
