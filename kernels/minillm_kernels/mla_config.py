@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minillm_kernels import require
-from minillm_kernels.launch import KernelError, padded
+from minillm_kernels.launch import KernelError, TensorDescriptor, padded
 
 MAX_VALUE_DIM = 512
 MAX_ROPE_DIM = 128
@@ -208,8 +208,6 @@ def tensor_descriptors(cache: Tensor, value_dim: int, tile: Tile) -> tuple[Any, 
     """Descriptors for the two parts of a tile; (None, None) without bulk copies."""
     if not tile.descriptors:
         return None, None
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     rows = cache.view(-1, cache.shape[-1])  # [blocks * block_size, R + Dr]
     rope_dim = cache.shape[-1] - value_dim
     return (

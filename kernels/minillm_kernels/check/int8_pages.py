@@ -3,7 +3,7 @@
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from minillm_kernels import int8_cache, int8_pages, reference
-from minillm_kernels.check.case import Launch, Mismatch, compare, generator, guarded, normal
+from minillm_kernels.check.case import (
+    Launch,
+    Mismatch,
+    blank,
+    compare,
+    generator,
+    guarded,
+    normal,
+)
 from minillm_kernels.check.pages import (
     BRANCHES,
     SPARE,
@@ -243,41 +251,42 @@ def verify_prologue(case: Case, given: Inputs, device: str, kernels: Any) -> Non
 
 # ---- compiled only ----------------------------------------------------------------------------
 
+SLOTS = blank(64, dtype=torch.int64)
+
 
 def _pages(num_kv_heads: int, head_dim: int, block_size: int) -> Codes:
     shape = (64, num_kv_heads, block_size, head_dim)
-    key, scale = torch.empty(shape, dtype=torch.uint8), torch.empty(shape[:3], dtype=HALF)
-    return key, torch.empty(shape, dtype=torch.int8), scale, torch.empty_like(scale)
+    scale = blank(*shape[:3], dtype=HALF)
+    return blank(*shape, dtype=torch.uint8), blank(*shape, dtype=torch.int8), scale, scale
 
 
 def _attend(
     num_heads: int, num_kv_heads: int, head_dim: int, block_size: int = 16, query_len: int = 1,
     num_sequences: int = 8, tree: bool = False, **options: Any,
 ) -> None:  # fmt: skip
-    q = torch.empty(num_sequences * query_len, num_heads, head_dim, dtype=BRAIN)
-    lengths = torch.empty(num_sequences, dtype=torch.int32)
-    tables = torch.empty(num_sequences, 8192 // block_size, dtype=torch.int64)
-    start = torch.empty(num_sequences + 1, dtype=torch.int32)
-    pages = _pages(num_kv_heads, head_dim, block_size)
+    lengths = blank(num_sequences, dtype=torch.int32)
     if tree:
-        options["tails"] = lengths, torch.empty(num_sequences, 16, dtype=torch.int32)
+        options["tails"] = lengths, blank(num_sequences, 16, dtype=torch.int32)
     int8_pages.paged_attention(
-        q, *pages, start, lengths, tables, head_dim**-0.5, max_query_len=query_len, **options
-    )
+        blank(num_sequences * query_len, num_heads, head_dim),
+        *_pages(num_kv_heads, head_dim, block_size), blank(num_sequences + 1, dtype=torch.int32),
+        lengths, blank(num_sequences, 8192 // block_size, dtype=torch.int64), head_dim**-0.5,
+        max_query_len=query_len, **options,
+    )  # fmt: skip
 
 
-def _write(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    key = torch.empty(64, num_kv_heads, head_dim, dtype=dtype)
-    slots = torch.empty(64, dtype=torch.int64)
-    int8_pages.write_cache(key, key, *_pages(num_kv_heads, head_dim, 16), slots)
+def _write(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Callable[[], object]:
+    key, pages = blank(64, num_kv_heads, head_dim, dtype=dtype), _pages(num_kv_heads, head_dim, 16)
+    return partial(int8_pages.write_cache, key, key, *pages, SLOTS)
 
 
-def _prologue(num_heads: int, num_kv_heads: int, head_dim: int, normed: bool) -> None:
-    qkv = torch.empty(64, num_heads + 2 * num_kv_heads, head_dim, dtype=BRAIN)
-    norm = torch.empty(head_dim, dtype=BRAIN) if normed else None
-    angles, slots = torch.empty(64, head_dim // 2), torch.empty(64, dtype=torch.int64)
-    pages = _pages(num_kv_heads, head_dim, 16)
-    int8_pages.norm_rope_write(qkv, norm, norm, 1e-5, angles, angles, False, *pages, slots)
+def _prologue(
+    num_heads: int, num_kv_heads: int, head_dim: int, normed: bool
+) -> Callable[[], object]:
+    qkv, angles = blank(64, num_heads + 2 * num_kv_heads, head_dim), blank(64, head_dim // 2)
+    norm, angles = blank(head_dim) if normed else None, angles.float()
+    pages, turn = _pages(num_kv_heads, head_dim, 16), (1e-5, angles, angles, False)
+    return partial(int8_pages.norm_rope_write, qkv, norm, norm, *turn, *pages, SLOTS)
 
 
 def _launches() -> Iterator[Launch]:
@@ -291,10 +300,10 @@ def _launches() -> Iterator[Launch]:
     window = partial(_attend, 32, 32, 96, 64, window=4096)
     yield Launch("decode, Phi-3-mini, pages of 64, a window", window, everywhere)
     yield Launch("token trees", partial(_attend, 32, 8, 128, tree=True), everywhere)
-    yield Launch("norm_rope_write, Llama-3.1-8B", partial(_prologue, 32, 8, 128, False))
-    yield Launch("norm_rope_write, Qwen3-0.6B", partial(_prologue, 16, 8, 128, True))
-    yield Launch("write, Llama-3.1-8B", partial(_write, 8, 128, BRAIN))
-    yield Launch("write, head_dim 80 float32", partial(_write, 2, 80, torch.float32))
+    yield Launch("norm_rope_write, Llama-3.1-8B", _prologue(32, 8, 128, False))
+    yield Launch("norm_rope_write, Qwen3-0.6B", _prologue(16, 8, 128, True))
+    yield Launch("write, Llama-3.1-8B", _write(8, 128, BRAIN))
+    yield Launch("write, head_dim 80 float32", _write(2, 80, torch.float32))
 
 
 LAUNCHES = tuple(_launches())
