@@ -239,7 +239,7 @@ def test_a_bug_is_found(name: str, tmp_path: Path) -> None:
 
 
 INVARIANCE_BUGS = {
-    "prefill without splits": (", SPLIT=config.split, **_shared", ", SPLIT=0, **_shared"),
+    "prefill without splits": ("SPLIT=config.split, **_shared", "SPLIT=0, **_shared"),
     "splits from shapes": (
         "SPLIT=config.split,\n        LEAST=LEAST_TILES, PA",
         "SPLIT=0,\n        LEAST=1, PA",
