@@ -245,16 +245,13 @@ def _launch_norm(
     tile = norm_tile(size)
     if size > tile.block:
         _long_rms_norm[(num_rows,)](
-            *tensors, eps, inner, *strides, SIZE=size, BLOCK=tile.block, num_warps=tile.num_warps
-        )
+            *tensors, eps, inner, *strides, SIZE=size, BLOCK=tile.block, num_warps=tile.num_warps,
+        )  # fmt: skip
         return
     _rms_norm[(cdiv(num_rows, tile.rows),)](
-        *(*tensors, eps, num_rows, inner, *strides),
-        SIZE=size,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
+        *tensors, eps, num_rows, inner, *strides, SIZE=size, ROWS=tile.rows, BLOCK=tile.block,
         num_warps=tile.num_warps,
-    )
+    )  # fmt: skip
 
 
 # ---- SwiGLU and embedding ---------------------------------------------------------------------
@@ -306,12 +303,9 @@ def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     tile = columns_tile(size)
     grid = (cdiv(rows.shape[0], tile.rows) * cdiv(size, tile.block),)
     _silu_mul[grid](
-        *(rows, out_rows, rows.shape[0], rows.stride(0), out_rows.stride(0)),
-        SIZE=size,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        num_warps=tile.num_warps,
-    )
+        rows, out_rows, rows.shape[0], rows.stride(0), out_rows.stride(0), SIZE=size,
+        ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps,
+    )  # fmt: skip
     return out
 
 
@@ -358,12 +352,9 @@ def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -
     tile = columns_tile(size)
     grid = (cdiv(len(token_ids), tile.rows) * cdiv(size, tile.block),)
     _embedding[grid](
-        *(token_ids, weight, out, len(token_ids), num_rows, weight.stride(0), out.stride(0)),
-        SIZE=size,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        num_warps=tile.num_warps,
-    )
+        token_ids, weight, out, len(token_ids), num_rows, weight.stride(0), out.stride(0),
+        SIZE=size, ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps,
+    )  # fmt: skip
     return out
 
 

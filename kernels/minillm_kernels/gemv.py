@@ -330,14 +330,10 @@ def _product(
         launch_tiles(_several_rows, blocks, x, weight, others, bias, out, (eps,), config, **options)
         return out
     _one_row[blocks[1:]](
-        *(x, residual, norm_weight, weight, bias, out, total, eps, num_out, weight.stride(0)),
-        SIZE=size,
-        BLOCK_OUT=block_out,
-        BLOCK_IN=config.block_in,
-        STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        **options,
-    )
+        x, residual, norm_weight, weight, bias, out, total, eps, num_out, weight.stride(0),
+        SIZE=size, BLOCK_OUT=block_out, BLOCK_IN=config.block_in, STAGES=config.num_stages,
+        num_warps=config.num_warps, **options,
+    )  # fmt: skip
     return out
 
 

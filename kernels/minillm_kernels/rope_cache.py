@@ -151,13 +151,9 @@ def rotate(
     num_rows, rows = num_tokens * num_heads, rows_of_program(dim)
     strides = (*x.stride()[:2], cos.stride(0), sin.stride(0), *out.stride()[:2])
     _rotate[(cdiv(num_rows, rows),)](
-        *(x, cos, sin, out, num_rows, num_heads, *strides),
-        DIM=dim,
-        HALF=padded(dim) // 2,
-        ROWS=rows,
-        INTERLEAVED=interleaved,
-        num_warps=NUM_WARPS,
-    )
+        x, cos, sin, out, num_rows, num_heads, *strides, DIM=dim, HALF=padded(dim) // 2, ROWS=rows,
+        INTERLEAVED=interleaved, num_warps=NUM_WARPS,
+    )  # fmt: skip
     return out
 
 
@@ -220,16 +216,10 @@ def write_cache(
     value_strides = (0, 0) if value is None else value.stride()[:2]
     strides = (*key.stride()[:2], *value_strides, *k_cache.stride()[:3], *v_cache.stride()[:3])
     _write_cache[(cdiv(num_rows, rows),)](
-        *(key, value, k_cache, v_cache, slot_mapping),
-        *(num_rows, len(slot_mapping), len(k_cache), *strides),
-        NUM_HEADS=num_heads,
-        DIM=dim,
-        VALUE_DIM=v_cache.shape[-1],
-        BLOCK=block,
-        BLOCK_SIZE=k_cache.shape[2],
-        ROWS=rows,
-        num_warps=NUM_WARPS,
-    )
+        key, value, k_cache, v_cache, slot_mapping, num_rows, len(slot_mapping), len(k_cache),
+        *strides, NUM_HEADS=num_heads, DIM=dim, VALUE_DIM=v_cache.shape[-1], BLOCK=block,
+        BLOCK_SIZE=k_cache.shape[2], ROWS=rows, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 def _check_caches(
@@ -354,18 +344,12 @@ def norm_rope_write(
     programs += 2 * cdiv(num_tokens * num_kv_heads, rows)
     strides = (*qkv.stride()[:2], cos.stride(0), sin.stride(0), *out.stride()[:2])
     _norm_rope_write[(programs,)](
-        *(qkv, q_weight, k_weight, cos, sin, slot_mapping, out, k_cache, v_cache),
-        *(eps, num_tokens, slot_mapping.shape[0], k_cache.shape[0]),
-        *(*strides, *k_cache.stride()[:3], *v_cache.stride()[:3]),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        DIM=dim,
-        HALF=padded(dim) // 2,
-        BLOCK_SIZE=k_cache.shape[2],
-        ROWS=rows,
-        INTERLEAVED=interleaved,
+        qkv, q_weight, k_weight, cos, sin, slot_mapping, out, k_cache, v_cache, eps, num_tokens,
+        slot_mapping.shape[0], k_cache.shape[0], *strides, *k_cache.stride()[:3],
+        *v_cache.stride()[:3], NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim,
+        HALF=padded(dim) // 2, BLOCK_SIZE=k_cache.shape[2], ROWS=rows, INTERLEAVED=interleaved,
         num_warps=NUM_WARPS,
-    )
+    )  # fmt: skip
     return out
 
 
