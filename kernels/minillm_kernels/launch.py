@@ -39,6 +39,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # If set, every launch also checks values, such as those of block tables, which synchronises.
 DEBUG = os.environ.get("MINILLM_DEBUG_KERNELS") == "1"
 OLDEST = 80  # Ampere: bf16 tensor cores and asynchronous copies
+MAX_HEAD_DIM = 256
 # Maximum shared memory of a program in bytes, by compute capability (CUDA C++ Programming Guide,
 # table of technical specifications). The launch checks it; the compiler does not.
 SHARED_MEMORY: Mapping[int, int] = MappingProxyType(

@@ -15,7 +15,6 @@ from torch import Tensor
 from minillm_kernels import launch
 from minillm_kernels.launch import KernelError, Tails
 
-MAX_HEAD_DIM = 256
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
 
@@ -113,7 +112,7 @@ def contiguous(**tensors: Tensor | None) -> None:
             )
 
 
-def head_dim(name: str, head_dim: int, most: int = MAX_HEAD_DIM) -> None:
+def head_dim(name: str, head_dim: int, most: int = launch.MAX_HEAD_DIM) -> None:
     """Check that a head fits into the registers of a program and into 16-byte accesses."""
     if not 0 < head_dim <= most or head_dim % 8:
         raise KernelError(

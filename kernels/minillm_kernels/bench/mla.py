@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minillm_kernels.bench.case import Measurement
 from minillm_kernels.bench.paged_attention import Sequences, normal
 from minillm_kernels.mla import mla_attention
 
@@ -87,6 +88,11 @@ class Batch:
         shape, wide = (len(size.sequences), size.num_heads), NOPE_DIM + size.rope_dim
         parts = (1, wide), (seq_len, wide), (seq_len, HEAD_VALUE_DIM)
         return [normal(str(self.q.device), *shape, *part) for part in parts]
+
+
+def measurement(size: Size, device: str) -> Measurement:
+    """Of one of `SIZES`, which a chapter measures."""
+    return size.measurement("mla", device)
 
 
 # ---- the others: decoding sequences of one length, over latents that are gathered already ------

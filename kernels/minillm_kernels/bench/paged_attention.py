@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm_kernels.bench import case
-from minillm_kernels.bench.case import Bound
+from minillm_kernels.bench.case import Bound, Measurement
+from minillm_kernels.launch import arch
 from minillm_kernels.paged_attention import paged_attention
+from minillm_kernels.paged_config import choose
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Size(Sequences):
-    """One call with the heads of a model. Of the peers, "apart" are the two kernels that a mixed
+    """One call with the heads of a model; `tiles` changes the decode kernel's. Of the peers, "apart" are the two kernels that a mixed
     batch could be cut into, "usual" the mode that is not batch-invariant."""
 
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 16
+    tiles: Mapping[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ("SDPA", "varlen_attn")
 
     @property
@@ -113,8 +116,12 @@ class Size(Sequences):
 
     def run(self, inputs: Batch) -> Tensor:
         """One call of the kernels."""
+        config = None
+        if self.tiles:
+            usual = choose(arch(), torch.bfloat16, self.head_dim)
+            config = replace(usual, decode=replace(usual.decode, **self.tiles))
         return paged_attention(
-            inputs.q, inputs.k_cache, inputs.v_cache, *inputs.tables, self.scale,
+            inputs.q, inputs.k_cache, inputs.v_cache, *inputs.tables, self.scale, config=config,
             max_query_len=self.longest, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
@@ -135,6 +142,11 @@ def apart(given: Batch) -> list[Tensor]:
         found.append(part.run(replace(given, q=q, tables=tables)))
         first_row += part.num_rows
     return found
+
+
+def measurement(size: Size, device: str) -> Measurement:
+    """Of one of `SIZES`, which a chapter measures."""
+    return size.measurement("paged_attention", device)
 
 
 # ---- the others -------------------------------------------------------------------------------
@@ -202,6 +214,7 @@ FAST: Mapping[str, float] = {"usual": 1 / 1.12}
 SIZES = (
     Size("decode 64 x 4k, pages of 16", MANY, target=0.93),
     Size("decode 64 x 4k, pages of 64", MANY, block_size=64, target=0.93),
+    Size("decode 64 x 4k, heads as rows", MANY, block_size=64, tiles={"swap": False}, others=()),
     Size("decode 1 x 32k, pages of 16", LONG, target=0.78),
     Size("decode 1 x 32k, pages of 64", LONG, block_size=64, target=0.78),
     Size("decode 1 x 2k, pages of 64", SHORT, block_size=64, bound="latency", target=6.0),
@@ -228,6 +241,7 @@ SIZES = (
 TOY: Mapping[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 TINY = (
     Size("toy decode", ((1, 40), (1, 9)), **TOY, target=0.93, others=("SDPA",)),
+    Size("toy decode, heads as rows", ((1, 40),), **TOY, tiles={"swap": False}, others=()),
     Size("toy verification", ((5, 40), (5, 20)), **TOY, others=("SDPA",)),
     Size("toy mixed", ((1, 40), (5, 20)), **TOY, others=("apart", "SDPA")),
     Size("toy batch-invariant", ((1, 40),), **TOY, batch_invariant=True, others=("usual",)),

@@ -99,28 +99,12 @@ CASES: tuple[Case, ...] = (
     Case("truncate", 1, 32000, FP16, top_k=(0,), top_p=(0.95,), spread=2.0),
     # -- all of it
     Case("sample", 1, 1, top_k=(1,), top_p=(0.5,)),
-    Case(
-        "sample",
-        6,
-        600,
-        temperature=(0.0, 1.0, 0.7, 2.0),
-        top_k=SOME_K,
-        top_p=SOME_P,
-        block=256,
-        gap=1,
-    ),
+    Case("sample", 6, 600, temperature=(0.0, 1.0, 0.7, 2.0), top_k=SOME_K, top_p=SOME_P, block=256,
+         gap=1),
     Case("sample", 4, 300, BF16, kind="ties", top_k=SOME_K, top_p=SOME_P, min_p=(0.0, 0.02)),
-    Case(
-        "sample",
-        4,
-        200,
-        kind="broken",
-        top_k=SOME_K,
-        top_p=SOME_P,
-        block=64,
-        temperature=(1.0, 0.0),
-    ),
-)
+    Case("sample", 4, 200, kind="broken", top_k=SOME_K, top_p=SOME_P, block=64,
+         temperature=(1.0, 0.0)),
+)  # fmt: skip
 
 
 def random_case(rng: random.Random) -> Case:
