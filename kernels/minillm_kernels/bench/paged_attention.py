@@ -81,8 +81,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Size(Sequences):
-    """One call with the heads of a model; `tiles` changes the decode kernel's. Of the peers, "apart" are the two kernels that a mixed
-    batch could be cut into, "usual" the mode that is not batch-invariant."""
+    """One call with the heads of a model; `tiles` changes the decode kernel's. Of the peers,
+    "apart" are the two kernels that a mixed batch could be cut into, "usual" the mode that is not
+    batch-invariant."""
 
     num_heads: int = 32
     num_kv_heads: int = 8
