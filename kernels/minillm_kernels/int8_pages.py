@@ -73,7 +73,6 @@ def paged_attention(
         return out
     num_parts = _num_parts(block_tables.shape[1] * block_size)
     window = min(MAX_WINDOW if window is None else window, MAX_WINDOW)
-    factor = _factor(scale)
     few, small = _few(group, max_query_len)
     room = num_sequences * few * heads * num_parts * dim
     few = few if 1 < num_parts <= MAX_GRID_Z and room <= MAX_WORKSPACE else 0
@@ -87,7 +86,7 @@ def paged_attention(
         attention_kernel[grid](
             q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, arrivals, query_start,
             seq_lens, block_tables, *require.tail_arguments(tails, num_sequences), q.stride()[:-1],
-            out.stride()[:-1], block_tables.stride(0), factor, window, num_sequences, few,
+            out.stride()[:-1], block_tables.stride(0), _factor(scale), window, num_sequences, few,
             num_parts, GROUP=group, NUM_KV_HEADS=kv_heads, BLOCK_SIZE=block_size, BLOCK_M=block_m,
             BLOCK_Q=block_q, DIM=dim, BLOCK_D=block_d, APART=apart,
             num_warps=4 if block_m * block_d <= 4096 else 8, num_stages=2,

@@ -77,6 +77,43 @@ def compiles_only() -> bool:
         return False
 
 
+def check_device(**tensors: Tensor | None) -> torch.device:
+    """Check that all tensors are on the current CUDA device and that it is supported (or on the CPU
+    if interpreted); returns the device."""
+    name, device = next((name, each.device) for name, each in tensors.items() if each is not None)
+    for other, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise KernelError(
+                f"{name} is on {device} and {other} on {tensor.device}; move one of them."
+            )
+    if INTERPRETED:
+        if device.type != "cpu":
+            raise KernelError(f"{name} is on {device}; interpreted kernels need CPU tensors.")
+    elif device.type != "cuda" and not compiles_only():
+        raise KernelError(
+            f"{name} is on {device}; a compiled kernel needs CUDA tensors. Use "
+            "minillm_kernels.reference there, or set TRITON_INTERPRET=1 before the import."
+        )
+    elif device.type == "cuda" and torch.version.hip is None:
+        _check_capability(name, device)
+        if device.index != torch.cuda.current_device():  # Triton launches on the current device
+            raise KernelError(
+                f"{name} is on {device} and the current device is cuda:"
+                f"{torch.cuda.current_device()}; launch inside torch.cuda.device({device.index})."
+            )
+    return device
+
+
+@cache
+def _check_capability(name: str, device: torch.device) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if 10 * major + minor < OLDEST:
+        raise KernelError(
+            f"{name} is on {device} with compute capability {major}.{minor}; these kernels "
+            "need 8.0 (Ampere) or newer. Use minillm_kernels.reference there."
+        )
+
+
 @contextmanager
 def compiled() -> Iterator[list[str]]:
     """For the block, collect the names of the kernels that Triton compiles or loads."""

@@ -6,7 +6,6 @@ tensor, which would synchronise, except when debugging or interpreting.
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from itertools import pairwise
 
 import torch
@@ -18,42 +17,7 @@ from minillm_kernels.launch import KernelError, Tails
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
 
-
-def device(**tensors: Tensor | None) -> torch.device:
-    """Check that all tensors are on the current CUDA device and that it is supported (or on the CPU
-    if interpreted); returns the device."""
-    name, device = next((name, each.device) for name, each in tensors.items() if each is not None)
-    for other, tensor in tensors.items():
-        if tensor is not None and tensor.device != device:
-            raise KernelError(
-                f"{name} is on {device} and {other} on {tensor.device}; move one of them."
-            )
-    if launch.INTERPRETED:
-        if device.type != "cpu":
-            raise KernelError(f"{name} is on {device}; interpreted kernels need CPU tensors.")
-    elif device.type != "cuda" and not launch.compiles_only():
-        raise KernelError(
-            f"{name} is on {device}; a compiled kernel needs CUDA tensors. Use "
-            "minillm_kernels.reference there, or set TRITON_INTERPRET=1 before the import."
-        )
-    elif device.type == "cuda" and torch.version.hip is None:
-        _check_capability(name, device)
-        if device.index != torch.cuda.current_device():  # Triton launches on the current device
-            raise KernelError(
-                f"{name} is on {device} and the current device is cuda:"
-                f"{torch.cuda.current_device()}; launch inside torch.cuda.device({device.index})."
-            )
-    return device
-
-
-@cache
-def _check_capability(name: str, device: torch.device) -> None:
-    major, minor = torch.cuda.get_device_capability(device)
-    if 10 * major + minor < launch.OLDEST:
-        raise KernelError(
-            f"{name} is on {device} with compute capability {major}.{minor}; these kernels "
-            "need 8.0 (Ampere) or newer. Use minillm_kernels.reference there."
-        )
+device = launch.check_device
 
 
 def dtype(allowed: Sequence[torch.dtype], **tensors: Tensor | None) -> None:

@@ -32,8 +32,8 @@ def refused(sentence: str):
 def as_if_compiled(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(launch, "compiles_only", lambda: False)
-    fresh = cache(require._check_capability.__wrapped__)
-    monkeypatch.setattr(require, "_check_capability", fresh)
+    fresh = cache(launch._check_capability.__wrapped__)
+    monkeypatch.setattr(launch, "_check_capability", fresh)
 
 
 # ---- devices ----------------------------------------------------------------------------------
@@ -69,10 +69,10 @@ def test_an_old_gpu(monkeypatch):
         require.device(q=on("cuda:0"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for capability in ((8, 0), (9, 0), (12, 0)):
-        require._check_capability.cache_clear()
+        launch._check_capability.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert require.device(q=on("cuda:0"), k=on("cuda:0")) == torch.device("cuda:0")
-    assert require._check_capability.cache_info().misses == 1
+    assert launch._check_capability.cache_info().misses == 1
 
 
 def test_another_device_than_the_current_one(monkeypatch):

@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from minillm_kernels import int8_cache, int8_pages, reference
-from minillm_kernels.check.case import (
-    Launch,
-    Mismatch,
-    blank,
-    compare,
-    generator,
-    normal,
-)
+from minillm_kernels.check.case import Launch, Mismatch, blank, compare, generator, normal
 from minillm_kernels.check.pages import (
     UNTOUCHED,
     Inputs,
@@ -223,8 +216,6 @@ def verify_prologue(case: Case, num_blocks: int, slots: Tensor, device: str, ker
 
 # ---- compiled only ----------------------------------------------------------------------------
 
-SLOTS = blank(64, dtype=torch.int64)
-
 
 def _pages(num_kv_heads: int, head_dim: int, block_size: int) -> Codes:
     shape = (64, num_kv_heads, block_size, head_dim)
@@ -249,7 +240,8 @@ def _attend(
 
 def _write(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Callable[[], object]:
     key, pages = blank(64, num_kv_heads, head_dim, dtype=dtype), _pages(num_kv_heads, head_dim, 16)
-    return partial(int8_pages.write_cache, key, key, *pages, SLOTS)
+    slots = blank(64, dtype=torch.int64)
+    return partial(int8_pages.write_cache, key, key, *pages, slots)
 
 
 def _prologue(
@@ -258,7 +250,8 @@ def _prologue(
     qkv, angles = blank(64, num_heads + 2 * num_kv_heads, head_dim), blank(64, head_dim // 2)
     norm, angles = blank(head_dim) if normed else None, angles.float()
     pages, turn = _pages(num_kv_heads, head_dim, 16), (1e-5, angles, angles, False)
-    return partial(int8_pages.norm_rope_write, qkv, norm, norm, *turn, *pages, SLOTS)
+    slots = blank(64, dtype=torch.int64)
+    return partial(int8_pages.norm_rope_write, qkv, norm, norm, *turn, *pages, slots)
 
 
 def _launches() -> Iterator[Launch]:

@@ -282,8 +282,6 @@ def verify(case: Case, device: str = "cpu", kernels: ModuleType = rope_cache) ->
 # ---- real models, to be compiled -------------------------------------------------------------
 
 TOKENS, BLOCKS, BLOCK_SIZE = 64, 32, 16
-SLOTS, ANGLES = blank(TOKENS, dtype=torch.int64), blank(TOKENS, 32, dtype=FP32)
-LATENTS = blank(BLOCKS, 1, 64, 576)  # of DeepSeek, whose queries end with a rotated part
 
 
 def _projection(
@@ -294,9 +292,20 @@ def _projection(
     angles = blank(TOKENS, dim // 2, dtype=FP32)
     qkv = blank(TOKENS, heads + 2 * kv_heads, dim, dtype=dtype)
     cache = blank(BLOCKS, kv_heads, BLOCK_SIZE, dim, dtype=dtype)
-    inputs = (qkv, weight, weight, 1e-6, angles, angles, turned, cache, cache, SLOTS)
+    slots = blank(TOKENS, dtype=torch.int64)
+    inputs = (qkv, weight, weight, 1e-6, angles, angles, turned, cache, cache, slots)
     run = partial(rope_cache.norm_rope_write, *inputs)
     return Launch(f"norm_rope_write {name} {short(dtype)}", run)
+
+
+def _latent() -> tuple[Launch, Launch]:
+    """DeepSeek's rotated query part, and its latent cache."""
+    q, angles = blank(TOKENS, 16, 192)[..., 128:], blank(TOKENS, 32, dtype=FP32)
+    cache, slots = blank(BLOCKS, 1, 64, 576), blank(TOKENS, dtype=torch.int64)
+    turn = partial(rope_cache.rotate, q, angles, angles, True)
+    key = blank(TOKENS, 1, 576)
+    write = partial(rope_cache.write_cache, key, None, cache, cache[..., :512], slots)
+    return Launch("rotate MLA 64 bfloat16", turn), Launch("write_cache MLA 576 bfloat16", write)
 
 
 LAUNCHES: tuple[Launch, ...] = (
@@ -309,14 +318,5 @@ LAUNCHES: tuple[Launch, ...] = (
     _projection("head_dim 80", 32, 32, 80, BF16, norm=False, turned=False),
     _projection("head_dim 96", 32, 32, 96, BF16, norm=False, turned=False),
     _projection("head_dim 256", 8, 4, 256, BF16, norm=True, turned=False),
-    Launch(
-        "rotate MLA 64 bfloat16",
-        partial(rope_cache.rotate, blank(TOKENS, 16, 192)[..., 128:], ANGLES, ANGLES, True),
-    ),
-    Launch(
-        "write_cache MLA 576 bfloat16",
-        partial(
-            rope_cache.write_cache, blank(TOKENS, 1, 576), None, LATENTS, LATENTS[..., :512], SLOTS
-        ),
-    ),
+    *_latent(),
 )
