@@ -370,14 +370,8 @@ def launch_tiles(
         parts = torch.empty(splits, shape[0], shape[1] + 16, dtype=torch.float32, device=device)
         arrivals = arrival_counters(device, padded(prod(blocks), 256))
     kernel[(*blocks, splits)](
-        *(x, weight, *others, bias, out, parts, arrivals, *numbers, *shape),
-        *(x.stride(0), weight.stride(0), out.stride(0)),
-        SIZE=size,
-        SPLIT=split,
-        SPLITS=splits,
-        BLOCK_OUT=config.block_out,
-        BLOCK_IN=config.block_in,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **constants,
-    )
+        x, weight, *others, bias, out, parts, arrivals, *numbers, *shape, x.stride(0),
+        weight.stride(0), out.stride(0), SIZE=size, SPLIT=split, SPLITS=splits,
+        BLOCK_OUT=config.block_out, BLOCK_IN=config.block_in, num_warps=config.num_warps,
+        num_stages=config.num_stages, **constants,
+    )  # fmt: skip

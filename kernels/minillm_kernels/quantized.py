@@ -280,21 +280,12 @@ def scaled_linear(
     require.contiguous(scales=scales)
     columns = min(columns, max(size, 1))
     integers = codes.dtype == torch.int8
+    numbers, group = (scales.shape[1],), 0 if columns >= size else columns
+    codes = codes if integers else codes.view(torch.uint8)
     return _product(
-        _scaled_tile,
-        x,
-        codes if integers else codes.view(torch.uint8),
-        (scales,),
-        bias,
-        out,
-        (scales.shape[1],),
-        config,
-        batch_invariant,
-        0 if columns >= size else columns,
-        SCALE_ROWS=rows,
-        SCALE_COLUMNS=columns,
-        INTEGERS=integers,
-    )
+        _scaled_tile, x, codes, (scales,), bias, out, numbers, config, batch_invariant, group,
+        SCALE_ROWS=rows, SCALE_COLUMNS=columns, INTEGERS=integers,
+    )  # fmt: skip
 
 
 def _check_group(group: int, name: str) -> None:
