@@ -92,6 +92,8 @@ def normalise(notebook: Notebook) -> list[str]:
         facts_only = is_fact_cell(cell) and not {"open", "turn"} & set(tags(cell))
         if facts_only or "import *" in cell["source"]:  # a reader opens it with a click
             cell["metadata"]["jupyter"] = {"source_hidden": True}
+        if "repeats" in tags(cell):  # numbers of the table above, which prose is bound to
+            cell["metadata"].setdefault("jupyter", {})["outputs_hidden"] = True
         warned = "".join(o["text"] for o in cell["outputs"] if o.get("name") == "stderr")
         if warned.strip():
             problems.append(f"cell {position} wrote to stderr, remove the cause: {warned.strip()}")

@@ -121,6 +121,9 @@ def test_normalising_drops_what_is_chance_and_reports_warnings():
     assert made["cells"][0]["metadata"] == {"tags": ["plot"]}
     assert made["metadata"].keys() == {"kernelspec", "language_info", "minillm"}
     assert made["metadata"]["language_info"] == {"name": "python"}
+    made["cells"][0]["metadata"] = {"tags": ["repeats"]}
+    execute.normalise(made)
+    assert made["cells"][0]["metadata"]["jupyter"] == {"outputs_hidden": True}
 
 
 def test_a_kernel_runs_apart_from_the_person_who_starts_it(tmp_path, monkeypatch):
