@@ -313,9 +313,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(prog="execute.py", description=__doc__, epilog=EXAMPLES)
     parser.add_argument("chapters", nargs="*", help="numbers or files; default: all")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if a fact changed"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if facts changed")
     parser.add_argument("--fill", action="store_true", help="only fill the spans of the prose")
     parser.add_argument("--index", action="store_true", help="only write README.md and its figures")
     parser.add_argument("--stale", action="store_true", help="are numbers older than their code?")
