@@ -118,7 +118,7 @@ def test_normalising_drops_what_is_chance_and_reports_warnings():
     (problem,) = execute.normalise(made)
     assert problem == "cell 0 wrote to stderr, remove the cause: UserWarning: old"
     assert made["cells"][0]["outputs"] == [outputs[0] | {"text": "ab\n"}]
-    assert made["cells"][0]["metadata"] == {"tags": ["repeats"], "jupyter": {"outputs_hidden": True}}
+    assert made["cells"][0]["metadata"] == dict(tags=["repeats"], jupyter={"outputs_hidden": True})
     assert made["metadata"].keys() == {"kernelspec", "language_info", "minillm"}
     assert made["metadata"]["language_info"] == {"name": "python"}
 
