@@ -48,7 +48,7 @@ def first_architecture(launch: Launch, place: int) -> int:
 
 
 def stated(family: str, launch: Launch, capability: int) -> dict[str, str]:
-    """The figures in the README for the kernels of one launch on one architecture."""
+    """The README's figures for the kernels of one launch."""
     column = ARCHITECTURES.index(capability)
     found = {kernel: figures[column] for kernel, launches, figures in STATED[family]
              if launch.name in launches}  # fmt: skip
@@ -383,7 +383,6 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert list(tables) == ["mla", "moe"]
     ((kernel, names, figures),) = map(parsed, compiled_table.rows(tables["moe"]))
     assert (kernel, names, len(figures)) == ("add", ["one", "two"], len(ARCHITECTURES))
-    assert run("mla", "--check") == "The table is up to date.\n"
     file.write_text(written.replace("---", "-----").replace("\n\n", "\n"))
     assert run("--check", "mla") == "The table is up to date.\n"  # only figures count
     file.write_text(written.replace(" regs", "9 regs", 1))
