@@ -162,8 +162,10 @@ class Runner:
         if self.graphs is not None and plan.dropped:
             self._close_gaps()
         for new in plan.new:
-            state = self._rows[new.seq_id] = SequenceRow.of(self._free_rows.pop(), new)
-            self.sampler.set_row(state.row, state.sampling_row())
+            state = self._rows[new.seq_id] = SequenceRow(
+                self._free_rows.pop(), new, list(new.token_ids)
+            )
+            self.sampler.set_row(state.row, new, state.token_ids)
         self.rows.tables.write(
             [
                 (self._rows[row.seq_id].row, row.num_kept, row.blocks)

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from operator import attrgetter
 
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
@@ -12,6 +13,7 @@ from minillm.scheduling.policies import ADMISSIONS, WINDOW, Policy
 from minillm.scheduling.record import Blocked, StepRecord
 from minillm.scheduling.request import Key, Request, Sequence, Status
 
+SORT_KEY = attrgetter("key")  # of a sequence: the smallest is scheduled first
 MAX_REPEATED_REFUSALS = 16  # steps that reuse a refusal without another cache lookup
 
 
@@ -140,19 +142,14 @@ class Admission:
         return match
 
 
-def key_of(sequence: Sequence) -> Key:
-    """The sort key: the smallest is scheduled first."""
-    return sequence.key
-
-
 def insert(queue: list[Sequence], sequence: Sequence) -> None:
     """Insert a sequence in order."""
-    insort(queue, sequence, key=key_of)
+    insort(queue, sequence, key=SORT_KEY)
 
 
 def remove(queue: list[Sequence], sequence: Sequence) -> None:
     """Remove a sequence."""
-    place = bisect_left(queue, sequence.key, key=key_of)
+    place = bisect_left(queue, sequence.key, key=SORT_KEY)
     if place >= len(queue) or queue[place] is not sequence:
         raise AccountingError(f"Sequence {sequence.seq_id} is not in this queue.")
     del queue[place]

@@ -29,11 +29,11 @@ from minillm.models.deterministic import (
 from minillm.ops import cpu, cpu_sampling
 from minillm.sampling import logprobs
 from minillm.sampling.logprobs import token_logprobs
-from minillm.sampling.sampler import SamplingRow, sample
 from minillm_kernels import reference
 from tests.engine.small import make
 from tests.matrix.cells import LONGEST, Cell, Reference, folder_of, reference_of, run_cell
 from tests.matrix.jobs import Job, everything, generate
+from tests.sampling.sampling_rows import SamplingRow, sample
 
 # GQA, GQA with a sliding window, MLA with experts beside a dense layer, experts in every layer.
 FAMILIES = ("llama", "mistral", "deepseek_v2", "qwen3_moe")

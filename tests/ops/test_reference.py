@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from minillm.api.sampling_params import SamplingParams
-from minillm.sampling.sampler import SamplingRow, sample
 from minillm_kernels import reference
+from tests.sampling.sampling_rows import SamplingRow, sample
 
 
 def normal(*shape, seed=0):

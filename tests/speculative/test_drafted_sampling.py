@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from minillm.api.sampling_params import SamplingParams
-from minillm.sampling.edits import Edits, SamplingRow
-from minillm.sampling.sampler import Sampler, sample
+from minillm.sampling.edits import Edits
+from minillm.sampling.sampler import Sampler
 from minillm.sampling.token_values import RECENT
 from tests.pairs import some
+from tests.sampling.sampling_rows import SamplingRow, sample
 
 VOCABULARY = 24  # few tokens and rounded logits, so that edits and their counts decide
 STOPS = (4, 9)
