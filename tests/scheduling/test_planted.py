@@ -20,7 +20,7 @@ from minillm.cache.radix import RadixTree
 from minillm.scheduling import ahead, drafts, failed_rows, pipelined
 from minillm.scheduling import scheduler as scheduler_file
 from minillm.scheduling.admission import Admission
-from minillm.scheduling.ahead import UncommittedPlans
+from minillm.scheduling.ahead import InFlight
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.plan import Row
@@ -510,15 +510,15 @@ def test_the_same_histories_pass_without_a_bug(series: str) -> None:
 
 
 def blocks_are_free_while_a_plan_writes(patch: Patch) -> None:
-    leave = UncommittedPlans.remove_row
+    leave = InFlight.remove_row
 
-    def left(self: UncommittedPlans, seq_id: int) -> Sequence:
-        sequence = self.sequences[seq_id]
+    def left(self: InFlight, seq_id: int) -> Sequence:
+        sequence = self[seq_id]
         sequence.num_in_flight = 1
         sequence = leave(self, seq_id)
-        return self.sequences.setdefault(seq_id, sequence) if len(self.plans) else sequence
+        return self.setdefault(seq_id, sequence) if len(self.plans) else sequence
 
-    patch.setattr(UncommittedPlans, "remove_row", left)
+    patch.setattr(InFlight, "remove_row", left)
 
 
 def tokens_stay_pending(patch: Patch) -> None:
