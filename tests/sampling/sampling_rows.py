@@ -19,20 +19,24 @@ NO_TOKEN = -1  # in `SampledBatch.token_ids`: the row failed
 
 
 class SamplingRow(NewSequence):
-    """A sequence whose next token is at `position`. Where its tokens are fewer, its prompt begins
-    with copies of its first one, which no edit counts twice."""
+    """A sequence whose next token is drawn with the noise of `position`: by default the number of
+    its tokens, which edits that depend on positions need."""
+
+    _position = 0
 
     def __new__(  # type: ignore[no-untyped-def]
         cls, params: SamplingParams, seed: int, sample_index: int = 0, position: int = 0,
         prompt: Sequence[int] = (), output: Sequence[int] = (), stop_ids=(), bad_words_ids=(),
     ):  # fmt: skip
-        prompt = [*[*prompt[:1], 0][:1] * (position - len(prompt) - len(output)), *prompt]
-        ids, shape = [*prompt, *output], (0, sample_index, len(prompt))
-        return super().__new__(cls, *shape, ids, params, seed, stop_ids, bad_words_ids)
+        shape = 0, sample_index, len(prompt)
+        edits = stop_ids, bad_words_ids
+        made = super().__new__(cls, *shape, [*prompt, *output], params, seed, *edits)
+        made._position = position
+        return made
 
     @property
     def position(self) -> int:
-        return len(self.token_ids)
+        return self._position or len(self.token_ids)
 
 
 @dataclass(frozen=True)
