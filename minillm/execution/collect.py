@@ -9,7 +9,13 @@ from torch import Tensor
 from minillm.errors import Failure, MinillmError, in_one_line, owner_of
 from minillm.execution.flight import StepResult
 from minillm.execution.state import RowStates, SequenceRow
-from minillm.sampling.logprobs import LogprobTable, PromptLogprobs, TokenLogprob, failure_of
+from minillm.sampling.logprobs import (
+    NOT_FINITE,
+    LogprobTable,
+    PromptLogprobs,
+    TokenLogprob,
+    failure_of,
+)
 from minillm.sampling.sampler import Sampler
 from minillm.sampling.verify import match, until_stop
 from minillm.scheduling.plan import Row
@@ -56,7 +62,9 @@ def give_tokens(
             if not row.num_forks:  # tokens after a failed one are discarded
                 given, errors = given[: min(errors) + 1], {min(errors): errors[min(errors)]}
             given = [None if i in errors else token for i, token in enumerate(given)]
-            result.fail_samples(row, errors)
+            result.errors[row.seq_id] = errors
+            if NOT_FINITE in errors.values():
+                result.suspect.add(row.seq_id)
         result.token_ids[row.seq_id] = given
 
 

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.errors import ConfigError
 from minillm.execution.collect import failure, give_tokens, store_prompt_logprobs
-from minillm.execution.executor import Capacity, Executor
+from minillm.execution.executor import Capacity
 from minillm.execution.flight import Flight, StepResult
 from minillm.execution.graphs import Capture, DecodeGraphs, record_draft
 from minillm.execution.state import DeviceRows, RowStates, SequenceRow
@@ -162,10 +161,9 @@ class Runner:
         if self.graphs is not None and plan.dropped:
             self._close_gaps()
         for new in plan.new:
-            state = self._rows[new.seq_id] = SequenceRow(
-                self._free_rows.pop(), new, list(new.token_ids)
-            )
-            self.sampler.set_row(state.row, new, state.token_ids)
+            row, known = self._free_rows.pop(), list(new.token_ids)
+            self._rows[new.seq_id] = SequenceRow(row, new, known)
+            self.sampler.set_row(row, new, known)
         self.rows.tables.write(
             [
                 (self._rows[row.seq_id].row, row.num_kept, row.blocks)
@@ -214,27 +212,12 @@ class Runner:
             result.why_eager = "several tokens of a sequence"
             return None
         states.sort(key=lambda pair: pair[1].row)
-        rows = [row for row, _ in states]
-        ids, pending = self._input_ids(states)
-        if most == 1:
-            self._upload_last_tokens(states)
-        row_ids, starts = [state.row for _, state in states], [row.start for row in rows]
-        counts, on_device = [row.num_tokens for row in rows], [source for _, source in pending]
-        places = graphs.launch(row_ids, starts, counts, ids, on_device)
-        if places is None:
+        hidden = graphs.replay(states, *self._input_ids(states))
+        if hidden is None:
             result.why_eager = graphs.missing
             return None
         result.graph_rows = graphs.num_rows
-        return rows, graphs.hidden_of(places)
-
-    def _upload_last_tokens(self, states: RowStates) -> None:
-        """Upload last tokens that are only on the host to `DeviceRows.last`, which graphs read."""
-        new = [(state.row, state.token_ids[row.start]) for row, state in states if not state.is_fed]
-        if new:
-            place, token = upload(self.device, *np.array(new, dtype=np.int64).T)
-            self.rows.last.index_copy_(0, place, token)
-            for _, state in states:
-                state.is_fed = True
+        return [row for row, _ in states], hidden
 
     def _retry_rows(
         self, rows: Sequence[Row], run: Callable[[Sequence[Row]], T], result: StepResult
@@ -387,10 +370,3 @@ class Runner:
                 flight.result.fail(row, failure(error))
             else:
                 flight.reads.append(partial(store_prompt_logprobs, row, entries, flight.result))
-
-
-def runner_of(executor: Executor) -> Runner:
-    """The runner of an engine, for benchmarks; ConfigError if it runs in other processes."""
-    if not isinstance(executor, Runner):
-        raise ConfigError(f"A Runner is needed; this engine has a {type(executor).__name__}.")
-    return executor

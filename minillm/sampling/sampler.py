@@ -14,7 +14,6 @@ collected.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,36 +21,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minillm.api.sampling_params import SamplingParams
-from minillm.ops.sampling import Pack, choose
+from minillm.ops.sampling import Pack, choose, draw_params, signed
 from minillm.ops.transfers import indices, upload
 from minillm.sampling.edits import Edits
 from minillm.sampling.rules import DraftedToken, Rule, Verification, drafts_at
 from minillm.sampling.samples import Samples
 from minillm.scheduling.plan import NewSequence
 
-HALF_RANGE = 2**63  # of 64-bit integers
 NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 NO_DISTRIBUTIONS: Mapping[int, Tensor | None] = {}
-
-
-class DrawParams(NamedTuple):
-    """A request's sampling parameters, in the form of a row of `Pack`, the kernel's input."""
-
-    floats: tuple[float, float, float]  # temperature (0 is greedy), min-p, top-p
-    top_k: int  # 0 is off
-    truncates: bool
-
-
-def draw_params(params: SamplingParams) -> DrawParams:
-    """The row of a request."""
-    temperature = 0.0 if params.greedy else params.temperature
-    truncates = temperature > 0 and (params.top_k > 0 or params.top_p < 1)
-    return DrawParams((temperature, params.min_p, params.top_p), max(params.top_k, 0), truncates)
-
-
-def signed(seed: int) -> int:
-    """A seed wrapped to a signed 64-bit integer."""
-    return (seed + HALF_RANGE) % (2 * HALF_RANGE) - HALF_RANGE
 
 
 class Sampler:
