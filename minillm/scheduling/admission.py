@@ -13,7 +13,6 @@ from minillm.scheduling.policies import ADMISSIONS, WINDOW, Policy
 from minillm.scheduling.record import Blocked, StepRecord
 from minillm.scheduling.request import Key, Request, Sequence, Status
 
-SORT_KEY = attrgetter("key")  # of a sequence: the smallest is scheduled first
 MAX_REPEATED_REFUSALS = 16  # steps that reuse a refusal without another cache lookup
 
 
@@ -144,12 +143,12 @@ class Admission:
 
 def insert(queue: list[Sequence], sequence: Sequence) -> None:
     """Insert a sequence in order."""
-    insort(queue, sequence, key=SORT_KEY)
+    insort(queue, sequence, key=attrgetter("key"))
 
 
 def remove(queue: list[Sequence], sequence: Sequence) -> None:
     """Remove a sequence."""
-    place = bisect_left(queue, sequence.key, key=SORT_KEY)
+    place = bisect_left(queue, sequence.key, key=attrgetter("key"))
     if place >= len(queue) or queue[place] is not sequence:
         raise AccountingError(f"Sequence {sequence.seq_id} is not in this queue.")
     del queue[place]
