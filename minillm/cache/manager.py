@@ -153,7 +153,7 @@ class BlockManager:
             if step and block in self.index:
                 self.unwritten[block] = step
             if cursor is None:  # an earlier block was evicted: start again at the first one
-                if not all(each in self.index for each in table.adopted):
+                if not all(adopted in self.index for adopted in table.adopted):
                     table.epoch = -1  # no longer cached, perhaps because it is wrong
                     break
                 table.num_indexed = 0

@@ -59,7 +59,7 @@ class LiveRequest:
     @property
     def num_tokens(self) -> int:
         """New tokens of all completions."""
-        return sum(len(each.token_ids) for each in self.completions)
+        return sum(len(one.token_ids) for one in self.completions)
 
     def schedule(self, time: float) -> None:
         """Record when the request was first scheduled."""
@@ -85,7 +85,7 @@ class LiveRequest:
 
     def _record_end(self, time: float) -> None:
         self._ended = time
-        self.finished = all(each.finish_reason is not None for each in self.completions)
+        self.finished = all(one.finish_reason is not None for one in self.completions)
 
     def end(self, reason: FinishReason, time: float, error: Failure | None = None) -> None:
         """End all unfinished completions."""
@@ -115,7 +115,7 @@ class LiveRequest:
         positions were recomputed). Returns False if this ended the request."""
         known = self.prompt_logprobs or [None]
         try:
-            known += [with_text(each, self._tokenizer) for each in entries[len(known) - start :]]
+            known += [with_text(entry, self._tokenizer) for entry in entries[len(known) - start :]]
         except Exception as error:
             self.end("error", time, no_text("prompt", error))
         return not self.finished

@@ -135,13 +135,15 @@ class Engine:
             # An empty text is invalid, even if the tokenizer would add a start token.
             prompt_token_ids = self.encode(prompt) if prompt else ()
         check_prompt(prompt_token_ids, self.source.config, self.max_model_len)
-        if params.stop and self.tokenizer is None:
+        words: list[tuple[int, ...]] = []
+        if self.tokenizer is not None:
+            words = [ids for word in params.bad_words for ids in self.tokenizer.spellings(word)]
+        elif asked := [name for name in ("stop", "bad_words") if getattr(params, name)]:
             raise InvalidRequestError(
-                f"stop={list(params.stop)!r} needs a tokenizer, which {self.source.name} does not "
-                "have; use stop_token_ids."
+                f"{asked[0]}={list(getattr(params, asked[0]))!r} needs a tokenizer, which "
+                f"{self.source.name} does not have; use stop_token_ids or logit_bias."
             )
-        bad_words = tuple(self._bad_words(params))
-        validate_against_model(params, self.source.config.vocab_size, bad_words)
+        validate_against_model(params, self.source.config.vocab_size, words)
         room = self.max_model_len - len(prompt_token_ids)
         eos = () if params.ignore_eos else self.eos_token_ids
         request = Request(
@@ -154,7 +156,7 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             stop_ids=(*eos, *params.stop_token_ids),
-            bad_words_ids=bad_words,
+            bad_words_ids=tuple(words),
         )
         check_fits(request, self.scheduler.config, self.scheduler.blocks)
         self.grammars.prepare(params, request.stop_ids)
@@ -176,18 +178,6 @@ class Engine:
                 "give token ids as {'prompt_token_ids': [...]}."
             )
         return self.tokenizer.encode(text)
-
-    def _bad_words(self, params: SamplingParams) -> Iterator[tuple[int, ...]]:
-        """Token ids of each bad word, at the start of a text and after a space, as in vLLM."""
-        for word in params.bad_words:
-            if self.tokenizer is None:
-                raise InvalidRequestError(
-                    f"bad_words={list(params.bad_words)!r} needs a tokenizer, which "
-                    f"{self.source.name} does not have."
-                )
-            start = word.lstrip()
-            ids = (self.tokenizer.encode(each, False) for each in (start, " " + start))
-            yield from sorted({*map(tuple, ids)} - {()})
 
     # ---- running -------------------------------------------------------------------------
 

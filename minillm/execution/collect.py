@@ -9,13 +9,7 @@ from torch import Tensor
 from minillm.errors import Failure, MinillmError, in_one_line, owner_of
 from minillm.execution.flight import StepResult
 from minillm.execution.state import RowStates, SequenceRow
-from minillm.sampling.logprobs import (
-    NOT_FINITE,
-    LogprobTable,
-    PromptLogprobs,
-    TokenLogprob,
-    failure_of,
-)
+from minillm.sampling.logprobs import LogprobTable, PromptLogprobs, TokenLogprob, failure_of
 from minillm.sampling.sampler import Sampler
 from minillm.sampling.verify import match, until_stop
 from minillm.scheduling.plan import Row
@@ -37,7 +31,7 @@ def give_tokens(
         read: waits for the tokens, int64 [K], and the largest logit of each, float32 [K].
         entries: log-probabilities of the rows that request them.
     """
-    tokens, best = (each.tolist() for each in read())
+    tokens, best = (tensor.tolist() for tensor in read())
     entry = iter(entries.read()) if entries is not None else iter(())
     why_failed = None if all(map(isfinite, best)) else [failure_of(value) for value in best]
     end = 0
@@ -62,9 +56,7 @@ def give_tokens(
             if not row.num_forks:  # tokens after a failed one are discarded
                 given, errors = given[: min(errors) + 1], {min(errors): errors[min(errors)]}
             given = [None if i in errors else token for i, token in enumerate(given)]
-            result.errors[row.seq_id] = errors
-            if NOT_FINITE in errors.values():
-                result.suspect.add(row.seq_id)
+            result.fail_samples(row, errors)
         result.token_ids[row.seq_id] = given
 
 
@@ -96,11 +88,11 @@ def verified(
 
 def store_prompt_logprobs(row: Row, entries: PromptLogprobs, result: StepResult) -> None:
     """Write the prompt log-probabilities of a row to `result`, or its error."""
-    found, wrong = entries.read()
+    logprobs, wrong = entries.read()
     if wrong is not None:
         result.fail(row, wrong)
     else:
-        result.prompt_logprobs[row.seq_id] = row.start + 1, found
+        result.prompt_logprobs[row.seq_id] = row.start + 1, logprobs
 
 
 def failure(error: Exception) -> Failure:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from minillm.errors import Failure
-from minillm.sampling.logprobs import TokenLogprob
+from minillm.sampling.logprobs import NOT_FINITE, TokenLogprob
 from minillm.scheduling.plan import Row
 from minillm.scheduling.record import RankTime
 
@@ -40,6 +40,12 @@ class StepResult:
         self.token_ids[row.seq_id] = [None] * row.num_samples
         self.errors[row.seq_id] = dict.fromkeys(range(max(row.num_samples, 1)), error)
         self.suspect.add(row.seq_id)
+
+    def fail_samples(self, row: Row, errors: dict[int, Failure]) -> None:
+        """Record that some samples of a row failed."""
+        self.errors[row.seq_id] = errors
+        if NOT_FINITE in errors.values():
+            self.suspect.add(row.seq_id)
 
 
 @dataclass(slots=True)

@@ -128,9 +128,7 @@ class Runner:
         """Allocated bytes by part of the memory plan, and for CUDA graphs. On a GPU "activations"
         is the allocator's peak minus weights and caches; there is no such entry on a CPU."""
         sizes = {
-            "weights": sum(
-                each.nbytes for each in (*self.model.parameters(), *self.model.buffers())
-            ),
+            "weights": sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers())),
             "kv_cache": self.kv.num_bytes,
             "swap_space": self.host.num_bytes if self.host else 0,
         }
@@ -316,7 +314,7 @@ class Runner:
             top_k = state.new.params.logprobs
             if top_k is not None:
                 of = [*range(row.num_logits), *[row.num_logits - 1] * row.num_forks]
-                requested += [(first + each, sample + i, top_k) for i, each in enumerate(of)]
+                requested += [(first + at, sample + i, top_k) for i, at in enumerate(of)]
             first, sample = first + row.num_logits, sample + row.num_samples
         if not requested:
             return None
@@ -330,7 +328,7 @@ class Runner:
         ends = accumulate(row.num_samples for row, _ in states)
         last = [end - row.num_forks - 1 for (row, _), end in zip(states, ends, strict=True)]
         if self.speculator is not None:
-            last = [each for (_, state), each in zip(states, last, strict=True) if not state.drafts]
+            last = [end for (_, state), end in zip(states, last, strict=True) if not state.drafts]
             states = [(row, state) for row, state in states if not state.drafts]
         if not states:
             return

@@ -95,8 +95,8 @@ def decode_batch(
     ]
     ends = [start + 1 for start in starts]
     longs = (input_ids, starts, slots, range(count), rows)
-    arrays: list[NDArray] = [np.frombuffer(array("q", each), np.int64) for each in longs]
-    arrays += [np.frombuffer(array("i", each), np.int32) for each in (range(count + 1), ends)]
+    arrays: list[NDArray] = [np.frombuffer(array("q", values), np.int64) for values in longs]
+    arrays += [np.frombuffer(array("i", some), np.int32) for some in (range(count + 1), ends)]
     return _uploaded(tables, block_size, arrays, 1, (range(count + 1), ends))
 
 
