@@ -176,17 +176,9 @@ DRAWN = ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 40, "temperature": 1.3}
 
 def sampling_rows(count: int) -> list[SamplingRow]:
     """Greedy and drawn rows, some with logprobs."""
-    return [
-        SamplingRow(
-            SamplingParams(**DRAWN[place % 4], logprobs=place % 7)
-            if place % 3
-            else SamplingParams(temperature=0, logprobs=place % 7),
-            seed=place,
-            sample_index=0,
-            position=place,
-        )
-        for place in range(count)
-    ]
+    kinds = [DRAWN[i % 4] if i % 3 else {"temperature": 0} for i in range(count)]
+    params = [SamplingParams(**kind, logprobs=i % 7) for i, kind in enumerate(kinds)]
+    return [SamplingRow(one, i, 0, i) for i, one in enumerate(params)]
 
 
 def test_a_row_is_drawn_and_described_as_if_alone():

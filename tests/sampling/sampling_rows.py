@@ -67,12 +67,11 @@ def sample(
     failed = {i: why for i, one in enumerate(best.tolist()) if (why := failure_of(one))}
     ids = [NO_TOKEN if i in failed else token for i, token in enumerate(tokens.tolist())]
     logprobs: list[dict[int, TokenLogprob] | None] = [None] * len(rows)
-    asked = {i: row.params.logprobs for i, row in enumerate(rows) if i not in failed}
-    wanted = {i: count for i, count in asked.items() if count is not None}
-    if wanted:
-        at = list(wanted)
-        entries = describe(logits[at], tokens[at], list(wanted.values()), row_by_row)
-        for i, entry in zip(wanted, entries.read(), strict=True):
+    counts = {i: row.params.logprobs for i, row in enumerate(rows) if i not in failed}
+    at = [i for i, count in counts.items() if count is not None]
+    if at:
+        entries = describe(logits[at], tokens[at], [counts[i] or 0 for i in at], row_by_row)
+        for i, entry in zip(at, entries.read(), strict=True):
             logprobs[i] = entry
     return SampledBatch(ids, logprobs, failed)
 
