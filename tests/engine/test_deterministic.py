@@ -6,6 +6,7 @@ That no setting of an engine changes a bit is in `tests/matrix`.
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
@@ -332,7 +333,7 @@ def test_the_memory_plan_counts_what_tiles_add():
         open_engine("llama", "float32", deterministic=mode, **sizes).plan()
         for mode in (True, False)
     )
-    assert on.settings == off.settings
+    assert on.settings == replace(off.settings, padding=deterministic.PASS_ROWS)
     rows = deterministic.PASS_ROWS + 1
     assert on.activation_bytes >= rows * 131 * 8
     assert on.activation_bytes > off.activation_bytes
