@@ -137,7 +137,7 @@ class BlockManager:
         """Cache the table's full blocks within the first `num_computed` positions.
 
         These positions are committed (`step` 0), or plan `step` will compute them: then the blocks
-        count as unwritten until `settle(step)`.
+        count as unwritten until `mark_written(step)`.
         """
         size = self.block_size
         if (table.num_indexed + 1) * size > num_computed:  # no new full block: most decode steps
@@ -167,7 +167,7 @@ class BlockManager:
         """Whether plan `step` writes blocks of the match: then it also writes the last block."""
         return bool(match.blocks) and self.unwritten.get(match.blocks[-1]) == step
 
-    def settle(self, step: int) -> None:
+    def mark_written(self, step: int) -> None:
         """Count the blocks of plans up to `step` as written."""
         if self.unwritten:
             self.unwritten = {block: when for block, when in self.unwritten.items() if when > step}

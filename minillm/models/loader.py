@@ -72,7 +72,7 @@ def load_model(
     check_zeros(zeros, files)
     for matrix in model.modules():
         if isinstance(matrix, Matrix):
-            matrix.method.finish(matrix)
+            matrix.method.after_loading(matrix)
     return model.eval()
 
 

@@ -45,7 +45,7 @@ class Drafts:
         """Called for each new plan, with its record, whose times are set once it is delivered. An
         adaptive policy learns from earlier records."""
 
-    def settle(
+    def free_rejected(
         self,
         sequence: Sequence,
         own: Sampled,

@@ -333,7 +333,7 @@ class Scheduler:
         the engine calls `finish`.
         """
         record = self.in_flight.remove_plan(plan)
-        self.blocks.settle(plan.step)
+        self.blocks.mark_written(plan.step)
         # If a later step is planned, this commit's events go to that record, with this step's time.
         time = record.computed if self.in_flight.plans else None
         forks: list[Sequence] = []
@@ -359,7 +359,7 @@ class Scheduler:
             failed = accept(sequence, own)  # before indexing: accepted drafts may fill a block
             self.blocks.index_blocks(sequence.table, sequence.token_ids, sequence.num_committed)
             if row.num_logits > 1 and self.drafts is not None:
-                drafted = self.drafts.settle(sequence, own, num_drafted, self.blocks)
+                drafted = self.drafts.free_rejected(sequence, own, num_drafted, self.blocks)
                 self.log.draft(record, sequence, drafted, self.counters)
             children = [self._fork(sequence, i) for i in range(1, len(tokens))] if others else ()
             self._finish_if_done(sequence, failed, time)

@@ -25,7 +25,7 @@ from minillm.parallel import communicator, executor, experts, shard
 from minillm.parallel.executor import Ranks
 from minillm.parallel.experts import OwnExperts
 from minillm.parallel.split import Split, Stage
-from minillm.parallel.stages import Sent
+from minillm.parallel.stages import ToNextStage
 from minillm.sampling.edits import Edits
 from minillm.sampling.sampler import Sampler
 from minillm.scheduling import drafts
@@ -416,7 +416,7 @@ BUGS: Mapping[str, tuple[Plant, Cell]] = {
     "tokens of another row": (swap(Ranks, "note", of_another_row), Cell("mistral", ranks="pp 2")),
     "tokens are not learned": (
         swap(Ranks, "note", lambda *_: None), Cell("mistral", ranks="pp 2")),
-    "a boundary rounds": (swap(Sent, "add", twice_rounded), Cell("mistral", ranks="pp 2")),
+    "a boundary rounds": (swap(ToNextStage, "add", twice_rounded), Cell("mistral", ranks="pp 2")),
     "a layer on both stages": (
         swap(Stage, "layers", lambda self, _: range(self.index, 2)), Cell("mistral", ranks="pp 2")),
     "experts of the second rank are the first's": (

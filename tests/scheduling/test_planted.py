@@ -337,7 +337,7 @@ bug("a block is copied before it is written", r"Broken: (oracle|unwritten)", ran
 bug("what a failed row wrote is still found", r"Broken: (index|unwritten|oracle)", range(15),
     **HASHED)(swap(BlockManager, "forget", lambda self, table: None))  # fmt: skip
 bug("what was written counts as coming for ever", r"Broken: books: .*coming")(
-    swap(BlockManager, "settle", lambda self, step: None)
+    swap(BlockManager, "mark_written", lambda self, step: None)
 )
 
 
@@ -428,14 +428,14 @@ def indexed_before_cut(patch: Patch) -> None:
 @bug("a swapped sequence comes back with its drafts counted", r"Broken|AccountingError", FEW,
      **DRAFTS, preemption_mode="swap", host=3.0)  # fmt: skip
 def swapped_with_drafts(patch: Patch) -> None:
-    settle = Drafts.settle
+    settle = Drafts.free_rejected
 
     def counted(self: Drafts, sequence: Any, own: Any, num_drafted: Any, blocks: Any) -> Drafted:
         drafted = settle(self, sequence, own, num_drafted, blocks)
         sequence.num_computed += drafted.num_drafted - drafted.num_accepted
         return drafted
 
-    patch.setattr(Drafts, "settle", counted)
+    patch.setattr(Drafts, "free_rejected", counted)
 
 
 @bug("drafts take the budget before other rows", r"Broken: (drafts: they change|decode|progress)",
