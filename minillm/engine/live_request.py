@@ -32,14 +32,7 @@ class LiveRequest:
         self.request = request
         self.sequences = {0: first}  # by completion index; forks are added
         self.completions = [
-            Completion(
-                index,
-                request.params,
-                request.max_tokens,
-                eos_token_ids,
-                tokenizer,
-                request.prompt_token_ids,
-            )
+            Completion(index, request, eos_token_ids, tokenizer)
             for index in range(request.params.n)
         ]
         self.acceptance: str | None = None  # as of `RequestMetrics`
