@@ -1,7 +1,7 @@
 """Rows of a sampler: made, sampled, and edited and truncated as the sampler's parts do it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +39,7 @@ class SamplingRow(NewSequence):
         return self._position or len(self.token_ids)
 
 
-@dataclass(frozen=True)
-class SampledBatch:
-    """One sampled token per row."""
-
+class SampledBatch(NamedTuple):
     token_ids: list[int]  # [K]; `NO_TOKEN` for a failed row
     logprobs: list[dict[int, TokenLogprob] | None]  # [K]; with logprobs=k: sampled token, top k
     failed: dict[int, Failure]  # by row
@@ -61,19 +58,16 @@ def sample(
     sampler.edits.grammars = grammars
     for place, row in enumerate(rows):
         sampler.set_row(place, row)
-    tokens, best = sampler.choose(
-        logits, range(len(rows)), positions or [row.position for row in rows]
-    )
+    at = positions or [row.position for row in rows]
+    tokens, best = sampler.choose(logits, range(len(rows)), at)
     failed = {i: why for i, one in enumerate(best.tolist()) if (why := failure_of(one))}
     ids = [NO_TOKEN if i in failed else token for i, token in enumerate(tokens.tolist())]
-    logprobs: list[dict[int, TokenLogprob] | None] = [None] * len(rows)
     counts = {i: row.params.logprobs for i, row in enumerate(rows) if i not in failed}
     at = [i for i, count in counts.items() if count is not None]
-    if at:
-        entries = describe(logits[at], tokens[at], [counts[i] or 0 for i in at], row_by_row)
-        for i, entry in zip(at, entries.read(), strict=True):
-            logprobs[i] = entry
-    return SampledBatch(ids, logprobs, failed)
+    asked = [counts[i] or 0 for i in at]
+    entries = describe(logits[at], tokens[at], asked, row_by_row).read() if at else ()
+    logprobs = dict(zip(at, entries, strict=True))
+    return SampledBatch(ids, [logprobs.get(i) for i in range(len(rows))], failed)
 
 
 def edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -476,9 +476,7 @@ def kept_sampler(num_rows: int, device="cpu") -> Sampler:
 def kept_request(index: int, output: list[int], **beside) -> SamplingRow:
     params = SamplingParams(**KINDS[index % len(KINDS)] | beside, max_tokens=1000)
     words = WORDS if params.bad_words else ()
-    prompt = [1, 2, 2, index % 40]
-    known = [*prompt, *output]
-    return SamplingRow(params, index, 0, len(known), prompt, list(output), (4, 9), words)
+    return SamplingRow(params, index, 0, 0, [1, 2, 2, index % 40], output, (4, 9), words)
 
 
 def anew(logits: torch.Tensor, requests: list[SamplingRow]) -> list[int]:

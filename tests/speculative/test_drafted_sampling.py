@@ -49,8 +49,7 @@ def request(kind: str, number: int, output: list[int]) -> SamplingRow:
     params = SamplingParams(**KINDS[kind], max_tokens=1000)
     words = WORDS if params.bad_words else ()
     prompt = [1, 2, 2, 5, number % VOCABULARY]
-    at = len(prompt) + len(output)
-    return SamplingRow(params, number, 0, at, prompt, list(output), STOPS, words)
+    return SamplingRow(params, number, 0, 0, prompt, output, STOPS, words)
 
 
 def alone(logits: torch.Tensor, row: SamplingRow) -> int:
