@@ -8,7 +8,6 @@ proposer reaches it: report such results as simulated.
 """
 
 import random
-from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Real
@@ -33,7 +32,7 @@ class SimulatedDrafts:
         ConfigError: `survival` is not a list of non-increasing probabilities.
     """
 
-    survival: Collection[float]
+    survival: tuple[float, ...]
     seed: int = 0
 
     def __post_init__(self) -> None:

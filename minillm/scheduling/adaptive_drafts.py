@@ -57,7 +57,7 @@ class AdaptiveDrafts(Drafts):
         num_tokens: int,
         max_num_seqs: int | None = None,
         max_position: int | None = None,
-        values: Collection[float] = (),
+        values: tuple[float, ...] | list[float] = (),
         price: float = 0.0,
     ):
         super().__init__(num_tokens, max_num_seqs, max_position)
