@@ -1,6 +1,5 @@
 """`LLM`: the offline interface, with vLLM's names."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -226,7 +225,7 @@ class LLM:
         while left and self.engine.has_work:
             stepped = [x for x in self.engine.step() if x.request.request_id in left]
             for live in stepped:
-                count = sum(len(each.token_ids) for each in live.completions)
+                count = live.num_tokens
                 num_tokens += count - counts[live.request.request_id]
                 counts[live.request.request_id] = count
             done = [live for live in stepped if live.finished]
@@ -264,10 +263,7 @@ class LLM:
         ids = live.request.prompt_token_ids
         entries = live.prompt_logprobs[1:]
         logprobs = [e[i].logprob for e, i in zip(entries, ids[1:], strict=True) if e is not None]
-        total, count = sum(logprobs), len(logprobs)
-        size = self._covered_bytes(text, ids[0])
-        bits_per_byte = -total / math.log(2) / max(size, 1)
-        return ScoreOutput(count, size, total, exp_or_inf(-total / count), bits_per_byte)
+        return ScoreOutput.of(logprobs, self._covered_bytes(text, ids[0]))
 
     def _covered_bytes(self, text: str, first_id: int) -> int:
         """UTF-8 bytes of the text without the first token, which is not predicted."""
@@ -276,11 +272,3 @@ class LLM:
         if tokenizer is None or first_id in tokenizer.special_ids:
             return size
         return size - tokenizer.first_token_bytes(text)
-
-
-def exp_or_inf(value: float) -> float:
-    """exp(value), or infinity where `math.exp` overflows."""
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf

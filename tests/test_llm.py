@@ -19,9 +19,9 @@ import minillm
 from minillm import LLM, EngineArgs, SamplingParams, errors
 from minillm.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
 from minillm.plan import machine
-from minillm.sampling.sampler import SamplingRow, sample
 from minillm.scheduling.policies import POLICIES
 from minillm.trace.recorder import Trace
+from tests.sampling.sampling_rows import SamplingRow, sample
 
 ROOT = Path(__file__).resolve().parents[1]
 README, GUIDE = ROOT / "README.md", ROOT / "minillm" / "GUIDE.md"
@@ -156,14 +156,8 @@ def test_every_draw_is_the_samplers_at_its_position_on_transformers_logits(llm, 
             logits = reference(torch.tensor([ids])).logits[0]
         for step, token in enumerate(completion.token_ids):
             position = len(PROMPT) + step
-            row = SamplingRow(
-                params=params,
-                seed=11,
-                sample_index=completion.index,
-                position=position,
-                prompt_token_ids=PROMPT,
-                output_token_ids=completion.token_ids[:step],
-            )
+            before = PROMPT, completion.token_ids[:step]
+            row = SamplingRow(params, 11, completion.index, position, *before)
             assert sample(logits[position - 1 : position], [row]).token_ids == [token]
 
 

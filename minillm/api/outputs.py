@@ -5,7 +5,8 @@ creates three objects per token. An output belongs to its consumer, who may chan
 the shared list `RequestOutput.prompt_token_ids`.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -223,3 +224,14 @@ class ScoreOutput:
     log_likelihood: float  # sum over the predicted tokens, in nats
     perplexity: float  # exp of the mean negative log-likelihood per token
     bits_per_byte: float
+
+    @classmethod
+    def of(cls, logprobs: Sequence[float], num_bytes: int) -> "ScoreOutput":
+        """The scores of predicted tokens with these log-probabilities; an overflow is infinity."""
+        total, count = sum(logprobs), len(logprobs)
+        try:
+            perplexity = math.exp(-total / count)
+        except OverflowError:
+            perplexity = math.inf
+        bits_per_byte = -total / math.log(2) / max(num_bytes, 1)
+        return cls(count, num_bytes, total, perplexity, bits_per_byte)

@@ -1,6 +1,6 @@
 """Normalises the arguments of `generate`: prompts, sampling parameters and priorities as lists."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
@@ -162,7 +162,7 @@ def token_list(ids: object) -> Sequence[int]:
 
 
 def check_prompt(
-    ids: Sequence[int], config: ModelConfig, max_model_len: int, room: int = 1
+    ids: Collection[int], config: ModelConfig, max_model_len: int, room: int = 1
 ) -> None:
     """Check that a prompt is not empty, leaves `room` for new tokens, and has valid ids."""
     width = config.vocab_size

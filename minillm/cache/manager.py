@@ -10,7 +10,7 @@ by a copy before it is written (copy-on-write). Full blocks are never written ag
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta
@@ -19,7 +19,7 @@ from minillm.api.outputs import PrefixReport
 from minillm.cache.blocks import BlockPool
 from minillm.cache.hash_chain import HashChain
 from minillm.cache.misses import PrefixHistory
-from minillm.cache.prefix import Cursor, Match, NoPrefixCache, PrefixIndex
+from minillm.cache.prefix import Cursor, Match, PrefixIndex
 from minillm.cache.radix import RadixTree
 
 # Of blocks, tokens, sequences: the range that msgspec checks where a file is read.
@@ -72,7 +72,7 @@ class BlockManager:
         self.block_size = block_size
         self.index = make_index(prefix_cache, block_size)
         self.pool = BlockPool(num_blocks, self.index)
-        self.host = BlockPool(num_host_blocks, NoPrefixCache())
+        self.host = BlockPool(num_host_blocks, make_index(None, block_size))
         self.num_copies = 0
         self.epoch = 0
         self.unwritten: dict[int, int] = {}
@@ -137,7 +137,7 @@ class BlockManager:
         """Cache the table's full blocks within the first `num_computed` positions.
 
         These positions are committed (`step` 0), or plan `step` will compute them: then the blocks
-        count as unwritten until `settle(step)`.
+        count as unwritten until `mark_written(step)`.
         """
         size = self.block_size
         if (table.num_indexed + 1) * size > num_computed:  # no new full block: most decode steps
@@ -153,7 +153,7 @@ class BlockManager:
             if step and block in self.index:
                 self.unwritten[block] = step
             if cursor is None:  # an earlier block was evicted: start again at the first one
-                if not all(each in self.index for each in table.adopted):
+                if not all(adopted in self.index for adopted in table.adopted):
                     table.epoch = -1  # no longer cached, perhaps because it is wrong
                     break
                 table.num_indexed = 0
@@ -167,7 +167,7 @@ class BlockManager:
         """Whether plan `step` writes blocks of the match: then it also writes the last block."""
         return bool(match.blocks) and self.unwritten.get(match.blocks[-1]) == step
 
-    def settle(self, step: int) -> None:
+    def mark_written(self, step: int) -> None:
         """Count the blocks of plans up to `step` as written."""
         if self.unwritten:
             self.unwritten = {block: when for block, when in self.unwritten.items() if when > step}
@@ -225,15 +225,7 @@ class BlockManager:
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table that shares all blocks."""
         self.pool.share(table.blocks)
-        return BlockTable(
-            table.salt,
-            list(table.blocks),
-            num_adopted=table.num_adopted,
-            cursor=table.cursor,
-            num_indexed=table.num_indexed,
-            name=table.name,
-            epoch=table.epoch,
-        )
+        return replace(table, blocks=list(table.blocks), host_blocks=[])
 
     # ---- freeing -------------------------------------------------------------------------
 
@@ -276,7 +268,5 @@ class BlockManager:
 
 
 def make_index(prefix_cache: str | None, block_size: int) -> PrefixIndex:
-    """The prefix index for an engine's `prefix_cache`: "hash", "radix" or None."""
-    if prefix_cache is None:
-        return NoPrefixCache()
-    return HashChain(block_size) if prefix_cache == "hash" else RadixTree(block_size)
+    """The prefix index for an engine's `prefix_cache`: "hash", "radix", or None: it stays empty."""
+    return RadixTree(block_size) if prefix_cache == "radix" else HashChain(block_size)

@@ -1,8 +1,7 @@
 """Prefix index: finds the cached blocks that hold the KV of a prompt's first tokens.
 
-`hash_chain.py` and `radix.py` implement the interface `PrefixIndex`; `NoPrefixCache` disables
-prefix caching. A block stays cached while it is in use and after it is freed, until `BlockPool`
-allocates it for other contents.
+`hash_chain.py` and `radix.py` implement the interface `PrefixIndex`. A block stays cached while it
+is in use and after it is freed, until `BlockPool` allocates it for other contents.
 """
 
 from collections.abc import Sequence
@@ -61,28 +60,3 @@ class PrefixIndex(Protocol):
 
     def __len__(self) -> int:
         """Number of cached blocks, including those after an evicted block."""
-
-
-class NoPrefixCache(PrefixIndex):
-    """The index of an engine without prefix caching: always empty."""
-
-    def __init__(self) -> None:
-        self.lost: list[int] = []
-
-    def start(self, salt: str) -> Cursor:
-        return ()
-
-    def match(self, token_ids: Sequence[int], limit: int, salt: str) -> Match:
-        return Match([], 0, ())
-
-    def insert(self, cursor: Cursor, token_ids: tuple[int, ...], block: int) -> Cursor:
-        return ()
-
-    def forget(self, block: int) -> None:
-        pass
-
-    def __contains__(self, block: int) -> bool:
-        return False
-
-    def __len__(self) -> int:
-        return 0

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from minillm.api.outputs import CompletionOutput, FinishReason, Logprob, Logprobs
-from minillm.api.sampling_params import RequestOutputKind, SamplingParams
+from minillm.api.sampling_params import RequestOutputKind
 from minillm.errors import Failure
 from minillm.sampling.logprobs import TokenLogprob
+from minillm.scheduling.request import Request
 from minillm.text.detokenizer import IncrementalDetokenizer
 from minillm.text.stop import StopStrings
 from minillm.text.tokenizer import Tokenizer
@@ -20,30 +21,27 @@ class Completion:
 
     __slots__ = (
         "_cumulative", "_detokenizer", "_eos", "_error", "_failure", "_has_text", "_logprobs",
-        "_num_detokenized", "_num_read", "_prompt_token_ids", "_stop_ids", "_stop_reason",
-        "_stops", "_text", "_text_end", "_tokenizer", "_unread", "finish_reason", "index",
-        "max_tokens", "params", "token_ids",
+        "_num_detokenized", "_num_read", "_stop_reason", "_stops", "_text", "_text_end",
+        "_tokenizer", "_unread", "finish_reason", "index", "params", "request", "token_ids",
     )  # fmt: skip
 
     def __init__(
         self,
         index: int,
-        params: SamplingParams,
-        max_tokens: int,
+        request: Request,
         eos_token_ids: Sequence[int],
         tokenizer: Tokenizer | None,
-        prompt_token_ids: Sequence[int],
     ):
-        self.index, self.params, self.max_tokens = index, params, max_tokens
+        self.index, self.request = index, request
+        self.params = params = request.params
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._eos = () if params.ignore_eos else tuple(eos_token_ids)
-        self._stop_ids = (*self._eos, *params.stop_token_ids)
         self._stop_reason: str | int | None = None
         self._error: Failure | None = None
         self._cumulative = 0.0  # log-probability
         self._logprobs: list[Logprobs] = []
-        self._tokenizer, self._prompt_token_ids = tokenizer, prompt_token_ids
+        self._tokenizer = tokenizer
         self._stops: StopStrings | None = None
         if params.stop:
             self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
@@ -66,7 +64,7 @@ class Completion:
         if self._failure is not None:
             raise self._failure
         count = len(self.token_ids)
-        if token_id in self._stop_ids and count >= self.params.min_tokens:
+        if token_id in self.request.stop_ids and count >= self.params.min_tokens:
             self._end_at(token_id)
             return
         if self._stops is not None:
@@ -74,7 +72,7 @@ class Completion:
             if self._stops.matched is not None:
                 self.finish("stop", self._stops.matched)
                 return
-        if count >= self.max_tokens:
+        if count >= self.request.max_tokens:
             self.finish("length")
 
     def _end_at(self, token_id: int) -> None:
@@ -140,7 +138,7 @@ class Completion:
         if self._detokenizer is None and self._tokenizer is not None:
             skip = self.params.skip_special_tokens
             self._detokenizer = IncrementalDetokenizer(
-                self._tokenizer, self._prompt_token_ids, skip
+                self._tokenizer, self.request.prompt_token_ids, skip
             )
         if self._detokenizer is not None:
             text = self._detokenizer.push(new)

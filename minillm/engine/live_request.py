@@ -32,14 +32,7 @@ class LiveRequest:
         self.request = request
         self.sequences = {0: first}  # by completion index; forks are added
         self.completions = [
-            Completion(
-                index,
-                request.params,
-                request.max_tokens,
-                eos_token_ids,
-                tokenizer,
-                request.prompt_token_ids,
-            )
+            Completion(index, request, eos_token_ids, tokenizer)
             for index in range(request.params.n)
         ]
         self.acceptance: str | None = None  # as of `RequestMetrics`
@@ -59,7 +52,7 @@ class LiveRequest:
     @property
     def num_tokens(self) -> int:
         """New tokens of all completions."""
-        return sum(len(each.token_ids) for each in self.completions)
+        return sum(len(one.token_ids) for one in self.completions)
 
     def schedule(self, time: float) -> None:
         """Record when the request was first scheduled."""
@@ -85,7 +78,7 @@ class LiveRequest:
 
     def _record_end(self, time: float) -> None:
         self._ended = time
-        self.finished = all(each.finish_reason is not None for each in self.completions)
+        self.finished = all(one.finish_reason is not None for one in self.completions)
 
     def end(self, reason: FinishReason, time: float, error: Failure | None = None) -> None:
         """End all unfinished completions."""
@@ -115,7 +108,7 @@ class LiveRequest:
         positions were recomputed). Returns False if this ended the request."""
         known = self.prompt_logprobs or [None]
         try:
-            known += [with_text(each, self._tokenizer) for each in entries[len(known) - start :]]
+            known += [with_text(entry, self._tokenizer) for entry in entries[len(known) - start :]]
         except Exception as error:
             self.end("error", time, no_text("prompt", error))
         return not self.finished

@@ -10,7 +10,7 @@ With `async_scheduling` step n + 1 is planned and launched before the tokens of 
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter
 
@@ -45,8 +45,7 @@ from minillm.models.forward_pass import ForwardPass
 from minillm.scheduling.admission import check_fits
 from minillm.scheduling.data_parallel import end_all
 from minillm.scheduling.plan import Row, StepPlan
-from minillm.scheduling.request import Request, Status
-from minillm.scheduling.request import Sequence as ScheduledSequence
+from minillm.scheduling.request import Request, Sequence, Status
 from minillm.speculative.setup import open_draft, speculation_of
 from minillm.structured.grammars import Grammars
 from minillm.trace.recorder import Trace
@@ -123,7 +122,7 @@ class Engine:
         self,
         request_id: str,
         prompt: str | None,
-        prompt_token_ids: Sequence[int] | None,
+        prompt_token_ids: Collection[int] | None,
         params: SamplingParams,
         priority: int = 0,
         cache_salt: str = "",
@@ -136,13 +135,15 @@ class Engine:
             # An empty text is invalid, even if the tokenizer would add a start token.
             prompt_token_ids = self.encode(prompt) if prompt else ()
         check_prompt(prompt_token_ids, self.source.config, self.max_model_len)
-        if params.stop and self.tokenizer is None:
+        words: list[tuple[int, ...]] = []
+        if self.tokenizer is not None:
+            words = [ids for word in params.bad_words for ids in self.tokenizer.spellings(word)]
+        elif asked := [name for name in ("stop", "bad_words") if getattr(params, name)]:
             raise InvalidRequestError(
-                f"stop={list(params.stop)!r} needs a tokenizer, which {self.source.name} does not "
-                "have; use stop_token_ids."
+                f"{asked[0]}={list(getattr(params, asked[0]))!r} needs a tokenizer, which "
+                f"{self.source.name} does not have; use stop_token_ids or logit_bias."
             )
-        bad_words = tuple(self._bad_words(params))
-        validate_against_model(params, self.source.config.vocab_size, bad_words)
+        validate_against_model(params, self.source.config.vocab_size, words)
         room = self.max_model_len - len(prompt_token_ids)
         eos = () if params.ignore_eos else self.eos_token_ids
         request = Request(
@@ -155,13 +156,13 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             stop_ids=(*eos, *params.stop_token_ids),
-            bad_words_ids=bad_words,
+            bad_words_ids=tuple(words),
         )
         check_fits(request, self.scheduler.config, self.scheduler.blocks)
         self.grammars.prepare(params, request.stop_ids)
         return request
 
-    def make_scoring_request(self, request_id: str, ids: Sequence[int]) -> Request:
+    def make_scoring_request(self, request_id: str, ids: Collection[int]) -> Request:
         """A request that computes only its prompt, for the logprob of each prompt token."""
         check_prompt(ids, self.source.config, self.max_model_len, room=0)
         params = SamplingParams(prompt_logprobs=0)
@@ -177,18 +178,6 @@ class Engine:
                 "give token ids as {'prompt_token_ids': [...]}."
             )
         return self.tokenizer.encode(text)
-
-    def _bad_words(self, params: SamplingParams) -> Iterator[tuple[int, ...]]:
-        """Token ids of each bad word, at the start of a text and after a space, as in vLLM."""
-        for word in params.bad_words:
-            if self.tokenizer is None:
-                raise InvalidRequestError(
-                    f"bad_words={list(params.bad_words)!r} needs a tokenizer, which "
-                    f"{self.source.name} does not have."
-                )
-            start = word.lstrip()
-            ids = (self.tokenizer.encode(each, False) for each in (start, " " + start))
-            yield from sorted({*map(tuple, ids)} - {()})
 
     # ---- running -------------------------------------------------------------------------
 
@@ -318,7 +307,7 @@ class Engine:
         ]
         for row, _ in owners if result.errors else ():
             if len(result.errors.get(row.seq_id, ())) == max(row.num_samples, 1):
-                scheduler.finish(row.seq_id, "error", now if self.overlaps else None)
+                scheduler.finish(row.seq_id, "error", now)
         for fork in scheduler.commit(plan, result.token_ids, result.num_drafted):
             self._live[fork.request.request_id].sequences[fork.index] = fork
         touched = {}
@@ -335,7 +324,7 @@ class Engine:
     def _deliver(
         self,
         row: Row,
-        sequence: ScheduledSequence,
+        sequence: Sequence,
         live: LiveRequest,
         result: StepResult,
         now: float,
@@ -343,7 +332,7 @@ class Engine:
         """Give one row's results to its request, and finish completions that have ended."""
         prompt = result.prompt_logprobs.get(row.seq_id)
         if prompt is not None and not live.add_prompt_logprobs(*prompt, now):
-            self.scheduler.abort(live.request.request_id, "error")
+            self.scheduler.abort(live.request.request_id, "error", now)
             return
         errors = result.errors.get(row.seq_id, {})
         if not row.num_samples:
@@ -361,7 +350,7 @@ class Engine:
                 live.end_completion(index, "error", now, errors[place])
             elif reason := live.append(index, token, logprobs[place] if logprobs else None, now):
                 num_cut = 0 if row.num_forks else sum(t is not None for t in tokens[place + 1 :])
-                self.scheduler.finish(live.sequences[index].seq_id, reason, num_cut=num_cut)
+                self.scheduler.finish(live.sequences[index].seq_id, reason, now, num_cut)
                 if not row.num_forks:  # accepted tokens after a stop are discarded
                     break
 

@@ -27,7 +27,7 @@ from minillm.models.weight_sizes import Layout, planned_sizes
 from minillm.ops import backend_of, cpu, has_int8_kernels
 from minillm.parallel.split import largest_part
 from minillm.plan import machine
-from minillm.plan.cost import MemoryPlan, memory_plan, with_cache
+from minillm.plan.cost import MemoryPlan, PlanSettings, memory_plan
 from minillm.plan.parameters import parameter_count
 from minillm.plan.weight_sizes import WeightSizes
 from minillm.scheduling.config import scheduler_config
@@ -128,28 +128,24 @@ def plan_memory(
             f"max_model_len is {args.max_model_len}; {config.family} with this config.json has "
             f"positions for {longest} tokens."
         )
-    sizes, free = (args.tensor_parallel_size, args.pipeline_parallel_size), free_memory(device)
-    free //= args.num_ranks if device.type == "cpu" else 1  # all ranks share the host memory
+    sizes = args.tensor_parallel_size, args.pipeline_parallel_size
+    experts = args.data_parallel_size, args.num_redundant_experts
+    # All ranks share the host memory.
+    free = free_memory(device) // (args.num_ranks if device.type == "cpu" else 1)
     limits = scheduler_config(args)
-    padding = PASS_ROWS if args.deterministic else 0  # a batch is padded to whole tiles
     speculation, copies = speculation_of(args), packs(args, device)
     # Our kernels have routers in float32.
     wide = has_graphs(device) * parameter_count(config).router * (4 - DTYPES[dtype].itemsize)
     weights, draft_weights = sizes_of_weights(args, source, DTYPES[dtype], device, draft)
-    plan = memory_plan(
-        largest_part(
-            config,
-            *sizes,
-            args.enable_expert_parallel,
-            args.data_parallel_size,
-            args.num_redundant_experts,
-        ),
+    planned = partial(
+        memory_plan,
+        largest_part(config, *sizes, args.enable_expert_parallel, *experts),
         free,
         dtype=dtype,
         kv_dtype=kv_dtype_of(args, device, config, draft),
-        max_model_len=args.max_model_len or longest,
-        max_num_batched_tokens=limits.max_num_batched_tokens + padding,
-        max_num_seqs=limits.max_num_seqs + padding,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        padding=PASS_ROWS if args.deterministic else 0,  # a batch is padded to whole tiles
         block_size=args.block_size or (CPU_BLOCK_SIZE if device.type == "cpu" else GPU_BLOCK_SIZE),
         gpu_memory_utilization=args.gpu_memory_utilization,
         copied_weight_bytes=copied_weight_bytes(config, DTYPES[dtype]) if copies else wide,
@@ -157,17 +153,15 @@ def plan_memory(
         num_drafts=0 if speculation is None else speculation.most,
         weights=weights,
         draft_weights=draft_weights,
+        cache_of=partial(cache_bytes, args, device),
         **(draft.planned(DTYPES[dtype] if copies else None) if draft else {}),
     )
-    asked = {name: getattr(limits, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
-    plan = replace(plan, settings=replace(plan.settings, **asked))
-    size = cache_bytes(args, plan, device)
-    plan = with_cache(plan, size, plan.settings.max_model_len)
+    plan = planned(max_model_len=args.max_model_len or longest)
     if not plan.fits:
         if args.max_model_len is not None or plan.num_tokens < 2:
             raise ConfigError(why_it_does_not_fit(args, plan))
         logger.warning("max_model_len is reduced to %d, limited by memory.", plan.num_tokens)
-        plan = with_cache(plan, size, plan.num_tokens)
+        plan = planned(max_model_len=plan.num_tokens)
     check_swap_space(args, plan, device)
     return plan.settings.max_model_len, plan
 
@@ -264,19 +258,19 @@ def check_swap_space(args: EngineArgs, plan: MemoryPlan, device: torch.device) -
         )
 
 
-def cache_bytes(args: EngineArgs, plan: MemoryPlan, device: torch.device) -> int:
+def cache_bytes(
+    args: EngineArgs, device: torch.device, left: int, block: int, settings: PlanSettings
+) -> int:
     """Bytes of the KV cache: the size given in `args`; else all memory left on a GPU, and on a CPU
     a share of it, but at most `max_num_seqs` sequences of `max_model_len` tokens."""
-    block = plan.block_bytes
     if args.num_gpu_blocks_override is not None:
         return args.num_gpu_blocks_override * block
     if args.kv_cache_memory_bytes is not None:
         return args.kv_cache_memory_bytes
     if device.type != "cpu":
-        return plan.kv_cache_bytes
-    longest = ceil(plan.settings.max_model_len / plan.settings.block_size) * block
-    share = max(int(CPU_CACHE_SHARE * plan.kv_cache_bytes), longest)
-    return min(plan.kv_cache_bytes, share, plan.settings.max_num_seqs * longest)
+        return left
+    longest = ceil(settings.max_model_len / settings.block_size) * block
+    return min(left, max(int(CPU_CACHE_SHARE * left), longest), settings.max_num_seqs * longest)
 
 
 def open_executor(

@@ -31,7 +31,7 @@ def give_tokens(
         read: waits for the tokens, int64 [K], and the largest logit of each, float32 [K].
         entries: log-probabilities of the rows that request them.
     """
-    tokens, best = (each.tolist() for each in read())
+    tokens, best = (tensor.tolist() for tensor in read())
     entry = iter(entries.read()) if entries is not None else iter(())
     why_failed = None if all(map(isfinite, best)) else [failure_of(value) for value in best]
     end = 0
@@ -88,11 +88,11 @@ def verified(
 
 def store_prompt_logprobs(row: Row, entries: PromptLogprobs, result: StepResult) -> None:
     """Write the prompt log-probabilities of a row to `result`, or its error."""
-    found, wrong = entries.read()
+    logprobs, wrong = entries.read()
     if wrong is not None:
         result.fail(row, wrong)
     else:
-        result.prompt_logprobs[row.seq_id] = row.start + 1, found
+        result.prompt_logprobs[row.seq_id] = row.start + 1, logprobs
 
 
 def failure(error: Exception) -> Failure:

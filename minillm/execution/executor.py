@@ -5,11 +5,9 @@ the model, the KV cache and the sampler, and returns tokens. `runner.Runner` exe
 process. Plans and results are plain data (`wire.py`), so other executors can use other processes.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from minillm.errors import MinillmError
 from minillm.execution.flight import Flight
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.record import StepRecord
@@ -43,14 +41,6 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free the memory. May be called twice."""
-
-
-@runtime_checkable
-class RemoteExecutor(Protocol):
-    """An executor in other processes, which can fail between steps."""
-
-    def when_dead(self, tell: Callable[[MinillmError], None]) -> None:
-        """Register a callback for the executor's failure; any thread may run the callback."""
 
 
 @dataclass(slots=True)

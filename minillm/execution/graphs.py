@@ -34,7 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minillm import ops
-from minillm.execution.state import DeviceRows
+from minillm.execution.state import DeviceRows, RowStates
 from minillm.layers.kv_cache import KVCache
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch
@@ -201,6 +201,28 @@ class DecodeGraphs:
         self._replay[size]()
         self.num_rows = size
         return (place * width + column).tolist()
+
+    def replay(
+        self, states: RowStates, input_ids: list[int], pending: list[tuple[int, int]]
+    ) -> Tensor | None:
+        """Hidden states [N, d] of the tokens of these rows, valid until the next replay; None if
+        there is no graph for so many rows. `input_ids` and `pending` as of `Runner._input_ids`."""
+        if self.query_len == 1:
+            self._upload_last_tokens(states)
+        starts, counts = zip(*((row.start, row.num_tokens) for row, _ in states), strict=True)
+        on_device = [source for _, source in pending]
+        row_ids = [state.row for _, state in states]
+        indices = self.launch(row_ids, starts, counts, input_ids, on_device)
+        return None if indices is None else self.hidden_of(indices)
+
+    def _upload_last_tokens(self, states: RowStates) -> None:
+        """Upload last tokens that are only on the host to `DeviceRows.last`, which graphs read."""
+        new = [(state.row, state.token_ids[row.start]) for row, state in states if not state.is_fed]
+        if new:
+            place, token = upload(self.rows.device, *np.array(new, dtype=np.int64).T)
+            self.rows.last.index_copy_(0, place, token)
+            for _, state in states:
+                state.is_fed = True
 
     def decode(self, rows: Sequence[int], starts: Sequence[int], tokens: Tensor) -> Tensor | None:
         """Hidden states [R, d] of one token, int64 [R], of each row at position `starts`; None if

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.errors import ConfigError
 from minillm.execution.collect import failure, give_tokens, store_prompt_logprobs
-from minillm.execution.executor import Capacity, Executor
+from minillm.execution.executor import Capacity
 from minillm.execution.flight import Flight, StepResult
 from minillm.execution.graphs import Capture, DecodeGraphs, record_draft
 from minillm.execution.state import DeviceRows, RowStates, SequenceRow
@@ -129,9 +128,7 @@ class Runner:
         """Allocated bytes by part of the memory plan, and for CUDA graphs. On a GPU "activations"
         is the allocator's peak minus weights and caches; there is no such entry on a CPU."""
         sizes = {
-            "weights": sum(
-                each.nbytes for each in (*self.model.parameters(), *self.model.buffers())
-            ),
+            "weights": sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers())),
             "kv_cache": self.kv.num_bytes,
             "swap_space": self.host.num_bytes if self.host else 0,
         }
@@ -162,8 +159,9 @@ class Runner:
         if self.graphs is not None and plan.dropped:
             self._close_gaps()
         for new in plan.new:
-            state = self._rows[new.seq_id] = SequenceRow.of(self._free_rows.pop(), new)
-            self.sampler.set_row(state.row, state.sampling_row())
+            row, known = self._free_rows.pop(), list(new.token_ids)
+            self._rows[new.seq_id] = SequenceRow(row, new, known)
+            self.sampler.set_row(row, new, known)
         self.rows.tables.write(
             [
                 (self._rows[row.seq_id].row, row.num_kept, row.blocks)
@@ -212,27 +210,12 @@ class Runner:
             result.why_eager = "several tokens of a sequence"
             return None
         states.sort(key=lambda pair: pair[1].row)
-        rows = [row for row, _ in states]
-        ids, pending = self._input_ids(states)
-        if most == 1:
-            self._upload_last_tokens(states)
-        row_ids, starts = [state.row for _, state in states], [row.start for row in rows]
-        counts, on_device = [row.num_tokens for row in rows], [source for _, source in pending]
-        places = graphs.launch(row_ids, starts, counts, ids, on_device)
-        if places is None:
+        hidden = graphs.replay(states, *self._input_ids(states))
+        if hidden is None:
             result.why_eager = graphs.missing
             return None
         result.graph_rows = graphs.num_rows
-        return rows, graphs.hidden_of(places)
-
-    def _upload_last_tokens(self, states: RowStates) -> None:
-        """Upload last tokens that are only on the host to `DeviceRows.last`, which graphs read."""
-        new = [(state.row, state.token_ids[row.start]) for row, state in states if not state.is_fed]
-        if new:
-            place, token = upload(self.device, *np.array(new, dtype=np.int64).T)
-            self.rows.last.index_copy_(0, place, token)
-            for _, state in states:
-                state.is_fed = True
+        return [row for row, _ in states], hidden
 
     def _retry_rows(
         self, rows: Sequence[Row], run: Callable[[Sequence[Row]], T], result: StepResult
@@ -331,7 +314,7 @@ class Runner:
             top_k = state.new.params.logprobs
             if top_k is not None:
                 of = [*range(row.num_logits), *[row.num_logits - 1] * row.num_forks]
-                requested += [(first + each, sample + i, top_k) for i, each in enumerate(of)]
+                requested += [(first + at, sample + i, top_k) for i, at in enumerate(of)]
             first, sample = first + row.num_logits, sample + row.num_samples
         if not requested:
             return None
@@ -345,7 +328,7 @@ class Runner:
         ends = accumulate(row.num_samples for row, _ in states)
         last = [end - row.num_forks - 1 for (row, _), end in zip(states, ends, strict=True)]
         if self.speculator is not None:
-            last = [each for (_, state), each in zip(states, last, strict=True) if not state.drafts]
+            last = [end for (_, state), end in zip(states, last, strict=True) if not state.drafts]
             states = [(row, state) for row, state in states if not state.drafts]
         if not states:
             return
@@ -385,10 +368,3 @@ class Runner:
                 flight.result.fail(row, failure(error))
             else:
                 flight.reads.append(partial(store_prompt_logprobs, row, entries, flight.result))
-
-
-def runner_of(executor: Executor) -> Runner:
-    """The runner of an engine, for benchmarks; ConfigError if it runs in other processes."""
-    if not isinstance(executor, Runner):
-        raise ConfigError(f"A Runner is needed; this engine has a {type(executor).__name__}.")
-    return executor

@@ -9,6 +9,7 @@ from minillm.api.arguments import EngineArgs
 from minillm.api.speculative_config import SpeculativeConfig
 from minillm.cache.spec import cache_spec
 from minillm.errors import ConfigError, MinillmError, ModelNotFoundError
+from minillm.execution.executor import Executor
 from minillm.execution.feature_runner import FeatureRunner
 from minillm.execution.graphs import CudaCapture, has_graphs
 from minillm.execution.runner import Runner
@@ -179,3 +180,10 @@ def build_draft_model(
     runs, kv, host = with_cache(args, model, plan)
     budget = plan.settings.max_num_batched_tokens
     return DraftModel(runs, Shadow(kv, host), runner.rows.tables, budget, speculation.coupled)
+
+
+def runner_of(executor: Executor) -> Runner:
+    """The runner of an engine, for benchmarks; ConfigError if it runs in other processes."""
+    if not isinstance(executor, Runner):
+        raise ConfigError(f"A Runner is needed; this engine has a {type(executor).__name__}.")
+    return executor

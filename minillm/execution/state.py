@@ -8,7 +8,6 @@ from torch import Tensor
 
 from minillm.models.batches import BlockTables
 from minillm.models.trees import Tree
-from minillm.sampling.edits import SamplingRow
 from minillm.scheduling.plan import NewSequence, Row
 
 
@@ -24,29 +23,9 @@ class SequenceRow:
     dist: Tensor | None = None  # [drafts, V], what the drafts were drawn from, if known
     tree: Tree | None = None  # of the drafts; None if each follows the one before
 
-    @classmethod
-    def of(cls, row: int, new: NewSequence) -> "SequenceRow":
-        """State of a sequence that was just admitted, resumed or forked."""
-        return cls(row, new, list(new.token_ids))
-
     def positions(self, start: int, end: int) -> Iterable[int]:
         """Positions of the tokens that a row samples, those of a chain from `start` to `end`."""
         return range(start, end) if self.tree is None else [start + d for d in self.tree.depths]
-
-    def sampling_row(self) -> SamplingRow:
-        """The sampler's input for this sequence."""
-        new, prompt = self.new, self.new.num_prompt_tokens
-        return SamplingRow(
-            params=new.params,
-            seed=new.seed,
-            sample_index=new.sample_index,
-            position=len(self.token_ids),
-            prompt_token_ids=self.token_ids[:prompt],
-            output_token_ids=self.token_ids[prompt:],
-            stop_ids=new.stop_ids,
-            bad_words_ids=new.bad_words_ids,
-            token_ids=self.token_ids,
-        )
 
 
 class DeviceRows:

@@ -8,7 +8,6 @@ proposer reaches it: report such results as simulated.
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Real
@@ -16,7 +15,7 @@ from numbers import Real
 from minillm.api.sampling_params import shown
 from minillm.errors import ConfigError
 from minillm.scheduling.drafts import Drafts
-from minillm.scheduling.request import Sequence as ScheduledSequence
+from minillm.scheduling.request import Sequence
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class SimulatedDrafts:
         ConfigError: `survival` is not a list of non-increasing probabilities.
     """
 
-    survival: Sequence[float]
+    survival: tuple[float, ...]
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,7 +49,7 @@ class SimulatedDrafts:
         """The number of drafts per row: the length of the table."""
         return Drafts(len(self.survival))
 
-    def num_accepted(self, sequence: ScheduledSequence, num_drafted: int) -> int:
+    def num_accepted(self, sequence: Sequence, num_drafted: int) -> int:
         """Number of accepted drafts at the current position of a sequence."""
         name = sequence.request.request_id
         key = f"{self.seed} {sequence.index} {len(sequence.token_ids)} {name}"

@@ -20,7 +20,7 @@ class AttentionBackend(Protocol):
     """How attention layers access cached keys and values."""
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
-        """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] at the batch's slots."""
+        """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] (None with MLA) at the batch's slots."""
 
     def attend(
         self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
@@ -28,7 +28,7 @@ class AttentionBackend(Protocol):
         """Causal attention of query [N, H, Dk] over its sequences -> [N, H, Dv]."""
 
 
-class KVCache:
+class KVCache(AttentionBackend):
     """Paged keys and values of all layers, head-major: [blocks, Hkv, block_size, D] per layer.
 
     The positions of a head are adjacent, because a CPU reads this layout 7 times as fast as a
@@ -69,16 +69,14 @@ class KVCache:
             for tensor in self.tensors:
                 use_large_pages(tensor.data_ptr(), tensor.nbytes)
         layers = self.key, self.value, *(tensors[name] for name in shapes if "scale" in name)
-        self.pages = [Pages(*each) for each in zip(*layers, strict=True)]
+        self.pages = [Pages(*tensors) for tensors in zip(*layers, strict=True)]
 
     def write(self, layer: int, key: Tensor, value: Tensor | None, batch: Batch) -> None:
-        """Store key [N, Hkv, Dk] and value [N, Hkv, Dv] (None with MLA) at the batch's slots."""
         ops.write_cache(key, value, self.pages[layer], batch.slot_mapping)
 
     def attend(
         self, layer: int, query: Tensor, batch: Batch, scale: float, window: int | None
     ) -> Tensor:
-        """Causal attention of query [N, H, Dk] over its sequences -> [N, H, Dv]."""
         return ops.paged_attention(query, self.pages[layer], batch, scale, window, self.mode)
 
     @property
@@ -107,8 +105,8 @@ class KVCache:
             if not target.is_swap_space:
                 theirs.index_copy_(1, index[1], moved)
                 continue
-            for (_, block), each in zip(copies, moved.transpose(0, 1).contiguous(), strict=True):
-                theirs[:, block].copy_(each, non_blocking=True)
+            for (_, block), whole in zip(copies, moved.transpose(0, 1).contiguous(), strict=True):
+                theirs[:, block].copy_(whole, non_blocking=True)
 
 
 def write_qkv(

@@ -231,7 +231,7 @@ class LinearMethod:
         concatenated copies, for a stack)."""
         raise RuntimeError(f"{part.name} is packed ({type(self).__name__}) and cannot be loaded.")
 
-    def finish(self, matrix: Matrix) -> None:
+    def after_loading(self, matrix: Matrix) -> None:
         """Called once, when all tensors of the layer are loaded."""
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -18,37 +18,35 @@ def inverse_frequencies(
     current length, so that cached keys remain valid as a sequence grows.
     """
     exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim  # [dim / 2]
-    theta = rope.theta
+    theta, trained = rope.theta, max_position_embeddings
+    original = rope.original_max_position_embeddings or trained
     if rope.rope_type == "dynamic":
         # NTK-aware base (Peng et al., 2023), if the context exceeds the trained length.
-        ratio = max(max_model_len, max_position_embeddings) / max_position_embeddings
+        ratio = max(max_model_len, trained) / trained
         theta *= (rope.factor * ratio - (rope.factor - 1)) ** (dim / (dim - 2))
     frequencies = 1.0 / theta**exponent
     if rope.rope_type == "linear":
         return frequencies / rope.factor
     if rope.rope_type == "llama3":
-        return _llama3(frequencies, rope, max_position_embeddings)
+        return _llama3(frequencies, rope, original)
     if rope.rope_type == "yarn":
-        return _yarn(frequencies, rope, dim, max_position_embeddings)
+        return _yarn(frequencies, rope, dim, original)
     if rope.rope_type == "longrope":
-        original = rope.original_max_position_embeddings or max_position_embeddings
         factors = rope.long_factor if max_model_len > original else rope.short_factor
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponent)
     return frequencies
 
 
-def _llama3(frequencies: Tensor, rope: RopeConfig, max_position_embeddings: int) -> Tensor:
+def _llama3(frequencies: Tensor, rope: RopeConfig, original: int) -> Tensor:
     """Llama 3.1: divide low frequencies by `factor`, keep high ones, blend in between."""
-    original = rope.original_max_position_embeddings or max_position_embeddings
     turns = original * frequencies / (2 * math.pi)  # full turns within the trained length
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
 
-def _yarn(frequencies: Tensor, rope: RopeConfig, dim: int, max_position_embeddings: int) -> Tensor:
+def _yarn(frequencies: Tensor, rope: RopeConfig, dim: int, original: int) -> Tensor:
     """YaRN (Peng et al., 2023), section 3.2: divide low frequencies by `factor`, keep high ones."""
-    original = rope.original_max_position_embeddings or max_position_embeddings
 
     def dimension_of(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

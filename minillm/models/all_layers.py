@@ -1,10 +1,10 @@
 """All layers of a decoder in one C call, for supported models."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from minillm.config import ModelConfig, unknown_fields
@@ -16,7 +16,7 @@ from minillm.layers.mla import LATENT_NORM_EPS, MLAttention
 from minillm.layers.mlp import MLP
 from minillm.layers.moe import MoE
 from minillm.layers.panel_methods import PanelExpertsMethod, PanelHeadsMethod
-from minillm.models.decoder import Decoder, DecoderLayer
+from minillm.models.decoder import Decoder, DecoderLayer, LayersMethod
 from minillm.ops import cpu
 from minillm.ops.batch import Batch
 from minillm.ops.cpu_experts import ExpertShape, ExpertWeights
@@ -28,18 +28,16 @@ from minillm.quantization.outliers import OutlierMethod
 from minillm.quantization.panels import PanelQuantizedMethod
 
 
-class AllLayers:
+class AllLayers(LayersMethod):
     """`Decoder.all_layers` of a model whose weights are in panels.
 
-    Returns None, so that the layers run one by one, if a module hook is set, torch operations are
-    being intercepted, or the cache is not a `KVCache` in mode "fast".
+    Takes no step if a module hook is set, torch operations are being intercepted, or the cache is
+    not a `KVCache` in mode "fast".
     """
 
     def __init__(self, model: Decoder):
         # No reference to the model, which refers to this object: a cycle would delay freeing both.
-        modules = [each for layer in model.layers for each in layer.modules()]
-        self.hooks = [each._forward_hooks for each in modules]
-        self.hooks += [each._forward_pre_hooks for each in modules]
+        self.is_watched = hooks_of(model.layers)
         self.weights = [layer_weights(layer) for layer in model.layers]
         self.shape = layer_shape(model)
         self._layers: Layers | None = None
@@ -66,14 +64,11 @@ class AllLayers:
         x: Tensor,
         rope: tuple[Tensor, Tensor],
         batch: Batch,
-        kv: AttentionBackend,
+        kv: KVCache,
         taps: Mapping[int, Tensor] = NO_TAPS,
-    ) -> tuple[Tensor, Tensor] | None:
-        """[N, d] -> two of [N, d], as `DecoderLayer.forward` of the last layer returns them. The
-        hidden states after n layers are stored in the batch's slots of entry n of `taps`, [slots,
-        d]."""
-        if not isinstance(kv, KVCache) or not self._may(x, kv):
-            return None
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden states after n layers are stored in the batch's slots of entry n of `taps`,
+        [slots, d]."""
         if self._layers is None or self._layers.keys is not kv.key:
             self._layers = Layers(self.weights, self.shape, kv.key, kv.value, kv.pages)
         return self._layers.run(
@@ -89,10 +84,16 @@ class AllLayers:
             batch.tails,
         )
 
-    def _may(self, x: Tensor, kv: KVCache) -> bool:
-        if kv.mode != "fast" or x.dtype != kv.dtype or not cpu.takes(x):
-            return False
-        return not (any(self.hooks) or _has_any_global_hook())
+    def takes(self, kv: AttentionBackend, x: Tensor) -> TypeGuard[KVCache]:
+        is_fast = isinstance(kv, KVCache) and kv.mode == "fast" and x.dtype == kv.dtype
+        return is_fast and cpu.takes(x) and not self.is_watched()
+
+
+def hooks_of(layers: Iterable[nn.Module]) -> Callable[[], bool]:
+    """Tells whether a module has a hook, which would see nothing of one call for all layers."""
+    modules = [module for layer in layers for module in layer.modules()]
+    hooks = [each for one in modules for each in (one._forward_hooks, one._forward_pre_hooks)]
+    return lambda: any(hooks) or _has_any_global_hook()
 
 
 def without_biases(weights: LayerWeights) -> LayerWeights:

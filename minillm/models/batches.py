@@ -7,6 +7,7 @@ are uploaded in one asynchronous copy from pinned memory, which is reused only a
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,27 +70,10 @@ def make_batch(
     positions = np.arange(len(input_ids)) + (ends - query_start[1:]).repeat(count)
     slots = tables.host[row.repeat(count), positions // block_size] * block_size
     slots += positions % block_size
-    ids, position, slot, bounds, lengths, last, index = upload(
-        tables.device.device,
-        np.array(input_ids, dtype=np.int64),
-        positions,
-        slots,
-        query_start,
-        ends.astype(np.int32),
-        query_start[1:].astype(np.int64) - 1,
-        row,
-    )
-    return Batch(
-        input_ids=ids,
-        positions=position,
-        slot_mapping=slot,
-        query_start=bounds,
-        seq_lens=lengths,
-        block_tables=tables.of(row, -(-int(ends.max()) // block_size), index),
-        logits_indices=last,
-        max_query_len=int(count.max()),
-        on_host=(query_start, ends),
-    )
+    last = query_start[1:].astype(np.int64) - 1
+    longs = [np.array(input_ids, dtype=np.int64), positions, slots, last, row]
+    arrays = [*longs, query_start, ends.astype(np.int32)]
+    return _uploaded(tables, block_size, arrays, int(count.max()), (query_start, ends))
 
 
 def decode_batch(
@@ -111,19 +95,16 @@ def decode_batch(
     ]
     ends = [start + 1 for start in starts]
     longs = (input_ids, starts, slots, range(count), rows)
-    arrays: list[NDArray] = [np.frombuffer(array("q", each), np.int64) for each in longs]
-    arrays += [np.frombuffer(array("i", each), np.int32) for each in (range(count + 1), ends)]
-    ids, positions, slot_mapping, last, index, query_start, seq_lens = upload(
-        tables.device.device, *arrays
-    )
-    return Batch(
-        input_ids=ids,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        query_start=query_start,
-        seq_lens=seq_lens,
-        block_tables=tables.of(arrays[4], -(-max(ends) // size), index),
-        logits_indices=last,
-        max_query_len=1,
-        on_host=(range(count + 1), ends),
-    )
+    arrays: list[NDArray] = [np.frombuffer(array("q", values), np.int64) for values in longs]
+    arrays += [np.frombuffer(array("i", some), np.int32) for some in (range(count + 1), ends)]
+    return _uploaded(tables, block_size, arrays, 1, (range(count + 1), ends))
+
+
+def _uploaded(
+    tables: BlockTables, block_size: int, arrays: list[NDArray], most: int, on_host: tuple[Any, Any]
+) -> Batch:
+    """The batch of ids, positions, slots, indices of last tokens, rows, query starts, lengths."""
+    device, num_blocks = tables.device.device, -(-int(max(on_host[1])) // block_size)
+    ids, positions, slots, last, row, query_start, seq_lens = upload(device, *arrays)
+    blocks, starts = tables.of(arrays[4], num_blocks, row), query_start
+    return Batch(ids, positions, slots, starts, seq_lens, blocks, last, most, on_host=on_host)

@@ -1,13 +1,14 @@
 """The decoder-only transformer. All model families use it, with different `ModelConfig`s."""
 
 from collections.abc import Callable
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from minillm.config import ModelConfig
 from minillm.layers.attention import Attention
-from minillm.layers.kv_cache import AttentionBackend
+from minillm.layers.kv_cache import AttentionBackend, KVCache
 from minillm.layers.linear import Embedding, Linear
 from minillm.layers.linear_methods import CheckpointTensor, LinearMethod, Matrix, frozen
 from minillm.layers.mla import MLAttention
@@ -23,10 +24,17 @@ MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")
 
 MethodOf = Callable[[Matrix], LinearMethod]  # selects the storage of each matrix
 
-# x [N, d], rope, batch, kv -> x and residual [N, d]; None: the caller must run layers one by one.
-LayersMethod = Callable[
-    [Tensor, tuple[Tensor, Tensor], Batch, AttentionBackend], tuple[Tensor, Tensor] | None
-]
+
+class LayersMethod(Protocol):
+    """All layers of a decoder in one call."""
+
+    def takes(self, kv: AttentionBackend, x: Tensor) -> TypeGuard[KVCache]:
+        """Whether it computes this step; otherwise the layers run one by one."""
+
+    def __call__(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """[N, d] -> two of [N, d], as `DecoderLayer.forward` of the last layer returns them."""
 
 
 class DecoderLayer(nn.Module):
@@ -110,10 +118,10 @@ class Decoder(nn.Module):
         self.plain_torch = False  # only torch operations, for attention too (`models/packing.py`)
         if shard is not None:
             shard(self)
-        for each in self.modules():
-            if isinstance(each, Matrix):
-                merge(each, config.merged_matrices)
-                each.method = each.method if method_of is None else method_of(each)
+        for matrix in self.modules():
+            if isinstance(matrix, Matrix):
+                merge(matrix, config.merged_matrices)
+                matrix.method = matrix.method if method_of is None else method_of(matrix)
         allocate(self, dtype, device)
 
     @property
@@ -129,16 +137,15 @@ class Decoder(nn.Module):
     @property
     def num_bytes(self) -> int:
         """Memory of all weights, also for a model on the meta device."""
-        norms = sum(each.weight.nbytes for each in self.modules() if isinstance(each, RMSNorm))
-        return norms + sum(each.num_bytes for each in self.modules() if isinstance(each, Matrix))
+        norms = sum(norm.weight.nbytes for norm in self.modules() if isinstance(norm, RMSNorm))
+        return norms + sum(part.num_bytes for part in self.modules() if isinstance(part, Matrix))
 
     def forward(self, batch: Batch, kv: AttentionBackend) -> Tensor:
         """N tokens -> hidden states [N, d]. Writes the tokens' KV to the cache."""
         rope = self.rope(batch.positions, self.plain_torch)
         x, residual = self.embedding(batch.input_ids), None
-        done = None if self.all_layers is None else self.all_layers(x, rope, batch, kv)
-        if done is not None:
-            x, residual = done
+        if self.all_layers is not None and self.all_layers.takes(kv, x):
+            x, residual = self.all_layers(x, rope, batch, kv)
         else:
             for layer in self.layers:
                 x, residual = layer(x, residual, rope, batch, kv)
@@ -191,12 +198,12 @@ def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device | str) 
 def tensors_of(module: nn.Module) -> dict[str, CheckpointTensor]:
     """All tensors of a checkpoint of which a module's matrices and norms hold a part, by name.
     RuntimeError if two of its layers read the same one."""
-    found: dict[str, CheckpointTensor] = {}
+    tensors: dict[str, CheckpointTensor] = {}
     for layer in module.modules():
         for tensor in layer.checkpoint_tensors() if isinstance(layer, Matrix | RMSNorm) else ():
-            if tensor.name in found:
+            if tensor.name in tensors:
                 raise RuntimeError(
                     f"Two layers of the model read {tensor.name}; each tensor has one place."
                 )
-            found[tensor.name] = tensor
-    return found
+            tensors[tensor.name] = tensor
+    return tensors

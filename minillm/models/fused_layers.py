@@ -9,32 +9,30 @@ Bubbles", 2025). With more than 8 rows o and down are cuBLAS's; with more than `
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from minillm import ops
 from minillm.layers.attention import Attention
 from minillm.layers.kv_cache import AttentionBackend, KVCache
 from minillm.layers.linear_methods import PlainLinearMethod
 from minillm.layers.mlp import MLP
-from minillm.models.decoder import Decoder, DecoderLayer
+from minillm.models.all_layers import hooks_of
+from minillm.models.decoder import Decoder, DecoderLayer, LayersMethod
 from minillm.ops.batch import Batch
 
 
-class FusedLayers:
+class FusedLayers(LayersMethod):
     """`Decoder.all_layers` of a dense model on a GPU.
 
-    Returns None, so that the layers run one by one, if a batch has more rows than the kernels take,
-    a module hook is set, or the cache is not a `KVCache` in mode "fast".
+    Takes no step with more rows than the kernels take, or if a module hook is set, or if the cache
+    is not a `KVCache` in mode "fast".
     """
 
     def __init__(self, layers: Sequence[nn.Module]):
         self.layers: list[Any] = list(layers)
-        modules = [each for layer in layers for each in layer.modules()]
-        self.hooks = [each._forward_hooks for each in modules]
-        self.hooks += [each._forward_pre_hooks for each in modules]
+        self.is_watched = hooks_of(layers)
 
     @classmethod
     def of(cls, model: Decoder) -> "FusedLayers | None":
@@ -42,16 +40,18 @@ class FusedLayers:
         layers = list(model.layers)
         return cls(layers) if all(map(fits, layers)) else None
 
-    def __call__(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
-    ) -> tuple[Tensor, Tensor] | None:
-        """[N, d] -> two of [N, d], as `DecoderLayer.forward` of the last layer returns them."""
+    def takes(self, kv: AttentionBackend, x: Tensor) -> TypeGuard[KVCache]:
         if not isinstance(kv, KVCache) or kv.mode != "fast" or not ops.uses_kernels(x):
-            return None
+            return False
         from minillm.ops import triton  # imported on a GPU only
 
-        if any(self.hooks) or _has_any_global_hook() or not triton.takes_normed(x):
-            return None
+        return not self.is_watched() and triton.takes_normed(x)
+
+    def __call__(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        from minillm.ops import triton
+
         residual: Any = None
         for layer in self.layers:
             attention, mlp = layer.attention, layer.mlp

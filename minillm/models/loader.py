@@ -46,7 +46,6 @@ def load_model(
     max_model_len: int | None = None,
     load_format: str = "auto",
     seed: int = 0,
-    method_of: MethodOf | None = None,
     shard: Callable[[Decoder], None] | None = None,
     config: ModelConfig | None = None,
 ) -> Decoder:
@@ -58,26 +57,26 @@ def load_model(
     the wrong shape.
     """
     if load_format == "dummy":
-        model = Decoder(source.config, dtype, device, max_model_len, method_of)
+        model = Decoder(source.config, dtype, device, max_model_len)
         model.initialize(seed=seed)
         return model.eval()
     if source.folder is None:
         raise ConfigError(
             f"{source.name} is a shape without weights; add load_format='dummy' for random ones."
         )
-    files, format, zeros = checked_files(source, dtype, method_of)
-    method_of = method_of or reading(format)
-    model = Decoder(config or source.config, dtype, device, max_model_len, method_of, shard)
+    files, format, zeros = checked_files(source, dtype)
+    shape = config or source.config
+    model = Decoder(shape, dtype, device, max_model_len, reading(format), shard)
     fill(model.checkpoint_tensors(), files, source.config.tie_word_embeddings)
     check_zeros(zeros, files)
     for matrix in model.modules():
         if isinstance(matrix, Matrix):
-            matrix.method.finish(matrix)
+            matrix.method.after_loading(matrix)
     return model.eval()
 
 
 def checked_files(
-    source: ModelSource, dtype: torch.dtype, method_of: MethodOf | None = None
+    source: ModelSource, dtype: torch.dtype
 ) -> tuple[list[Path], Format | None, dict[str, tuple[int, ...]]]:
     """The weight files of a model, the format of a quantised one, and the tensors that must be 0.
     Checks the headers before memory is allocated: config.json may give sizes that the files do not
@@ -85,9 +84,9 @@ def checked_files(
     files = weight_files(source)
     headers = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
     format = stored_format(source, {name: header for _, name, header in headers})
-    if format is None and method_of is None:
+    if format is None:
         check_unquantised(name for _, name, _ in headers)
-    expected = Decoder(source.config, dtype, "meta", None, method_of or reading(format))
+    expected = Decoder(source.config, dtype, "meta", None, reading(format))
     check_model(format, expected)
     zeros = check_tensors(source, expected.checkpoint_tensors(), headers, format)
     return files, format, zeros

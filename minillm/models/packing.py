@@ -28,7 +28,7 @@ from minillm.layers.panel_methods import PanelExpertsMethod, pack_heads
 from minillm.models.all_layers import AllLayers
 from minillm.models.decoder import Decoder
 from minillm.ops import c_library, cpu
-from minillm.quantization.methods import unpack
+from minillm.quantization.methods import to_dense
 from minillm.quantization.outliers import separate_outliers
 from minillm.quantization.panels import PanelQuantizedMethod, pack_quantized, runs_in_panels
 from minillm_kernels import reference
@@ -99,13 +99,13 @@ def packable(model: Decoder) -> list[Linear | Embedding]:
 @torch.inference_mode()
 def unpack_others(model: Decoder) -> None:
     """Make the quantised matrices of a model on a CPU dense that are not packed in panels."""
-    unpacked = [each for each in list_matrices(model) if unpack(each)]
-    if unpacked:
+    dense = [each for each in list_matrices(model) if to_dense(each)]
+    if dense:
         logger.info(
             "Weights: %s quantised matrices are dense in memory, %.1f MB, because no C function "
             "reads them; `minillm inspect` lists them.",
-            len(unpacked),
-            sum(each.num_bytes for each in unpacked) / 1e6,
+            len(dense),
+            sum(each.num_bytes for each in dense) / 1e6,
         )
 
 

@@ -27,7 +27,7 @@ from minillm.ops.cpu_quantized import PANEL
 from minillm.plan.parameters import parameter_count
 from minillm.plan.weight_sizes import PARTS, WeightSizes
 from minillm.quantization.formats import Format
-from minillm.quantization.methods import LoadingMethod, QuantizedMethod, install, unpack
+from minillm.quantization.methods import LoadingMethod, QuantizedMethod, install, to_dense
 from minillm.quantization.mixed import members
 from minillm.quantization.panels import PanelQuantizedMethod, pack_quantized
 
@@ -111,7 +111,7 @@ class Examples:
         found = [each for each, _ in self.by_key.values()]
         fill({place.name: place for each in found for place in each.checkpoint_tensors()}, files)
         for example, rounding in self.by_key.values():
-            example.method.finish(example)
+            example.method.after_loading(example)
             if rounding is not None and not is_quantized(example):
                 example.weight.data.normal_()
                 install(example, rounding(example.values()), self.layout.dtype)
@@ -119,7 +119,7 @@ class Examples:
             held = [member for each in found for member in members(each)]
             pack_quantized([each for each in held if is_quantized(each)])
             for each in held:
-                unpack(each)  # what C does not read
+                to_dense(each)  # what C does not read
 
     def sizes(self, name: str) -> WeightSizes:
         """The mean bytes of a weight in each part of the model."""

@@ -20,8 +20,8 @@ from minillm_kernels.reference import causal_attention as causal_attention
 from minillm_kernels.reference import moe_route as moe_route
 
 
-def _rows(x: Tensor, *weights: Tensor | None) -> ModuleType:
-    """The backend of row operations for these tensors."""
+def _row_module(x: Tensor, *weights: Tensor | None) -> ModuleType:
+    """The module that computes rows of these tensors: `fused`, `cpu` or `reference`."""
     if not uses_kernels(x, *weights):
         return cpu if cpu.takes(x, *weights) else reference
     from minillm_kernels import fused
@@ -29,25 +29,25 @@ def _rows(x: Tensor, *weights: Tensor | None) -> ModuleType:
     return fused
 
 
-def _torch_rows(x: Tensor, *weights: Tensor | None) -> ModuleType:
+def _torch_row_module(x: Tensor, *weights: Tensor | None) -> ModuleType:
     """The same, for operations without a C function."""
-    found = _rows(x, *weights)
+    found = _row_module(x, *weights)
     return reference if found is cpu else found
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[.., d] -> [.., d]"""
-    return _rows(x, weight).rms_norm(x, weight, eps)
+    return _row_module(x, weight).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """[N, d], [N, d] -> norm of the sum, and the sum."""
-    return _rows(x, residual, weight).add_rms_norm(x, residual, weight, eps)
+    return _row_module(x, residual, weight).add_rms_norm(x, residual, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[N, 2 I] -> [N, I]"""
-    return _rows(gate_up).silu_mul(gate_up)
+    return _row_module(gate_up).silu_mul(gate_up)
 
 
 def invariant_silu_mul(gate_up: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def invariant_silu_mul(gate_up: Tensor) -> Tensor:
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """[N], [V, d] -> [N, d]"""
-    return _torch_rows(weight).embedding(token_ids, weight)
+    return _torch_row_module(weight).embedding(token_ids, weight)
 
 
 def cos_sin(
@@ -72,14 +72,14 @@ def cos_sin(
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """[N, H, D] -> [N, H, D]"""
-    return _torch_rows(x).rotate(x, cos, sin, interleaved)
+    return _torch_row_module(x).rotate(x, cos, sin, interleaved)
 
 
 def write_cache(key: Tensor, value: Tensor | None, pages: Pages, slot_mapping: Tensor) -> None:
     """Write keys [N, Hkv, D] and values [N, Hkv, Dv] to their slots; `value` is None with MLA."""
     if value is not None and (codes := codes_of(pages)):
         return _pages_of_codes(key, codes).write_cache(key, value, *codes, slot_mapping)
-    _torch_rows(key, value).write_cache(key, value, pages.key, pages.value, slot_mapping)
+    _torch_row_module(key, value).write_cache(key, value, pages.key, pages.value, slot_mapping)
 
 
 def _pages_of_codes(x: Tensor, codes: Codes) -> ModuleType:
@@ -130,7 +130,7 @@ def norm_rope_write(
     One fused kernel or C function, if it supports this head size.
     """
     _, q_norm, k_norm, eps, interleaved = prologue
-    rows = reference if mode == "plain" else _rows(qkv, q_norm, k_norm)
+    rows = reference if mode == "plain" else _row_module(qkv, q_norm, k_norm)
     if (codes := codes_of(pages)) and rows is cpu and cpu_int8_cache.takes(qkv, codes):
         return cpu_int8_cache.norm_rope_write(qkv, prologue, rope, codes, slot_mapping)
     if codes and mode == "fast" and (kernels := _pages_of_codes(qkv, codes)) is not int8_cache:

@@ -229,8 +229,8 @@ def build(command: Sequence[str], sources: Sequence[Path], path: Path) -> None:
                 start([*command, "-c", str(source), "-o", str(made)])
                 for source, made in zip(sources, objects, strict=True)
             ]
-            finish(compiling)
-            finish([start([*command, "-shared", *map(str, objects), "-o", f"{folder}/lib", "-lm"])])
+            wait(compiling)
+            wait([start([*command, "-shared", *map(str, objects), "-o", f"{folder}/lib", "-lm"])])
             (folder / "lib").replace(path)
     except OSError as error:
         raise NoLibrary(f"the library cannot be built: {error}") from error
@@ -251,7 +251,7 @@ def start(command: Sequence[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
 
 
-def finish(running: Sequence[subprocess.Popen[str]]) -> None:
+def wait(running: Sequence[subprocess.Popen[str]]) -> None:
     """Wait for compilers. Raises NoLibrary with the first error message."""
     try:
         for process in running:

@@ -11,11 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minillm.api.sampling_params import SamplingParams
 from minillm.ops import cpu_sampling
 from minillm.ops.dispatch import uses_kernels
 from minillm.ops.philox import Purpose
 from minillm.ops.transfers import together
 from minillm_kernels import reference
+
+HALF_RANGE = 2**63  # of 64-bit integers
 
 
 class Pack(NamedTuple):
@@ -37,6 +40,26 @@ class Pack(NamedTuple):
         )
         stream = seed, sample_index, position
         return Pack(temperature, min_p, top_p, top_k, *stream, self.truncates)
+
+
+class DrawParams(NamedTuple):
+    """A request's sampling parameters, in the form of a row of `Pack`, the kernel's input."""
+
+    floats: tuple[float, float, float]  # temperature (0 is greedy), min-p, top-p
+    top_k: int  # 0 is off
+    truncates: bool
+
+
+def draw_params(params: SamplingParams) -> DrawParams:
+    """The row of a request."""
+    temperature = 0.0 if params.greedy else params.temperature
+    truncates = temperature > 0 and (params.top_k > 0 or params.top_p < 1)
+    return DrawParams((temperature, params.min_p, params.top_p), max(params.top_k, 0), truncates)
+
+
+def signed(seed: int) -> int:
+    """A seed wrapped to a signed 64-bit integer."""
+    return (seed + HALF_RANGE) % (2 * HALF_RANGE) - HALF_RANGE
 
 
 def choose(

@@ -4,10 +4,10 @@
     stage 0   embedding, layers 0 .. 13        x -->|
     stage 1                                         |--> layers 14 .. 27, norm, logits --> tokens
 
-A stage is a decoder with fewer layers, `Received` in place of the embedding and `Sent` in place of
-the last norm. One tensor crosses a boundary. A layer returns the residual stream and its own
-output, and the norm of the next layer first rounds their sum; sending that sum, rounded once, gives
-the bits of one stage.
+A stage is a decoder with fewer layers, `FromPreviousStage` in place of the embedding, `ToNextStage`
+in place of the last norm. One tensor crosses a boundary. A layer returns the residual stream and
+its own output, and the norm of the next layer first rounds their sum; sending that sum, rounded
+once, gives the bits of one stage.
 """
 
 import torch
@@ -25,7 +25,7 @@ from minillm.parallel.split import Stage, stage_config
 from minillm.scheduling.plan import StepPlan
 
 
-class Received(nn.Module):
+class FromPreviousStage(nn.Module):
     """Receives from the previous stage, in place of the embedding."""
 
     def __init__(self, size: int, dtype: torch.dtype):
@@ -39,7 +39,7 @@ class Received(nn.Module):
         return found.to(input_ids.device)
 
 
-class Sent(RMSNorm):
+class ToNextStage(RMSNorm):
     """Sends to the next stage, in place of the last norm."""
 
     def __init__(self, config: ModelConfig):
@@ -66,18 +66,18 @@ def cut_model(model: Decoder, stage: Stage, whole: ModelConfig, dtype: torch.dty
         with torch.device("meta"):
             model.lm_head = Linear("", config.hidden_size, outputs)
     if not stage.is_first:
-        model.embedding = Received(config.hidden_size, dtype)  # type: ignore[assignment]
+        model.embedding = FromPreviousStage(config.hidden_size, dtype)  # type: ignore[assignment]
     if not stage.is_last:
         with torch.device("meta"):
-            model.norm = Sent(config)
+            model.norm = ToNextStage(config)
         model.lm_head = nn.Module()  # type: ignore[assignment] # which cannot be called
 
 
 def join_pipes(model: Decoder, place: Place) -> None:
     """Connect a stage's model to its pipes."""
-    if isinstance(model.embedding, Received) and place.before is not None:
+    if isinstance(model.embedding, FromPreviousStage) and place.before is not None:
         model.embedding.pipe = place.before
-    if isinstance(model.norm, Sent) and place.after is not None:
+    if isinstance(model.norm, ToNextStage) and place.after is not None:
         model.norm.pipe = place.after
 
 

@@ -4,6 +4,7 @@ No model is run, so large models take no longer than small ones. Operations, byt
 step are in `lab/roofline.py`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -85,6 +86,7 @@ class PlanSettings:
     max_model_len: int
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
+    padding: int = 0  # tokens and sequences that a step may have beside these
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     copied_weight_bytes: int = 0  # second copies of weights in another layout
@@ -105,6 +107,10 @@ class PlanSettings:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]."
             )
+
+
+# Bytes of the KV cache of what is left for it, the bytes of a block, and the settings.
+CacheOf = Callable[[int, int, PlanSettings], int]
 
 
 @dataclass(frozen=True)
@@ -158,14 +164,15 @@ def memory_plan(
     draft: ModelConfig | None = None,
     weights: WeightSizes | None = None,
     draft_weights: WeightSizes | None = None,
+    cache_of: CacheOf | None = None,
     **settings: Any,
 ) -> MemoryPlan:
     """Plan the memory of an engine that uses the share `gpu_memory_utilization` of `memory_bytes`.
 
     The rest is a reserve for memory that is not counted (runtime, workspaces, graph nodes). All
     tokens are kept in the KV cache, even with a sliding window. A `draft` model has its own KV
-    cache with as many blocks; its activations are never live together with the target's.
-    `settings` are more fields of `PlanSettings`.
+    cache with as many blocks; its activations are never live together with the target's. Without
+    `cache_of` the KV cache has all that is left. `settings` are more fields of `PlanSettings`.
     """
     known = PlanSettings(
         dtype=dtype or config.dtype,
@@ -179,24 +186,30 @@ def memory_plan(
     )
     if memory_bytes < 1:
         raise ConfigError(f"memory_bytes is {memory_bytes}; it must be at least 1.")
-    plan = _plan(config, draft, memory_bytes, known)
-    return plan if plan.fits else replace(plan, hints=_hints(config, draft, plan))
+    planned = partial(_plan, config, draft, memory_bytes, cache_of)
+    plan = planned(known)
+    return plan if plan.fits else replace(plan, hints=_hints(config, draft, plan, planned))
 
 
 def _plan(
-    config: ModelConfig, draft: ModelConfig | None, memory_bytes: int, settings: PlanSettings
+    config: ModelConfig,
+    draft: ModelConfig | None,
+    memory_bytes: int,
+    cache_of: CacheOf | None,
+    settings: PlanSettings,
 ) -> MemoryPlan:
     weights = settings.weight_bytes or weight_bytes(config, settings.dtype)
     weights += settings.copied_weight_bytes
-    num_tokens, block = settings.max_num_batched_tokens, settings.block_size
-    num_logits = min(settings.max_num_seqs * (1 + settings.num_drafts), num_tokens)
+    num_tokens, block = settings.max_num_batched_tokens + settings.padding, settings.block_size
+    num_seqs = settings.max_num_seqs + settings.padding
+    num_logits = min(num_seqs * (1 + settings.num_drafts), num_tokens)
     activations = activation_peak_bytes(config, num_tokens, num_logits, settings.dtype)
     each, draft_weights, draft_each = block_bytes(config, block, settings.kv_dtype), 0, 0
     if draft is not None:
         draft_weights = settings.draft_weight_bytes or weight_bytes(draft, settings.dtype)
         draft_weights += settings.copied_draft_bytes
         draft_each = block_bytes(draft, block, settings.kv_dtype)
-        num_draft_logits = min(settings.max_num_seqs, num_tokens)
+        num_draft_logits = min(num_seqs, num_tokens)
         peak = activation_peak_bytes(draft, num_tokens, num_draft_logits, settings.dtype)
         activations = max(activations, peak)
     elif settings.head_weights:
@@ -205,16 +218,16 @@ def _plan(
         draft_each = settings.head_values * block * value_bytes
     weights, each = weights + draft_weights, each + draft_each
     # All CUDA graphs share one memory pool; the largest is a decode step without its logits.
-    rows = settings.max_num_seqs * (1 + settings.num_drafts) * settings.cuda_graphs
+    rows = num_seqs * (1 + settings.num_drafts) * settings.cuda_graphs
     # Its stream has a workspace of cuBLAS, as the usual stream has, which the reserve holds.
     graphs = activation_peak_bytes(config, rows, 0, settings.dtype)
     graphs += CUBLAS_WORKSPACE * settings.cuda_graphs
     activations += graphs
     usable = int(memory_bytes * settings.gpu_memory_utilization)
     left = usable - weights - activations
-    blocks = max(0, left // each)
-    needed = ceil(settings.max_model_len / block)
-    missing = weights + activations + needed * each - usable
+    size = left if cache_of is None else cache_of(left, each, settings)
+    blocks = max(0, size // each) if size <= left else 0
+    missing = max(ceil(settings.max_model_len / block) * each - size, size - left)
     return MemoryPlan(
         settings=settings,
         memory_bytes=memory_bytes,
@@ -222,7 +235,7 @@ def _plan(
         weight_bytes=weights,
         activation_bytes=activations,
         graph_bytes=graphs,
-        kv_cache_bytes=left,
+        kv_cache_bytes=size,
         kv_bytes_per_token=each // block,
         block_bytes=each,
         draft_weight_bytes=draft_weights,
@@ -233,35 +246,20 @@ def _plan(
     )
 
 
-def with_cache(plan: MemoryPlan, num_bytes: int, max_model_len: int) -> MemoryPlan:
-    """The plan with a KV cache of `num_bytes`, for requests of up to `max_model_len` tokens."""
-    block = plan.settings.block_size
-    needed = ceil(max_model_len / block) * plan.block_bytes
-    usable = plan.memory_bytes - plan.reserve_bytes
-    excess = plan.weight_bytes + plan.activation_bytes + num_bytes - usable
-    blocks = max(num_bytes, 0) // plan.block_bytes if excess <= 0 else 0
-    shortfall = max(0, needed - num_bytes, excess)
-    return replace(
-        plan,
-        settings=replace(plan.settings, max_model_len=max_model_len),
-        kv_cache_bytes=num_bytes,
-        num_tokens=blocks * block,
-        shortfall_bytes=shortfall,
-        combinations=_combinations(blocks, block, max_model_len),
-        hints=plan.hints if shortfall else (),
-    )
-
-
 def _combinations(num_blocks: int, block_size: int, longest: int) -> tuple[BatchFit, ...]:
     lengths = {1024 * 4**i for i in range(6)}
     contexts = {n for n in lengths if n < longest} | {longest}
     return tuple(BatchFit(n, num_blocks // ceil(n / block_size)) for n in sorted(contexts))
 
 
-def _hints(config: ModelConfig, draft: ModelConfig | None, plan: MemoryPlan) -> tuple[str, ...]:
+def _hints(
+    config: ModelConfig,
+    draft: ModelConfig | None,
+    plan: MemoryPlan,
+    planned: Callable[[PlanSettings], MemoryPlan],
+) -> tuple[str, ...]:
     """Changes to a plan that does not fit, each checked to be enough on its own."""
     hints = [f"{_gib(plan.memory_bytes + plan.shortfall_bytes)} of memory"]
-    planned = partial(_plan, config, draft, plan.memory_bytes)
     if plan.settings.max_model_len > 4096:
         short = planned(replace(plan.settings, max_model_len=4096))
         if not short.fits:

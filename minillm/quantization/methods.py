@@ -72,7 +72,7 @@ def install(matrix: Matrix, found: Quantized, dtype: torch.dtype, threshold: flo
     matrix.method = QuantizedMethod(dtype, tuple(found.parts()), threshold)
 
 
-def unpack(matrix: Matrix) -> bool:
+def to_dense(matrix: Matrix) -> bool:
     """Make a quantised matrix that no kernel reads dense, once, in place of for each product.
     Returns False for all others."""
     method = matrix.method
@@ -116,7 +116,7 @@ class LoadingMethod(LinearMethod):
             target = self.found[part, suffix]
             yield CheckpointTensor(f"{part.name}.{suffix}", target, stored.slice, load_same)
 
-    def finish(self, matrix: Matrix) -> None:
+    def after_loading(self, matrix: Matrix) -> None:
         """Decode all parts; afterwards the layer computes."""
         decoded = [self._decode(part) for part in matrix.parts]
         quantized = [each for each in decoded if isinstance(each, Quantized)]

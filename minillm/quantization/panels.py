@@ -5,7 +5,7 @@
 | int8, int4, NF4, FP4 | integers, activations rounded to 8 bits by groups of 32 inputs |
 | FP8 (e4m3) | float32, activations as they are (`ops/c/float8.c`) |
 
-What C has no product for is made dense once, when the weights are packed (`unpack`): groups or
+What C has no product for is made dense once, when the weights are packed (`to_dense`): groups or
 inputs of other sizes, integers in a model of float32, and everything on a machine without C.
 """
 

@@ -10,44 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.api.sampling_params import SamplingParams
 from minillm.ops.transfers import indices
+from minillm.scheduling.plan import NewSequence
 from minillm.structured.grammars import Grammars
 
 ALWAYS = 2**62  # larger than any position
 Ints = Sequence[int]
-
-
-@dataclass(slots=True)
-class SamplingRow:
-    """What the sampler needs to know about a sequence.
-
-    Token ids must be below the vocabulary size; `validate_against_model` checks that, not this.
-
-    Attributes:
-        seed: the request's seed, any 64-bit value; the same for all its completions.
-        sample_index: which of the request's `n` completions this is.
-        position: position of the next token in the sequence (prompt length for the first).
-        stop_ids: end-of-sequence and stop token ids, banned until `params.min_tokens`.
-        bad_words_ids: `params.bad_words`, tokenized.
-        token_ids: all tokens that the host knows, a list that grows with the sequence; only for
-            `params.structured_outputs`.
-    """
-
-    params: SamplingParams
-    seed: int
-    sample_index: int
-    position: int
-    prompt_token_ids: Sequence[int] = ()
-    output_token_ids: Sequence[int] = ()
-    stop_ids: tuple[int, ...] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    token_ids: Sequence[int] = ()
-
-    @property
-    def first(self) -> int:
-        """Position of the first output token."""
-        return self.position - len(self.output_token_ids)
 
 
 @dataclass(eq=False)
@@ -98,9 +66,9 @@ class Edit(ABC):
         self.rows: dict[int, Any] = {}
 
     @abstractmethod
-    def set_row(self, row: int, request: SamplingRow) -> tuple[Any, int] | None:
-        """What `rows` holds for a request, and the position where its edits end (`ALWAYS` if they
-        do not); None if it has none. Stores what is on the device."""
+    def set_row(self, row: int, new: NewSequence, known: Ints) -> tuple[Any, int] | None:
+        """What `rows` holds for a sequence, and the position where its edits end (`ALWAYS` if they
+        do not); None if it has none. Stores what is on the device. `known` as of `Sampler`."""
 
     @abstractmethod
     def apply(self, copies: Copies) -> None:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from minillm.ops import cpu_sampling
-from minillm.sampling.edit import Context, Copies, Edit, Ints, SamplingRow
+from minillm.sampling.edit import Context, Copies, Edit, Ints
 from minillm.sampling.masks import AllowedTokens, StructuredOutputs
 from minillm.sampling.penalties import Penalties
 from minillm.sampling.token_values import TokenValues
+from minillm.scheduling.plan import NewSequence
 
 # In the order in which they are applied, which is vLLM's.
 EDITS: tuple[type[Edit], ...] = (StructuredOutputs, AllowedTokens, TokenValues, Penalties)
@@ -37,11 +38,11 @@ class Edits(Context):
         self._of: dict[int, list[Edit]] = {}  # by row
         self._until: dict[int, int] = {}  # row with edits -> position where they end
 
-    def set_row(self, row: int, request: SamplingRow) -> None:
-        """Assign a row to a sequence."""
+    def set_row(self, row: int, new: NewSequence, known: Ints) -> None:
+        """Assign a row to a sequence, as `Sampler.set_row`."""
         self.drop(row)
         for edit in self.edits:
-            if asked := edit.set_row(row, request):
+            if asked := edit.set_row(row, new, known):
                 edit.rows[row], until = asked
                 self._of.setdefault(row, []).append(edit)
                 self._until[row] = max(until, self._until.get(row, 0))

@@ -21,14 +21,6 @@ class TokenLogprob(NamedTuple):
     rank: int
 
 
-def failures(best: Tensor) -> dict[int, Failure]:
-    """Row -> failure, for rows whose largest logit is not finite."""
-    listed = best.tolist()
-    if all(map(math.isfinite, listed)):
-        return {}
-    return {row: why for row, value in enumerate(listed) if (why := failure_of(value)) is not None}
-
-
 NOT_FINITE = Failure(
     "The model's logits contain NaN or infinity; the weights or the dtype are wrong.", "model"
 )
@@ -78,7 +70,7 @@ class PromptLogprobs:
         """Wait for the copies. Returns one entry per token, or a failure."""
         result: list[dict[int, TokenLogprob]] = []
         for described, best in self.parts:
-            if failures(best()[0]):
+            if not best()[0].isfinite().all():
                 return [], NOT_FINITE  # also -inf: no edit has excluded a token
             result += described.read()
         return result, None

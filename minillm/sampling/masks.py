@@ -15,7 +15,8 @@ from torch import Tensor
 
 from minillm.errors import UnsupportedFeatureError
 from minillm.ops.transfers import indices, upload
-from minillm.sampling.edit import ALWAYS, Context, Copies, Edit, Ints, SamplingRow
+from minillm.sampling.edit import ALWAYS, Context, Copies, Edit, Ints
+from minillm.scheduling.plan import NewSequence
 from minillm.structured.grammars import Constraint
 
 
@@ -49,8 +50,8 @@ class Masks(Edit):
 class AllowedTokens(Masks):
     """allowed_token_ids: the same mask at every position, which `rows` holds."""
 
-    def set_row(self, row: int, request: SamplingRow) -> tuple[Tensor, int] | None:
-        ids = request.params.allowed_token_ids
+    def set_row(self, row: int, new: NewSequence, known: Ints) -> tuple[Tensor, int] | None:
+        ids = new.params.allowed_token_ids
         if ids is None:
             return None
         bits = np.zeros(self.context.vocab_size, dtype=bool)
@@ -68,12 +69,12 @@ class StructuredOutputs(Masks):
     """structured_outputs: a mask for each position of a step, written by the host with the
     `Constraint` in `rows`."""
 
-    def set_row(self, row: int, request: SamplingRow) -> tuple[Constraint, int] | None:
-        if request.params.structured_outputs is None:
+    def set_row(self, row: int, new: NewSequence, known: Ints) -> tuple[Constraint, int] | None:
+        if new.params.structured_outputs is None:
             return None
         if self.context.grammars is None:
             raise UnsupportedFeatureError("structured_outputs needs an engine.")
-        parts = request.params, request.token_ids, request.first, request.stop_ids
+        parts = new.params, known, new.num_prompt_tokens, new.stop_ids
         return Constraint(self.context.grammars, *parts), ALWAYS
 
     def begin(self, rows: Ints, positions: Ints, drafts: Mapping[int, Ints]) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from minillm.ops.transfers import indices, upload
-from minillm.sampling.edit import ALWAYS, Context, Copies, Edit, Ints, SamplingRow
+from minillm.sampling.edit import ALWAYS, Context, Copies, Edit, Ints
 from minillm.sampling.segments import Segments
+from minillm.scheduling.plan import NewSequence
 
 ROOM = 64  # initial capacity for new tokens of a row
 NAMES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -27,13 +28,14 @@ class Penalties(Edit):
         self._seen = Segments(context.device)
         self._numbers = torch.ones(3, context.num_rows, device=context.device)
 
-    def set_row(self, row: int, request: SamplingRow) -> tuple[int, int] | None:
-        numbers = [getattr(request.params, name) for name in NAMES]
+    def set_row(self, row: int, new: NewSequence, known: Ints) -> tuple[int, int] | None:
+        numbers = [getattr(new.params, name) for name in NAMES]
         if numbers == [1, 0, 0]:
             return None
-        prompt = request.prompt_token_ids if request.params.repetition_penalty != 1 else ()
+        first = new.num_prompt_tokens
+        prompt = new.token_ids[:first] if new.params.repetition_penalty != 1 else ()
         counts = Counter(dict.fromkeys(prompt, 0))
-        counts.update(request.output_token_ids)
+        counts.update(new.token_ids[first:])
         room = max(ROOM, len(counts))
         ids = np.array([*counts, *[self.context.vocab_size] * room])  # a column that is dropped
         times = np.array([*counts.values(), *[0] * room], dtype=np.float32)

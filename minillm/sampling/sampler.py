@@ -13,9 +13,7 @@ collected.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,41 +21,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minillm.api.sampling_params import SamplingParams
-from minillm.errors import Failure
-from minillm.ops.sampling import Pack, choose
+from minillm.ops.sampling import Pack, choose, draw_params, signed
 from minillm.ops.transfers import indices, upload
-from minillm.sampling.edits import Edits, SamplingRow
-from minillm.sampling.logprobs import TokenLogprob, describe, failures
+from minillm.sampling.edits import Edits
 from minillm.sampling.rules import DraftedToken, Rule, Verification, drafts_at
 from minillm.sampling.samples import Samples
-from minillm.structured.grammars import Grammars
+from minillm.scheduling.plan import NewSequence
 
-__all__ = ["NO_TOKEN", "SampledBatch", "Sampler", "SamplingRow", "sample"]
-
-NO_TOKEN = -1  # in `SampledBatch.token_ids`: the row failed
-HALF_RANGE = 2**63  # of 64-bit integers
 NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 NO_DISTRIBUTIONS: Mapping[int, Tensor | None] = {}
-
-
-class DrawParams(NamedTuple):
-    """A request's sampling parameters, in the form of a row of `Pack`, the kernel's input."""
-
-    floats: tuple[float, float, float]  # temperature (0 is greedy), min-p, top-p
-    top_k: int  # 0 is off
-    truncates: bool
-
-
-def draw_params(params: SamplingParams) -> DrawParams:
-    """The row of a request."""
-    temperature = 0.0 if params.greedy else params.temperature
-    truncates = temperature > 0 and (params.top_k > 0 or params.top_p < 1)
-    return DrawParams((temperature, params.min_p, params.top_p), max(params.top_k, 0), truncates)
-
-
-def signed(seed: int) -> int:
-    """A seed wrapped to a signed 64-bit integer."""
-    return (seed + HALF_RANGE) % (2 * HALF_RANGE) - HALF_RANGE
 
 
 class Sampler:
@@ -76,13 +48,14 @@ class Sampler:
         self._truncates = np.zeros(num_rows, dtype=bool)
         self._last: tuple[object, NDArray, Pack] | None = None  # key, positions, previous pack
 
-    def set_row(self, row: int, request: SamplingRow) -> None:
-        """Assign a row to a sequence."""
-        draws, self._last = draw_params(request.params), None
+    def set_row(self, row: int, new: NewSequence, known: Sequence[int] | None = None) -> None:
+        """Assign a row to a sequence. `known`: the tokens that the host knows, a list that grows
+        with the sequence (by default those of `new`)."""
+        draws, self._last = draw_params(new.params), None
         self._floats[:, row], self._top_k[row] = draws.floats, draws.top_k
         self._truncates[row] = draws.truncates
-        self._keys[:, row] = signed(request.seed), request.sample_index
-        self.edits.set_row(row, request)
+        self._keys[:, row] = signed(new.seed), new.sample_index
+        self.edits.set_row(row, new, new.token_ids if known is None else known)
 
     def move(self, source: int, target: int) -> None:
         """Move a sequence to another row."""
@@ -256,35 +229,14 @@ def _take_rows(logits: Tensor, places: list[int]) -> Tensor:
     return logits.index_select(0, indices(logits.device, places))
 
 
-@dataclass(frozen=True, slots=True)
-class SampledBatch:
-    """One sampled token per row."""
-
-    token_ids: list[int]  # [K]; `NO_TOKEN` for a failed row
-    logprobs: list[dict[int, TokenLogprob] | None]  # [K]; with logprobs=k: sampled token, top k
-    failed: dict[int, Failure]  # by row
-
-
 def sample(
     logits: Tensor,
-    rows: Sequence[SamplingRow],
-    row_by_row: bool = False,
-    grammars: Grammars | None = None,
-) -> SampledBatch:
-    """Sample one token per row of logits [K, V], with a new `Sampler`."""
-    sampler = Sampler(len(rows), logits.shape[1], logits.device)
-    sampler.edits.grammars = grammars
-    for row, request in enumerate(rows):
-        sampler.set_row(row, request)
-    tokens, best = sampler.choose(logits, range(len(rows)), [row.position for row in rows])
-    failed = failures(best)
-    token_ids = [NO_TOKEN if i in failed else token for i, token in enumerate(tokens.tolist())]
-    logprobs: list[dict[int, TokenLogprob] | None] = [None] * len(rows)
-    asked = {i: row.params.logprobs for i, row in enumerate(rows) if i not in failed}
-    wanted = {i: count for i, count in asked.items() if count is not None}
-    if wanted:
-        where = indices(logits.device, list(wanted))
-        entries = describe(logits[where], tokens[where], list(wanted.values()), row_by_row)
-        for i, entry in zip(wanted, entries.read(), strict=True):
-            logprobs[i] = entry
-    return SampledBatch(token_ids, logprobs, failed)
+    params: SamplingParams,
+    seed: int,
+    positions: Sequence[int],
+    sample_index: int = 0,
+) -> list[int]:
+    """The tokens that a request without edits draws from logits [K, V] at K positions."""
+    sampler = Sampler(1, logits.shape[1], logits.device)
+    sampler.set_row(0, NewSequence(0, sample_index, 0, (), params, seed))
+    return sampler.choose(logits, [0] * len(positions), positions)[0].tolist()

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from minillm.ops.transfers import indices, upload
-from minillm.sampling.edit import ALWAYS, Context, Copies, Edit, Ints, SamplingRow
+from minillm.sampling.edit import ALWAYS, Context, Copies, Edit, Ints
 from minillm.sampling.segments import Segments
+from minillm.scheduling.plan import NewSequence
 
 # Ring buffer of last tokens for rows with bad words; a power of 2. A word has up to 256 characters
 # of up to 4 tokens; rejected drafts overwrite the oldest entries.
@@ -28,14 +29,14 @@ class Entry(NamedTuple):
     before: tuple[int, ...] = ()
 
 
-def entries_of(request: SamplingRow) -> Iterator[Entry]:
-    """The bans and biases of a request. Bad words are matched in the output only, as in vLLM."""
-    for word in filter(None, request.bad_words_ids):
-        yield Entry(word[-1], -math.inf, request.first + len(word) - 1, before=word[:-1])
-    until = request.first + request.params.min_tokens
-    if request.position < until:
-        yield from (Entry(token, -math.inf, until=until) for token in request.stop_ids)
-    for token, bias in (request.params.logit_bias or {}).items():
+def entries_of(new: NewSequence) -> Iterator[Entry]:
+    """The bans and biases of a sequence. Bad words are matched in the output only, as in vLLM."""
+    for word in filter(None, new.bad_words_ids):
+        yield Entry(word[-1], -math.inf, new.num_prompt_tokens + len(word) - 1, before=word[:-1])
+    until = new.num_prompt_tokens + new.params.min_tokens
+    if len(new.token_ids) < until:
+        yield from (Entry(token, -math.inf, until=until) for token in new.stop_ids)
+    for token, bias in (new.params.logit_bias or {}).items():
         yield Entry(token, bias)
 
 
@@ -48,8 +49,8 @@ class TokenValues(Edit):
         # int64 [rows, RECENT], allocated at the first use: position p at p % RECENT
         self._recent = torch.zeros(0, RECENT, dtype=torch.int64, device=context.device)
 
-    def set_row(self, row: int, request: SamplingRow) -> tuple[bool, int] | None:
-        entries = list(entries_of(request))
+    def set_row(self, row: int, new: NewSequence, known: Ints) -> tuple[bool, int] | None:
+        entries = list(entries_of(new))
         if not entries:
             return None
         token, value, since, until, words = zip(*entries, strict=True)
@@ -65,9 +66,10 @@ class TokenValues(Edit):
         if longest:
             if not len(self._recent):
                 self._recent = self._recent.new_zeros(self.context.num_rows, RECENT)
-            last = np.array(request.output_token_ids[-RECENT:], dtype=np.int64)
-            places = np.arange(request.position - len(last), request.position) % RECENT
-            place, recent = upload(self.context.device, places, last)
+            end = len(new.token_ids)
+            places = np.arange(max(new.num_prompt_tokens, end - RECENT), end)
+            last = np.array(new.token_ids, dtype=np.int64)[places]
+            place, recent = upload(self.context.device, places % RECENT, last)
             self._recent[row, place] = recent
         return longest > 0, max(until)
 

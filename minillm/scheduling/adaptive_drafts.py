@@ -20,7 +20,7 @@ much, the pause is long enough for it to be a small share of the time. Drafts al
 steps lose, whatever is predicted. The number of drafts affects the speed only, never the tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from minillm.cache.manager import BlockManager
 from minillm.plan.step_times import StepTimes, at
@@ -28,7 +28,7 @@ from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.plan import StepPlan
 from minillm.scheduling.record import StepRecord
-from minillm.scheduling.request import Sequence as ScheduledSequence
+from minillm.scheduling.request import Sequence
 from minillm.scheduling.survival import Curve, Survival
 
 MIN_GAIN = 1.05  # predicted, with which drafts begin; they end at 1
@@ -57,7 +57,7 @@ class AdaptiveDrafts(Drafts):
         num_tokens: int,
         max_num_seqs: int | None = None,
         max_position: int | None = None,
-        values: Sequence[float] = (),
+        values: tuple[float, ...] | list[float] = (),
         price: float = 0.0,
     ):
         super().__init__(num_tokens, max_num_seqs, max_position)
@@ -100,7 +100,7 @@ class AdaptiveDrafts(Drafts):
             self._learn(self._records.pop(0))
         del self._records[:-3]  # steps that were never delivered
 
-    def observe(self, sequence: ScheduledSequence, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         self.acceptance.observe(sequence.seq_id, num_drafted, num_accepted)
         if num_accepted:
             self._rows.pop(sequence.seq_id, None)
@@ -142,14 +142,14 @@ class AdaptiveDrafts(Drafts):
 
     # ---- choosing ------------------------------------------------------------------------
 
-    def wants(self, sequence: ScheduledSequence, num_running: int) -> bool:
+    def wants(self, sequence: Sequence, num_running: int) -> bool:
         """Whether the next step may have drafts; if not, it can be planned ahead."""
         return self._step + 1 >= self._due and super().wants(sequence, num_running)
 
     def extend(
         self,
         plan: StepPlan,
-        sequences: Mapping[int, ScheduledSequence],
+        sequences: Mapping[int, Sequence],
         num_running: int,
         blocks: BlockManager,
         config: SchedulerConfig,
@@ -158,7 +158,7 @@ class AdaptiveDrafts(Drafts):
         if self._step >= self._due:
             super().extend(plan, sequences, num_running, blocks, config)
 
-    def lengths(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
+    def lengths(self, sequences: list[Sequence]) -> list[int]:
         if not sequences or self._compares(len(sequences)):
             return [0] * len(sequences)
         self._drop_finished(sequences)
@@ -174,7 +174,7 @@ class AdaptiveDrafts(Drafts):
             self._lag_price /= 2  # it may have been measured while something else ran
         return compares
 
-    def _keep(self, sequences: Sequence[ScheduledSequence]) -> list[int] | None:
+    def _keep(self, sequences: list[Sequence]) -> list[int] | None:
         """The drafts of the last choice; None if it is time to choose again."""
         seq_ids, counts = self._chosen
         if not self._since % CHOOSE_EVERY or self._balance <= 0:
@@ -185,7 +185,7 @@ class AdaptiveDrafts(Drafts):
         self._remember(sequences, counts)
         return counts
 
-    def _choose(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
+    def _choose(self, sequences: list[Sequence]) -> list[int]:
         """Drafts per row at the best level; a trial or a pause if none gains."""
         batch, seq_ids = len(sequences), [each.seq_id for each in sequences]
         curves = self.acceptance.curves(seq_ids)
@@ -205,20 +205,20 @@ class AdaptiveDrafts(Drafts):
         self._chosen = seq_ids, counts
         return counts
 
-    def _joins(self, sequence: ScheduledSequence, batch: int) -> bool:
+    def _joins(self, sequence: Sequence, batch: int) -> bool:
         """Whether the tokens that a sequence still gets repay what the proposer has to catch up."""
         lag = sequence.num_tokens - self._seen.get(sequence.seq_id, 0)
         plain = (self.times.plain(batch) or 0.0) / batch
         saved = (sequence.end - sequence.num_tokens) * plain * (1 - 1 / self._gain)
         return lag <= self.num_tokens + COMPARE_STEPS + 1 or self._lag_price * lag < saved
 
-    def _best_level(self, curves: Sequence[Curve]) -> int | None:
+    def _best_level(self, curves: list[Curve]) -> int | None:
         """The level with the best predicted gain, if it is large enough."""
         gains = self._predict(curves)
         self._gain, least = max(gains), MIN_GAIN if self._level is None else 1.0
         return gains.index(self._gain) if self._gain > least else None
 
-    def _predict(self, curves: Sequence[Curve]) -> list[float]:
+    def _predict(self, curves: list[Curve]) -> list[float]:
         """Predicted gain of each level: tokens per second relative to plain steps."""
         batch = len(curves)
         counts = map(sum, zip(*[curve.counts for curve in curves], strict=True))
@@ -233,7 +233,7 @@ class AdaptiveDrafts(Drafts):
             found.append((1 + gain / batch) / seconds)
         return found
 
-    def _counts(self, curves: Sequence[Curve], seq_ids: Sequence[int]) -> list[int]:
+    def _counts(self, curves: list[Curve], seq_ids: Collection[int]) -> list[int]:
         """Drafts per row at the current level, limited to what `StepTimes.reach` allows."""
         level = self._level or 0
         counts = [curve.nums[level] for curve in curves]
@@ -248,7 +248,7 @@ class AdaptiveDrafts(Drafts):
 
     # ---- trials --------------------------------------------------------------------------
 
-    def _try(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
+    def _try(self, sequences: list[Sequence]) -> list[int]:
         """Drafts per row of a step of a trial: few, for the same few rows in all of its steps. None
         beside prompts, whose steps are not timed."""
         seq_ids = [each.seq_id for each in sequences]
@@ -267,7 +267,7 @@ class AdaptiveDrafts(Drafts):
         self._lag = lag if self._tried == 1 else self._lag
         return counts
 
-    def _remember(self, sequences: Sequence[ScheduledSequence], counts: Sequence[int]) -> int:
+    def _remember(self, sequences: list[Sequence], counts: Collection[int]) -> int:
         """Remember how many tokens the proposer has computed after this step; returns how many of
         these it has not computed before."""
         lag = 0
@@ -302,7 +302,7 @@ class AdaptiveDrafts(Drafts):
         self._level, self._tried, self._chosen = None, 0, ([], [])
         self._balance = self._peak = self._cost = 0.0
 
-    def _drop_finished(self, sequences: Sequence[ScheduledSequence]) -> None:
+    def _drop_finished(self, sequences: list[Sequence]) -> None:
         """Now and then, drop the state of finished sequences."""
         if self._step % CLEAN_UP_EVERY == 0:
             kept = {each.seq_id for each in sequences}

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from operator import attrgetter
 
 from minillm.cache.blocks import AccountingError
 from minillm.cache.manager import BlockManager
@@ -140,19 +141,14 @@ class Admission:
         return match
 
 
-def key_of(sequence: Sequence) -> Key:
-    """The sort key: the smallest is scheduled first."""
-    return sequence.key
-
-
 def insert(queue: list[Sequence], sequence: Sequence) -> None:
     """Insert a sequence in order."""
-    insort(queue, sequence, key=key_of)
+    insort(queue, sequence, key=attrgetter("key"))
 
 
 def remove(queue: list[Sequence], sequence: Sequence) -> None:
     """Remove a sequence."""
-    place = bisect_left(queue, sequence.key, key=key_of)
+    place = bisect_left(queue, sequence.key, key=attrgetter("key"))
     if place >= len(queue) or queue[place] is not sequence:
         raise AccountingError(f"Sequence {sequence.seq_id} is not in this queue.")
     del queue[place]

@@ -23,28 +23,28 @@ from minillm.scheduling.record import StepRecord
 from minillm.scheduling.request import Sequence, Status
 
 
-class UncommittedPlans:
-    """Uncommitted plans with their records, the oldest first, and their sequences by seq_id."""
+class InFlight(dict[int, Sequence]):
+    """Sequences of uncommitted plans by seq_id, and these `plans` with their records, the oldest
+    first."""
 
     def __init__(self) -> None:
         self.plans: list[tuple[StepPlan, StepRecord]] = []
-        self.sequences: dict[int, Sequence] = {}
 
     def add_row(self, sequence: Sequence) -> None:
         """Count a row of this sequence in the newest plan."""
-        self.sequences[sequence.seq_id] = sequence
+        self[sequence.seq_id] = sequence
         sequence.last_step = self.plans[-1][0].step
         sequence.num_in_flight += 1
 
     def remove_row(self, seq_id: int) -> Sequence:
         """Count a row of the oldest plan as committed; returns its sequence."""
-        sequence = self.sequences[seq_id]
+        sequence = self[seq_id]
         sequence.num_in_flight -= 1
         if not sequence.num_in_flight:
-            del self.sequences[seq_id]
+            del self[seq_id]
         return sequence
 
-    def pop(self, plan: StepPlan) -> StepRecord:
+    def remove_plan(self, plan: StepPlan) -> StepRecord:
         """Remove the oldest plan, which is being committed; returns its record."""
         if not self.plans or self.plans[0][0].step != plan.step:
             raise AccountingError("Plans are committed once, in the order in which they were made.")
@@ -52,7 +52,7 @@ class UncommittedPlans:
 
 
 def prepare_ahead(
-    uncommitted: UncommittedPlans,
+    in_flight: InFlight,
     running: Collection[Sequence],
     blocks: BlockManager,
     config: SchedulerConfig,
@@ -63,9 +63,9 @@ def prepare_ahead(
 
     If so, sequences are advanced as if these plans were committed, or marked `awaits_commit`.
     """
-    if not 0 < len(uncommitted.plans) < max(config.num_stages, 2):
+    if not 0 < len(in_flight.plans) < max(config.num_stages, 2):
         return False
-    rows, in_pipeline = list(rows_in_flight(uncommitted)), config.num_stages > 1
+    rows, in_pipeline = list(rows_in_flight(in_flight)), config.num_stages > 1
     for row, sequence in rows:
         # In a pipeline the token is on another stage; drafts are proposed behind known tokens.
         drafted = drafts is not None and row.num_logits and drafts.wants(sequence, len(running))
@@ -86,11 +86,11 @@ def prepare_ahead(
     return False
 
 
-def rows_in_flight(uncommitted: UncommittedPlans) -> Iterator[tuple[Row, Sequence]]:
+def rows_in_flight(in_flight: InFlight) -> Iterator[tuple[Row, Sequence]]:
     """Rows in flight of running sequences, those of the oldest plan first."""
-    for plan, _ in uncommitted.plans:
+    for plan, _ in in_flight.plans:
         for row in plan.rows:
-            sequence = uncommitted.sequences.get(row.seq_id)
+            sequence = in_flight.get(row.seq_id)
             if sequence is not None and sequence.status is Status.RUNNING:
                 yield row, sequence
 

@@ -15,7 +15,7 @@ record, and local to the copy in its share.
 """
 
 from collections import ChainMap, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
 from typing import NamedTuple
 
@@ -24,8 +24,7 @@ from minillm.cache.manager import BlockCopy
 from minillm.errors import InvalidRequestError
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.record import Counters, StepRecord
-from minillm.scheduling.request import Request
-from minillm.scheduling.request import Sequence as ScheduledSequence
+from minillm.scheduling.request import Request, Sequence
 from minillm.scheduling.rows import Sampled
 from minillm.scheduling.scheduler import Scheduler
 
@@ -53,7 +52,7 @@ class JointStep(NamedTuple):
 class DataParallelScheduler:
     """The interface of `Scheduler` over several; `config` and `blocks` are those of the first."""
 
-    def __init__(self, schedulers: Sequence[Scheduler]):
+    def __init__(self, schedulers: list[Scheduler]):
         self.schedulers = list(schedulers)
         self.config, self.blocks = schedulers[0].config, schedulers[0].blocks
         numbers = count()
@@ -70,12 +69,12 @@ class DataParallelScheduler:
     # ---- state -----------------------------------------------------------------------------
 
     @property
-    def running(self) -> list[ScheduledSequence]:
+    def running(self) -> list[Sequence]:
         """Running sequences of all copies."""
         return [one for each in self.schedulers for one in each.running]
 
     @property
-    def waiting(self) -> list[ScheduledSequence]:
+    def waiting(self) -> list[Sequence]:
         """Waiting sequences of all copies."""
         return [one for each in self.schedulers for one in each.waiting]
 
@@ -95,7 +94,7 @@ class DataParallelScheduler:
 
     # ---- requests --------------------------------------------------------------------------
 
-    def add(self, request: Request) -> ScheduledSequence:
+    def add(self, request: Request) -> Sequence:
         """Add a request to the copy with the least load.
 
         Raises:
@@ -203,10 +202,10 @@ class DataParallelScheduler:
         plan: StepPlan,
         sampled: Mapping[int, Sampled],
         num_drafted: Mapping[int, int] | None = None,
-    ) -> list[ScheduledSequence]:
+    ) -> list[Sequence]:
         """Apply the result of the oldest joint plan; returns the forks of all copies."""
         step = self._oldest(plan)
-        forks: list[ScheduledSequence] = []
+        forks: list[Sequence] = []
         self._owners = {}
         for share in step.shares:
             copy_times(step.record, share.record)

@@ -9,15 +9,14 @@ frees the blocks behind the accepted tokens. Rejected tokens need no block copy,
 prefix cache.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from minillm.cache.manager import BlockManager
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.plan import Row, StepPlan
 from minillm.scheduling.record import Drafted, StepRecord
-from minillm.scheduling.request import Sequence as ScheduledSequence
-from minillm.scheduling.request import Status
+from minillm.scheduling.request import Sequence, Status
 from minillm.scheduling.rows import Sampled
 
 
@@ -35,20 +34,20 @@ class Drafts:
     max_num_seqs: int | None = None
     max_position: int | None = None
 
-    def lengths(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
+    def lengths(self, sequences: list[Sequence]) -> list[int]:
         """Number of drafts for each of these decoding sequences, at most `num_tokens`."""
         return [self.num_tokens] * len(sequences)
 
-    def observe(self, sequence: ScheduledSequence, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Called for each verified row; an adaptive policy learns from it."""
 
     def watch(self, record: StepRecord) -> None:
         """Called for each new plan, with its record, whose times are set once it is delivered. An
         adaptive policy learns from earlier records."""
 
-    def settle(
+    def free_rejected(
         self,
-        sequence: ScheduledSequence,
+        sequence: Sequence,
         own: Sampled,
         num_drafted: Mapping[int, int] | None,
         blocks: BlockManager,
@@ -66,7 +65,7 @@ class Drafts:
         self.observe(sequence, drafted.num_drafted, num_accepted)
         return drafted
 
-    def wants(self, sequence: ScheduledSequence, num_running: int) -> bool:
+    def wants(self, sequence: Sequence, num_running: int) -> bool:
         """Whether a sequence may have drafts in its next row, which then needs its last token."""
         few = self.max_num_seqs is None or num_running <= self.max_num_seqs
         return few and self.num_tokens > 0 and sequence.request.max_tokens > 1
@@ -74,7 +73,7 @@ class Drafts:
     def extend(
         self,
         plan: StepPlan,
-        sequences: Mapping[int, ScheduledSequence],
+        sequences: Mapping[int, Sequence],
         num_running: int,
         blocks: BlockManager,
         config: SchedulerConfig,
@@ -94,7 +93,7 @@ class Drafts:
                 plan.rows[place] = with_drafts(row, count, sequence, blocks)
                 left -= count
 
-    def _room(self, sequence: ScheduledSequence) -> int:
+    def _room(self, sequence: Sequence) -> int:
         """Maximum number of drafts: the row yields one token more, up to `max_tokens` in all."""
         room = sequence.end - sequence.num_tokens - 1
         if self.max_position is not None:
@@ -102,7 +101,7 @@ class Drafts:
         return room
 
 
-def can_draft(row: Row, sequence: ScheduledSequence) -> bool:
+def can_draft(row: Row, sequence: Sequence) -> bool:
     """Whether this is a plain decode row of a running sequence whose last token is known."""
     decodes = row.num_tokens == 1 and row.num_logits == 1 and not row.num_forks
     generated = row.start >= len(sequence.request.prompt_token_ids)
@@ -110,7 +109,7 @@ def can_draft(row: Row, sequence: ScheduledSequence) -> bool:
     return decodes and generated and running and not sequence.num_pending
 
 
-def with_drafts(row: Row, count: int, sequence: ScheduledSequence, blocks: BlockManager) -> Row:
+def with_drafts(row: Row, count: int, sequence: Sequence, blocks: BlockManager) -> Row:
     """The row with `count` drafts, and blocks for them."""
     table = sequence.table
     before = len(table.blocks)

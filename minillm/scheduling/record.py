@@ -243,13 +243,12 @@ class Logbook:
 
     After a step is planned, events go into its record until the next step is planned. Events of a
     request that arrives in between go into the record of the next step. If step n + 1 is planned
-    before step n is committed, events of this commit go into record n + 1, with the `time` of step
-    n's tokens.
+    before step n is committed, events of this commit go into record n + 1; `Ended.time` says when
+    the tokens of step n were computed.
     """
 
     def __init__(self) -> None:
         self.record = StepRecord(0)
-        self.time: float | None = None  # of the tokens being committed, if of an earlier step
         self._added: dict[int, Added] = {}  # requests since the last plan, by seq_id
         self._gone: list[Ended] = []  # of these, finished ones
         # seq_id -> sequence and `StepRecord.drafted`, for rows committed since the last plan.
@@ -266,7 +265,7 @@ class Logbook:
             plan.swap_in,
             ended=self._gone,
         )
-        self._added, self._gone, self._verified, self.time = {}, [], {}, None
+        self._added, self._gone, self._verified = {}, [], {}
 
     def add(self, sequence: Sequence) -> None:
         """Record the arrival of a request."""
@@ -285,7 +284,6 @@ class Logbook:
         """Record that a sequence finished."""
         num_tokens = len(sequence.token_ids) - len(sequence.request.prompt_token_ids)
         ended = self._gone if sequence.seq_id in self._added else self.record.ended
-        time = self.time if time is None else time
         ended.append(Ended(sequence.seq_id, reason, num_tokens, discarded, time))
 
     def end_all(

@@ -7,7 +7,6 @@ from enum import Enum, auto
 from minillm.api.outputs import PrefixReport
 from minillm.api.sampling_params import SamplingParams
 from minillm.cache.manager import BlockTable
-from minillm.scheduling.plan import NewSequence
 
 Key = tuple[float, ...]  # sort key of the queues; the smallest is first
 
@@ -124,19 +123,3 @@ class Sequence:
     def is_swapped(self) -> bool:
         """Whether its blocks are in host memory."""
         return bool(self.table.host_blocks)
-
-
-def described(sequence: Sequence) -> NewSequence:
-    """What the executor needs to know of a sequence."""
-    request = sequence.request
-    return NewSequence(
-        sequence.seq_id,
-        sequence.index,
-        len(request.prompt_token_ids),
-        tuple(sequence.token_ids),
-        request.params,
-        request.seed,
-        request.stop_ids,
-        request.bad_words_ids,
-        request.cache_salt,
-    )

@@ -3,9 +3,9 @@
 from collections.abc import Collection
 
 from minillm.cache.manager import BlockManager
-from minillm.scheduling.plan import Row, StepPlan
+from minillm.scheduling.plan import NewSequence, Row, StepPlan
 from minillm.scheduling.record import Blocked
-from minillm.scheduling.request import Sequence, described
+from minillm.scheduling.request import Sequence
 
 Sampled = list[int | None]  # sampled tokens of one row; None: sampling failed
 
@@ -34,6 +34,22 @@ def next_row(plan: StepPlan, sequence: Sequence, num_tokens: int, blocks: BlockM
     if num_tokens < sequence.num_uncomputed or sequence.end == prompt:
         return Row(sequence.seq_id, start, num_tokens, 0, 0, kept, new)
     return Row(sequence.seq_id, start, num_tokens, 1, sequence.num_forks, kept, new)
+
+
+def described(sequence: Sequence) -> NewSequence:
+    """What the executor needs to know of a sequence."""
+    request = sequence.request
+    return NewSequence(
+        sequence.seq_id,
+        sequence.index,
+        len(request.prompt_token_ids),
+        tuple(sequence.token_ids),
+        request.params,
+        request.seed,
+        request.stop_ids,
+        request.bad_words_ids,
+        request.cache_salt,
+    )
 
 
 def put_in_order(rows: list[Row], readers: Collection[int]) -> None:

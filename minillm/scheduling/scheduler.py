@@ -18,7 +18,7 @@ from minillm.cache.manager import BlockManager
 from minillm.cache.prefix import Match
 from minillm.errors import InvalidRequestError
 from minillm.scheduling.admission import Admission, check_fits, insert, remove
-from minillm.scheduling.ahead import UncommittedPlans, prepare_ahead
+from minillm.scheduling.ahead import InFlight, prepare_ahead
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.failed_rows import invalidate
@@ -55,8 +55,7 @@ class Scheduler:
         self.num_seqs = 0  # running, of `max_num_seqs`; includes future forks
         self._dropped: list[int] = []  # seq_ids for `StepPlan.dropped` of the next plan
         self._readers: set[int] = set()  # seq_ids whose cached prefix the new plan itself computes
-        self._uncommitted = UncommittedPlans()
-        self.in_flight = self._uncommitted.sequences  # sequences of uncommitted plans
+        self.in_flight = InFlight()
 
     @property
     def record(self) -> StepRecord:
@@ -141,12 +140,12 @@ class Scheduler:
         """Plan the next step. All earlier plans must be committed."""
         if self.in_flight:
             raise AccountingError("The last plan was not committed.")
-        self._uncommitted.plans.clear()
+        self.in_flight.plans.clear()
         return self._plan()
 
     def schedule_ahead(self) -> StepPlan | None:
         """Plan the next step before the previous plan is committed; None if it must wait."""
-        may = prepare_ahead(self._uncommitted, self.running, self.blocks, self.config, self.drafts)
+        may = prepare_ahead(self.in_flight, self.running, self.blocks, self.config, self.drafts)
         return self._plan() if may else None
 
     def _plan(self) -> StepPlan:
@@ -154,7 +153,7 @@ class Scheduler:
         self.counters.num_steps += 1
         plan, self._dropped = StepPlan(self.counters.num_steps, dropped=self._dropped), []
         self.log.begin(plan)
-        self._uncommitted.plans.append((plan, self.record))
+        self.in_flight.plans.append((plan, self.record))
         budget = self._take_running(plan, self.config.max_num_batched_tokens)
         if self.waiting:
             self.record.blocked = self._refusal(budget)
@@ -307,7 +306,7 @@ class Scheduler:
         """Add a row for the next `num_tokens` tokens of a sequence."""
         row = next_row(plan, sequence, num_tokens, self.blocks)
         plan.rows.append(row)
-        self._uncommitted.add_row(sequence)
+        self.in_flight.add_row(sequence)
         is_last = num_tokens == row.num_logits == 1  # the only uncomputed token
         if is_last and row.start >= sequence.num_prompt_tokens:
             self.log.record.num_decode_tokens += 1
@@ -333,13 +332,13 @@ class Scheduler:
         Sequences are finished that failed or reached `max_tokens`. On a stop token or stop string
         the engine calls `finish`.
         """
-        record = self._uncommitted.pop(plan)
-        self.blocks.settle(plan.step)
+        record = self.in_flight.remove_plan(plan)
+        self.blocks.mark_written(plan.step)
         # If a later step is planned, this commit's events go to that record, with this step's time.
-        self.log.time = record.computed if self._uncommitted.plans else None
+        time = record.computed if self.in_flight.plans else None
         forks: list[Sequence] = []
         for row in plan.rows:
-            sequence = self._uncommitted.remove_row(row.seq_id)
+            sequence = self.in_flight.remove_row(row.seq_id)
             if sequence.status is Status.FINISHED:  # aborted while the plan was in flight
                 if not sequence.num_in_flight:
                     self.blocks.release(sequence.table)
@@ -360,21 +359,21 @@ class Scheduler:
             failed = accept(sequence, own)  # before indexing: accepted drafts may fill a block
             self.blocks.index_blocks(sequence.table, sequence.token_ids, sequence.num_committed)
             if row.num_logits > 1 and self.drafts is not None:
-                drafted = self.drafts.settle(sequence, own, num_drafted, self.blocks)
+                drafted = self.drafts.free_rejected(sequence, own, num_drafted, self.blocks)
                 self.log.draft(record, sequence, drafted, self.counters)
             children = [self._fork(sequence, i) for i in range(1, len(tokens))] if others else ()
-            self._finish_if_done(sequence, failed)
+            self._finish_if_done(sequence, failed, time)
             for child, token in zip(children, others, strict=True) if others else ():
-                self._finish_if_done(child, accept(child, [token]))
+                self._finish_if_done(child, accept(child, [token]), time)
             forks += children
         return forks
 
-    def _finish_if_done(self, sequence: Sequence, failed: bool) -> None:
+    def _finish_if_done(self, sequence: Sequence, failed: bool, time: float | None) -> None:
         """Finish a sequence if sampling failed, or if it has `max_tokens` new tokens and its whole
         prompt is computed."""
         is_full = sequence.num_tokens >= sequence.end
         if failed or (is_full and sequence.num_committed >= sequence.num_prompt_tokens):
-            self.finish(sequence.seq_id, "error" if failed else "length")
+            self.finish(sequence.seq_id, "error" if failed else "length", time)
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
         """Add another completion of the request, which shares the parent's blocks (copy-on-write).

@@ -29,7 +29,7 @@ from typing import Any
 from minillm.api.sampling_params import RequestOutputKind
 from minillm.engine.loop import Engine
 from minillm.errors import EngineDeadError, InvalidRequestError, MinillmError, in_one_line
-from minillm.execution.executor import RemoteExecutor
+from minillm.parallel.processes import RankProcesses
 from minillm.scheduling.request import Request
 from minillm.serving.stat_logger import StatLogger
 from minillm.serving.ticket import Result, Ticket, deliver
@@ -208,7 +208,7 @@ class StepThread:
         restore_garbage_collection = reduce_garbage_collection()
         if not self.engine.args.disable_log_stats:
             self._stats = StatLogger(self.engine.scheduler.counters)
-        if isinstance(self.engine.runner, RemoteExecutor):
+        if isinstance(self.engine.runner, RankProcesses):
             self.engine.runner.when_dead(self._fail)
         made.set_result(None)
         del make_engine, made

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from minillm.ops.philox import Purpose
-from minillm.ops.sampling import Pack, choose, dist
+from minillm.ops.sampling import Pack, choose, dist, draw_params, signed
 from minillm.ops.transfers import upload
-from minillm.sampling.sampler import draw_params, signed
 from minillm.speculative.proposer import Draft, DraftRow
 
 

@@ -13,7 +13,7 @@ the target has accepted them. Embedding and output matrix are those of the targe
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from minillm.layers.norm import RMSNorm
 from minillm.layers.rope import RotaryEmbedding
 from minillm.models.all_layers import AllLayers
 from minillm.models.batches import decode_batch
-from minillm.models.decoder import Decoder, allocate
+from minillm.models.decoder import Decoder, LayersMethod, allocate
 from minillm.ops.batch import Batch
 from minillm.ops.transfers import indices
 from minillm.scheduling.plan import StepPlan
@@ -150,7 +150,7 @@ def run_layers(
     return x, residual
 
 
-class Taps:
+class Taps(LayersMethod):
     """`Decoder.all_layers` of a target whose passes also store hidden states of their positions.
 
     Args:
@@ -166,16 +166,16 @@ class Taps:
         columns = features.states.chunk(len(depths), dim=1)  # of [slots, d] each
         self.pages = dict(zip(depths, columns, strict=True))
 
+    def takes(self, kv: AttentionBackend, x: Tensor) -> TypeGuard[KVCache]:
+        return kv is self.kv or (self.inner is not None and self.inner.takes(kv, x))
+
     def __call__(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: AttentionBackend
-    ) -> tuple[Tensor, Tensor] | None:
-        """As `AllLayers`."""
-        if kv is not self.kv:
-            return None if self.inner is None else self.inner(x, rope, batch, kv)
-        if isinstance(self.inner, AllLayers):
-            done = self.inner(x, rope, batch, kv, self.pages)
-            if done is not None:
-                return done
+        self, x: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        if kv is not self.kv and self.inner is not None:
+            return self.inner(x, rope, batch, kv)
+        if isinstance(self.inner, AllLayers) and self.inner.takes(kv, x):
+            return self.inner(x, rope, batch, kv, self.pages)
         taps: dict[int, Tensor | None] = dict.fromkeys(self.pages)
         done = run_layers(self.layers, x, rope, batch, kv, taps)
         states = torch.cat([each for each in taps.values() if each is not None], dim=-1)

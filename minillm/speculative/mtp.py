@@ -104,7 +104,7 @@ class MTPSource(HeadsSource):
         check_shapes(self.folder, own, wanted, "config.json")
         fill(wanted, files)
         for each in list_matrices(layer):
-            each.method.finish(each)
+            each.method.after_loading(each)
         if packs:
             pack_layer(layer)
         return layer

@@ -155,6 +155,11 @@ class Tokenizer:
         """
         return self.encoding(text, add_special_tokens, fast=True).ids
 
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """The ids of a word at the start of a text and after a space: what vLLM's bad_words ban."""
+        texts = word.lstrip(), " " + word.lstrip()
+        return sorted({tuple(self.encode(text, False)) for text in texts} - {()})
+
     def encoding(
         self, text: str, add_special_tokens: bool, fast: bool = False
     ) -> tokenizers.Encoding:

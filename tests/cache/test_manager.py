@@ -204,9 +204,9 @@ def test_a_block_that_is_still_to_be_written_is_shared_and_not_copied(cache: str
     match = blocks.match(other, 8, "")
     assert (match.blocks, match.num_tokens, match.partial) == ([0], 4, None)
     assert blocks.is_written_by(3, match)
-    blocks.settle(2)
+    blocks.mark_written(2)
     assert blocks.is_written_by(3, blocks.match(TEXT, 20, ""))
-    blocks.settle(3)
+    blocks.mark_written(3)
     assert not blocks.is_written_by(3, blocks.match(TEXT, 20, ""))
     assert blocks.match(other, 8, "").num_tokens == (6 if cache == "radix" else 4)
 

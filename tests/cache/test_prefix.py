@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.cache.hash_chain import HashChain
-from minillm.cache.prefix import Cursor, NoPrefixCache, PrefixIndex
+from minillm.cache.prefix import Cursor, PrefixIndex
 from minillm.cache.radix import RadixTree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,14 +55,6 @@ def test_of_duplicates_the_older_block_stays_and_no_table_is_rewritten(index: Pr
     assert 20 not in index
     assert 21 not in index
     assert len(index) == 3
-
-
-def test_no_cache_finds_nothing() -> None:
-    none = NoPrefixCache()
-    put(none, [1, 2, 3, 4], [10, 11])
-    none.forget(10)
-    assert none.match([1, 2, 3, 4], 4, "").num_tokens == 0
-    assert (len(none), 10 in none) == (0, False)
 
 
 # ---- hash chain -------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.sampling.sampler import SamplingRow, sample
+from minillm.sampling.sampler import sample
 from minillm_exercises.chapters import ch19
 
 P = [Fraction(each, 100) for each in (30, 5, 15, 2, 20, 10, 8, 10)]
@@ -15,9 +15,8 @@ P = [Fraction(each, 100) for each in (30, 5, 15, 2, 20, 10, 8, 10)]
 def test_the_noise_is_the_engine_s():
     """Logits plus this noise give the tokens that the engine draws at these positions."""
     logits = 4 * torch.rand(20, 128, generator=torch.Generator().manual_seed(1))
-    rows = [SamplingRow(SamplingParams(temperature=1.0), 0, 0, position) for position in range(20)]
     want = (logits + ch19.noise(20, 128)).argmax(dim=-1)
-    assert want.tolist() == sample(logits, rows).token_ids
+    assert want.tolist() == sample(logits, SamplingParams(temperature=1.0), 0, range(20))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -483,7 +483,7 @@ def test_a_text_that_cannot_be_scored_is_refused_and_others_still_score(folder, 
 # ---- what nobody can be blamed for --------------------------------------------------------------
 
 ENGINE_DIES = {
-    "a row is made": (SequenceRow, "of"),
+    "a row is made": (SequenceRow, "__init__"),
     "rows are updated": (Runner, "_update_rows"),
     "blocks are moved": (Runner, "_move_blocks"),
     "schedule": (Scheduler, "schedule", "schedule_ahead"),
@@ -602,7 +602,7 @@ def test_ctrl_c_again_and_again_costs_no_row(folder, expected, monkeypatch):
     llm = engine(folder, monkeypatch, max_num_seqs=2)
     for _ in range(5):
         with monkeypatch.context() as patch:
-            wrap(patch, SequenceRow, "of", always, KeyboardInterrupt())
+            wrap(patch, SequenceRow, "__init__", always, KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(PROMPTS, PLAIN, use_tqdm=False)
         assert_idle(llm.engine)

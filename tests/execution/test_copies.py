@@ -33,7 +33,6 @@ from minillm.parallel.sampler import ShardedSampler
 from minillm.parallel.split import stage_config
 from minillm.quantization.kernels import KernelQuantizedMethod, pack_for_kernels
 from minillm.sampling import penalties
-from minillm.sampling.edits import SamplingRow
 from minillm.sampling.ratio import Ratio
 from minillm.sampling.rules import DraftedToken, Verification
 from minillm.sampling.synthetic import Synthetic
@@ -45,6 +44,7 @@ from minillm.speculative.proposer import DraftRow
 from tests.engine.small import BLOCK_SIZE, make
 from tests.execution.fake_gpu import DEVICE, FakeGpu, WaitError, fake_gpu
 from tests.execution.test_graphs import OPTIONS
+from tests.sampling.sampling_rows import SamplingRow
 
 
 def plans_of(folder: Path, params: list[SamplingParams], **arguments: Any) -> tuple[Any, list]:

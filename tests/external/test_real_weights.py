@@ -23,7 +23,7 @@ from minillm.models.loader import load_model
 from minillm.models.packing import pack_weights
 from minillm.models.quantize import quantize_weights
 from minillm.ops import cpu
-from minillm.quantization.methods import unpack
+from minillm.quantization.methods import to_dense
 from minillm_exercises.chapters import ch01b, ch14, ch15, ch23
 from minillm_exercises.chapters.quality import Subject
 
@@ -71,7 +71,7 @@ def model_of(how: str, dtype: torch.dtype, dense: bool) -> Decoder:
 def make_dense(model: Decoder) -> None:
     for each in model.modules():
         if isinstance(each, Matrix):
-            unpack(each)
+            to_dense(each)
 
 
 @torch.inference_mode()

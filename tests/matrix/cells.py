@@ -27,7 +27,6 @@ from minillm.models.forward_pass import Chunk
 from minillm.ops import cpu, dispatch
 from minillm.ops.dispatch import Backend
 from minillm.quantization.kernels import KernelQuantizedMethod, pack_for_kernels
-from minillm.sampling.sampler import SamplingRow, sample
 from minillm.scheduling.data_parallel import schedulers_of
 from tests.engine.small import BLOCK_SIZE, assert_idle, make, num_ahead, write_model
 from tests.matrix.jobs import (
@@ -45,6 +44,7 @@ from tests.matrix.jobs import (
 from tests.matrix.proposers import K, Known, config_of
 from tests.models.tiny import Tiny
 from tests.quantization import test_reader_matrix as readers
+from tests.sampling.sampling_rows import SamplingRow, sample
 from tests.speculative.eagled import write_eagle
 from tests.speculative.headed import write_heads
 
@@ -421,11 +421,8 @@ class Reference:
     ) -> int:
         """The token that the sampler takes from these logits."""
         request = self.llm.engine.make_request("x", None, job.ids, job.params)
-        row = SamplingRow(
-            params=request.params, seed=request.seed, sample_index=sample_index,
-            position=len(job.ids) + len(generated), prompt_token_ids=job.ids,
-            output_token_ids=generated, stop_ids=request.stop_ids, token_ids=[*job.ids, *generated],
-        )  # fmt: skip
+        drawn = request.params, request.seed, sample_index, len(job.ids) + len(generated)
+        row = SamplingRow(*drawn, job.ids, generated, request.stop_ids)
         return sample(logits, [row], grammars=self.llm.engine.grammars).token_ids[0]
 
 

@@ -25,7 +25,7 @@ from minillm.parallel import communicator, executor, experts, shard
 from minillm.parallel.executor import Ranks
 from minillm.parallel.experts import OwnExperts
 from minillm.parallel.split import Split, Stage
-from minillm.parallel.stages import Sent
+from minillm.parallel.stages import ToNextStage
 from minillm.sampling.edits import Edits
 from minillm.sampling.sampler import Sampler
 from minillm.scheduling import drafts
@@ -145,10 +145,10 @@ def several(rows: list[int]) -> bool:
 def the_draw_moves_on_after_a_preemption(patch: Patch) -> None:
     set_row = Sampler.set_row
 
-    def seen(self, row, request):
-        came_back = bool(request.output_token_ids) and not request.sample_index
+    def seen(self, row, new, known):
+        came_back = len(new.token_ids) > new.num_prompt_tokens and not new.sample_index
         self.__dict__.setdefault("came_back", {})[row] = came_back
-        set_row(self, row, request)
+        set_row(self, row, new, known)
 
     def later(self, logits, rows, positions):
         at = [at + self.came_back[row] for at, row in zip(positions, rows, strict=True)]
@@ -246,8 +246,7 @@ def a_row_with_a_token_on_the_device_drafts(patch: Patch) -> None:
 
 def resumed_rows_keep_their_drafts(patch: Patch) -> None:
     """vLLM#28558: what was proposed before a preemption is verified after it."""
-    of, kept = SequenceRow.of.__func__, {}  # type: ignore[attr-defined]
-    draft = Speculator.draft
+    kept, draft = {}, Speculator.draft
 
     def remember(self: Speculator, plan: Any, states: Any) -> Any:
         rows = draft(self, plan, states)
@@ -255,13 +254,11 @@ def resumed_rows_keep_their_drafts(patch: Patch) -> None:
         kept.update(drafted)
         return rows
 
-    def resumed(cls: Any, row: int, new: Any) -> SequenceRow:
-        state = of(cls, row, new)
-        state.drafts = kept.get(new.seq_id, [])
-        return state
+    def resumed(row: int, new: Any, token_ids: list[int]) -> SequenceRow:
+        return SequenceRow(row, new, token_ids, drafts=kept.get(new.seq_id, []))
 
     patch.setattr(Speculator, "draft", remember)
-    patch.setattr(SequenceRow, "of", classmethod(resumed))
+    patch.setattr(runner, "SequenceRow", resumed)
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
@@ -419,7 +416,7 @@ BUGS: Mapping[str, tuple[Plant, Cell]] = {
     "tokens of another row": (swap(Ranks, "note", of_another_row), Cell("mistral", ranks="pp 2")),
     "tokens are not learned": (
         swap(Ranks, "note", lambda *_: None), Cell("mistral", ranks="pp 2")),
-    "a boundary rounds": (swap(Sent, "add", twice_rounded), Cell("mistral", ranks="pp 2")),
+    "a boundary rounds": (swap(ToNextStage, "add", twice_rounded), Cell("mistral", ranks="pp 2")),
     "a layer on both stages": (
         swap(Stage, "layers", lambda self, _: range(self.index, 2)), Cell("mistral", ranks="pp 2")),
     "experts of the second rank are the first's": (

@@ -74,8 +74,8 @@ def build(
     ]
     made = path / "emulator"
     with patiently():
-        c_library.finish(compiling)
-        c_library.finish([c_library.start([*command, "-static", *objects, "-o", str(made), "-lm"])])
+        c_library.wait(compiling)
+        c_library.wait([c_library.start([*command, "-static", *objects, "-o", str(made), "-lm"])])
     return made
 
 

@@ -1,6 +1,5 @@
 """Choosing tokens in C: against torch, float64, and exact distributions."""
 
-import dataclasses
 import math
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -16,9 +15,10 @@ from minillm.ops import c_library, cpu, cpu_sampling
 from minillm.ops.philox import Purpose, random_words_of_vocabulary, to_gumbel
 from minillm.ops.sampling import Pack, choose
 from minillm.sampling.edits import Edits
-from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
+from minillm.sampling.sampler import Sampler
 from tests.ops.c_variants import PATHS, built, poisoned, torch_threads
 from tests.pairs import cases, some
+from tests.sampling.sampling_rows import NO_TOKEN, SamplingRow, sample
 
 INF, NAN = math.inf, math.nan
 DTYPES = (torch.bfloat16, torch.float32)
@@ -57,8 +57,8 @@ def c(request) -> c_library.Library:
     return built(request.param, "F32")
 
 
-def row(seed=0, position=0, sample_index=0, **params) -> SamplingRow:
-    return SamplingRow(SamplingParams(**params), seed, sample_index, position)
+def row(seed=0, position=0, sample_index=0, ids=(), **params) -> SamplingRow:
+    return SamplingRow(SamplingParams(**params), seed, sample_index, position, *ids)
 
 
 def greedy(rows: int) -> Pack:
@@ -289,13 +289,7 @@ def test_edited_rows_lie_elsewhere(c, dtype):
         dict(min_tokens=3, frequency_penalty=0.3),
     )
     rows = [
-        dataclasses.replace(
-            row(i, logprobs=i % 3, **kinds[i % 6]),
-            prompt_token_ids=[1, 2, 2],
-            output_token_ids=[9, i],
-            stop_ids=(5,),
-        )
-        for i in range(12)
+        row(i, logprobs=i % 3, ids=([1, 2, 2], [9, i], (5,)), **kinds[i % 6]) for i in range(12)
     ]
     with using(c):
         got = sample(logits, rows)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from minillm.api.sampling_params import SamplingParams
-from minillm.sampling.sampler import SamplingRow, sample
 from minillm_kernels import reference
+from tests.sampling.sampling_rows import SamplingRow, sample
 
 
 def normal(*shape, seed=0):
@@ -150,10 +150,7 @@ def test_add_rms_norm_is_a_sum_and_a_norm():
 
 
 def rows_of(params, count):
-    return [
-        SamplingRow(params, seed=3 + 2**40 * i, sample_index=i % 2, position=i)
-        for i in range(count)
-    ]
+    return [SamplingRow(params, 3 + 2**40 * i, i % 2, i) for i in range(count)]
 
 
 @pytest.mark.parametrize("options", [{}, {"min_p": 0.05}, {"temperature": 0.4}])

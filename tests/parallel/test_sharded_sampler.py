@@ -11,9 +11,9 @@ from minillm.parallel import sampler as sharded
 from minillm.parallel.communicator import Traffic
 from minillm.parallel.sampler import ShardedSampler
 from minillm.parallel.split import Split
-from minillm.sampling.edits import SamplingRow
 from minillm.sampling.sampler import Sampler
 from tests.parallel.rank_groups import on_ranks
+from tests.sampling.sampling_rows import SamplingRow
 
 CPU = torch.device("cpu")
 ROWS = 96

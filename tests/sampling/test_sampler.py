@@ -1,6 +1,5 @@
 """The sampler against transformers' logits processors, float64 numpy, and exact distributions."""
 
-import dataclasses
 import math
 from collections import Counter
 from itertools import product
@@ -23,11 +22,18 @@ from minillm.sampling import sampler as sampler_module
 from minillm.sampling.edit import ALWAYS, Edit
 from minillm.sampling.edits import EDITS, Edits
 from minillm.sampling.logprobs import describe, token_logprobs
-from minillm.sampling.sampler import NO_TOKEN, Sampler, SamplingRow, sample
+from minillm.sampling.sampler import Sampler
 from minillm.sampling.segments import Segments
 from minillm_kernels import reference
 from tests.pairs import some
-from tests.sampling.sampling_rows import edit_logits, scale_logits, truncate_row
+from tests.sampling.sampling_rows import (
+    NO_TOKEN,
+    SamplingRow,
+    edit_logits,
+    sample,
+    scale_logits,
+    truncate_row,
+)
 
 EMPTY = torch.zeros(1, 0, dtype=torch.int64)
 INF = math.inf
@@ -241,10 +247,12 @@ def test_draws_follow_the_exact_distribution(params, axis):
     draws = 10_000
     logits = random_logits(7, 1, 40)
     base = row([1, 2], [3, 3, 5], seed=5, position=9, **params)
-    requests = [dataclasses.replace(base, **{axis: i}) for i in range(draws)]
     chosen: list[int] = []
     for start in range(0, draws, 250):
-        chosen += sample(logits.expand(250, -1), requests[start : start + 250]).token_ids
+        at = range(start, start + 250)
+        rows = [base if axis == "position" else base._replace(**{axis: i}) for i in at]
+        positions = at if axis == "position" else None
+        chosen += sample(logits.expand(250, -1), rows, positions=positions).token_ids
     counts = np.bincount(chosen, minlength=40)
     expected = exact_distribution(logits, base) * draws
     assert counts[expected == 0].sum() == 0
@@ -468,11 +476,7 @@ def kept_sampler(num_rows: int, device="cpu") -> Sampler:
 def kept_request(index: int, output: list[int], **beside) -> SamplingRow:
     params = SamplingParams(**KINDS[index % len(KINDS)] | beside, max_tokens=1000)
     words = WORDS if params.bad_words else ()
-    prompt = [1, 2, 2, index % 40]
-    known = [*prompt, *output]
-    return SamplingRow(
-        params, index, 0, len(known), prompt, list(output), (4, 9), words, token_ids=known
-    )
+    return SamplingRow(params, index, 0, 0, [1, 2, 2, index % 40], output, (4, 9), words)
 
 
 def anew(logits: torch.Tensor, requests: list[SamplingRow]) -> list[int]:
@@ -521,11 +525,7 @@ def test_a_sampler_that_is_kept_chooses_as_one_that_is_made_anew():
 
 
 def behind(request: SamplingRow, tokens: list[int]) -> SamplingRow:
-    output = [*request.output_token_ids, *tokens]
-    known = [*request.prompt_token_ids, *output]
-    return dataclasses.replace(
-        request, position=len(known), output_token_ids=output, token_ids=known
-    )
+    return request._replace(token_ids=[*request.token_ids, *tokens])
 
 
 def check_rows(sampler: Sampler, requests: dict[int, SamplingRow], drafts: list[int]) -> None:
@@ -577,7 +577,6 @@ def test_an_edit_moves_with_its_row_and_ends_with_it(index, beside, c, monkeypat
             check_rows(sampler, {2: mine}, [])
             sampler.append([2], [mine.position], torch.tensor([token]))
             mine.token_ids.append(token)
-            mine = dataclasses.replace(behind(mine, [token]), token_ids=mine.token_ids)
         sampler.set_row(0, plain)
         sampler.move(0, 2)
         sampler.set_row(3, old)
@@ -589,8 +588,8 @@ def test_an_edit_moves_with_its_row_and_ends_with_it(index, beside, c, monkeypat
 class LastToken(Edit):
     """A kind that no other code knows: rows of seed 77 choose token 39."""
 
-    def set_row(self, row, request):
-        return (None, ALWAYS) if request.seed == 77 else None
+    def set_row(self, row, new, known):
+        return (None, ALWAYS) if new.seed == 77 else None
 
     def apply(self, copies):
         copies.logits[[row in self.rows for row in copies.rows], :39] = -INF
@@ -608,7 +607,7 @@ def test_a_new_kind_of_edit_holds_beside_a_mask(c, monkeypatch):
         Edits, "apply", lambda self, z, rows, at: copied.extend(rows) or apply(self, z, rows, at)
     )
     for place, seed in ((0, 1), (1, 77), (2, 2)):
-        sampler.set_row(place, dataclasses.replace(masked, seed=seed))
+        sampler.set_row(place, masked._replace(seed=seed))
     logits = torch.zeros(3, 40)
     logits[:, 3] = 20.0
     assert sampler.choose(logits, [0, 1, 2], [0, 0, 0])[0].tolist() == [3, 39, 3]
@@ -631,7 +630,7 @@ def test_forks_draw_from_the_same_edited_logits():
     alone = []
     for place, (request, forks) in enumerate(zip(requests, (0, 3, 2), strict=True)):
         for index in range(1 + forks):
-            one = dataclasses.replace(request, sample_index=index)
+            one = request._replace(sample_index=index)
             alone += sample(logits[place : place + 1], [one]).token_ids
     assert tokens.tolist() == alone
 
@@ -710,7 +709,7 @@ def test_several_logits_of_a_row_are_drawn_at_their_positions():
     sampler.set_row(1, kept_request(0, []))
     tokens, _ = sampler.choose(logits, (1, 1, 1, 0), [4, 5, 6, 4])
     for place, position in enumerate((4, 5, 6)):
-        one = dataclasses.replace(kept_request(0, []), position=position)
+        one = kept_request(0, [0] * (position - 4))
         assert sample(logits[place : place + 1], [one]).token_ids == [int(tokens[place])]
     sampler.set_row(1, kept_request(2, []))
     with pytest.raises(ValueError, match="needs at least k - 1 drafts"):
@@ -734,7 +733,7 @@ def test_the_memory_of_edits_at_150k_tokens(rows):
     params = dict(repetition_penalty=1.05, logit_bias={5: 1.0}, allowed_token_ids=range(150_000))
     for row_id in range(rows):
         prompt = list(range(row_id, row_id + 1000))
-        edits.set_row(row_id, row(prompt, position=1000, **params))
+        edits.set_row(row_id, row(prompt, **params), ())
     kept = sum(each.nbytes for edit in edits.edits for each in tensors_of(edit))
     assert kept < rows * (151_936 / 8 + 2 * 1000 * 20 + 4096)
     logits, most = torch.zeros(rows, 151_936, dtype=torch.bfloat16), 0

@@ -565,7 +565,7 @@ class World:
                 if num_drafts(row):
                     self.drafts.verified(row, drafted.get(row.seq_id, 0), told[row.seq_id])
                 self._account(row, name, samples.get(row.seq_id, []), told.get(row.seq_id, []))
-        record = self.scheduler._uncommitted.plans[0][1]
+        record = self.scheduler.in_flight.plans[0][1]
         self.scheduler.commit(plan, told, drafted)
         self.drafts.check(self.scheduler.counters, record)
         for row in plan.rows:

@@ -20,7 +20,7 @@ from minillm.cache.radix import RadixTree
 from minillm.scheduling import ahead, drafts, failed_rows, pipelined
 from minillm.scheduling import scheduler as scheduler_file
 from minillm.scheduling.admission import Admission
-from minillm.scheduling.ahead import UncommittedPlans
+from minillm.scheduling.ahead import InFlight
 from minillm.scheduling.config import SchedulerConfig
 from minillm.scheduling.drafts import Drafts
 from minillm.scheduling.plan import Row
@@ -337,7 +337,7 @@ bug("a block is copied before it is written", r"Broken: (oracle|unwritten)", ran
 bug("what a failed row wrote is still found", r"Broken: (index|unwritten|oracle)", range(15),
     **HASHED)(swap(BlockManager, "forget", lambda self, table: None))  # fmt: skip
 bug("what was written counts as coming for ever", r"Broken: books: .*coming")(
-    swap(BlockManager, "settle", lambda self, step: None)
+    swap(BlockManager, "mark_written", lambda self, step: None)
 )
 
 
@@ -428,14 +428,14 @@ def indexed_before_cut(patch: Patch) -> None:
 @bug("a swapped sequence comes back with its drafts counted", r"Broken|AccountingError", FEW,
      **DRAFTS, preemption_mode="swap", host=3.0)  # fmt: skip
 def swapped_with_drafts(patch: Patch) -> None:
-    settle = Drafts.settle
+    settle = Drafts.free_rejected
 
     def counted(self: Drafts, sequence: Any, own: Any, num_drafted: Any, blocks: Any) -> Drafted:
         drafted = settle(self, sequence, own, num_drafted, blocks)
         sequence.num_computed += drafted.num_drafted - drafted.num_accepted
         return drafted
 
-    patch.setattr(Drafts, "settle", counted)
+    patch.setattr(Drafts, "free_rejected", counted)
 
 
 @bug("drafts take the budget before other rows", r"Broken: (drafts: they change|decode|progress)",
@@ -510,15 +510,15 @@ def test_the_same_histories_pass_without_a_bug(series: str) -> None:
 
 
 def blocks_are_free_while_a_plan_writes(patch: Patch) -> None:
-    leave = UncommittedPlans.remove_row
+    leave = InFlight.remove_row
 
-    def left(self: UncommittedPlans, seq_id: int) -> Sequence:
-        sequence = self.sequences[seq_id]
+    def left(self: InFlight, seq_id: int) -> Sequence:
+        sequence = self[seq_id]
         sequence.num_in_flight = 1
         sequence = leave(self, seq_id)
-        return self.sequences.setdefault(seq_id, sequence) if len(self.plans) else sequence
+        return self.setdefault(seq_id, sequence) if len(self.plans) else sequence
 
-    patch.setattr(UncommittedPlans, "remove_row", left)
+    patch.setattr(InFlight, "remove_row", left)
 
 
 def tokens_stay_pending(patch: Patch) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from minillm.api.sampling_params import SamplingParams
 from minillm.ops.philox import Purpose
 from minillm.ops.sampling import Pack, choose, dist
-from minillm.sampling.edits import SamplingRow
 from minillm.sampling.rules import Rule
 from minillm.sampling.sampler import Sampler
 from minillm.sampling.verify import match
+from tests.sampling.sampling_rows import SamplingRow
 
 V = 8
 LEVEL = 1e-6  # of a test: a right engine fails once in so many seeds, and the seeds are fixed

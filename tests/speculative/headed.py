@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from minillm import LLM
 from minillm.models.checkpoint import open_model
 from minillm.models.forward_pass import Chunk
-from minillm.sampling.sampler import SamplingRow, sample
 from minillm.speculative.heads import base_hash
 from minillm.speculative.medusa import Medusa
 from tests.engine.small import make
+from tests.sampling.sampling_rows import SamplingRow, sample
 
 COUNT, WIDTH = 4, 24
 
@@ -85,11 +85,8 @@ class Watch:
     def check(self, row: Any, found: list[int]) -> None:
         ids = list(row.token_ids)
         for i, logits in enumerate(self.logits(ids, found)):
-            chosen = SamplingRow(
-                params=row.new.params, seed=row.new.seed, sample_index=row.new.sample_index,
-                position=len(ids) + i, prompt_token_ids=[], output_token_ids=[], stop_ids=(),
-                token_ids=[],
-            )  # fmt: skip
+            drawn = row.new.params, row.new.seed, row.new.sample_index
+            chosen = SamplingRow(*drawn, position=len(ids) + i)
             expected = sample(torch.tensor(logits).float()[None], [chosen]).token_ids[0]
             self.total += 1
             if found[i] != expected:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from minillm.api.sampling_params import SamplingParams
-from minillm.sampling.edits import Edits, SamplingRow
-from minillm.sampling.sampler import Sampler, sample
+from minillm.sampling.edits import Edits
+from minillm.sampling.sampler import Sampler
 from minillm.sampling.token_values import RECENT
 from tests.pairs import some
+from tests.sampling.sampling_rows import SamplingRow, sample
 
 VOCABULARY = 24  # few tokens and rounded logits, so that edits and their counts decide
 STOPS = (4, 9)
@@ -48,8 +49,7 @@ def request(kind: str, number: int, output: list[int]) -> SamplingRow:
     params = SamplingParams(**KINDS[kind], max_tokens=1000)
     words = WORDS if params.bad_words else ()
     prompt = [1, 2, 2, 5, number % VOCABULARY]
-    at = len(prompt) + len(output)
-    return SamplingRow(params, number, 0, at, prompt, list(output), STOPS, words)
+    return SamplingRow(params, number, 0, 0, prompt, output, STOPS, words)
 
 
 def alone(logits: torch.Tensor, row: SamplingRow) -> int:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from minillm.api.sampling_params import SamplingParams
 from minillm.ops.philox import Purpose
-from minillm.sampling.sampler import SamplingRow, sample
 from minillm.scheduling.plan import NewSequence
 from minillm.speculative.draws import Draws
 from minillm.speculative.proposer import Draft, DraftRow
 from minillm_kernels import reference
+from tests.sampling.sampling_rows import SamplingRow, sample
 from tests.speculative.distributions import pipeline
 
 V = 11

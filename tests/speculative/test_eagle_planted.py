@@ -52,7 +52,7 @@ BUGS = {
         "len(row.token_ids) - 1", FORMULA),
     "copies do not carry features": (features, "if plan.copies:", "if False:", HISTORY),
     "the plan moves keys only": (eagle, "self.features.follow(plan)", "pass", HISTORY),
-    "any pass stores features": (eagle, "if kv is not self.kv:", "if False:", CACHE),
+    "any pass stores features": (eagle, "return kv is self.kv or (", "return True or (", CACHE),
     "the mask's halves exchanged": (
         parallel_eagle, "embedded[at], features[at] =", "features[at], embedded[at] =", PARALLEL),
     "masks where tokens are": (

@@ -12,7 +12,6 @@ from minillm.errors import ConfigError
 from minillm.execution import setup as execution_setup
 from minillm.models import trees as token_trees
 from minillm.models.trees import ROOT
-from minillm.sampling.sampler import SamplingRow, sample
 from minillm.speculative import eagle_trees, heads
 from minillm.speculative.proposer import Draft
 from minillm.speculative.trees import grown
@@ -20,6 +19,7 @@ from tests.engine.small import make
 from tests.matrix.cells import Cell, check, heads_of
 from tests.pairs import some
 from tests.planting import plant_everywhere
+from tests.sampling.sampling_rows import SamplingRow, sample
 from tests.speculative.eagled import EagleWatch, eagle_of, with_eagle, write_eagle
 from tests.speculative.test_draft_model import LONG, SAMPLED, generate, params_of
 
@@ -55,11 +55,8 @@ class TreeWatch(EagleWatch):
                 path.insert(0, found[node])
                 node = parents[node]
             logits = torch.tensor(self.formula.logits(ids, [*path, 0])[-1]).float()
-            chosen = SamplingRow(
-                params=row.new.params, seed=row.new.seed, sample_index=row.new.sample_index,
-                position=len(ids) + len(path), prompt_token_ids=[], output_token_ids=[],
-                stop_ids=(), token_ids=[],
-            )  # fmt: skip
+            drawn = row.new.params, row.new.seed, row.new.sample_index
+            chosen = SamplingRow(*drawn, position=len(ids) + len(path))
             ranks = {p[-1]: i for i, p in enumerate(self.proposer.tree[: row.num_drafts])
                      if parents[i] == parent}  # fmt: skip
             for rank in range(1 + max(ranks)):

@@ -11,11 +11,12 @@ from minillm.api.sampling_params import SamplingParams
 from minillm.ops.philox import Purpose
 from minillm.ops.sampling import Pack, choose, dist
 from minillm.sampling import ratio
-from minillm.sampling.edits import Edits, SamplingRow
+from minillm.sampling.edits import Edits
 from minillm.sampling.ratio import Ratio, accept_probability, draw, residual
 from minillm.sampling.rules import DraftedToken, Rule, Verification, coins
 from minillm.sampling.sampler import Sampler
 from minillm_kernels import reference
+from tests.sampling.sampling_rows import SamplingRow
 from tests.speculative.distributions import Rig, chi_square, close_to, distance, first_dist, table
 
 TARGET = table(1)

@@ -75,8 +75,8 @@ def rows_keep_their_constraints(patch: Patch) -> None:
     """A reused row has the constraint of the sequence before it."""
     set_row, kept = StructuredOutputs.set_row, {}
 
-    def wrong(self, row, request):
-        return kept.setdefault((self, row), set_row(self, row, request))
+    def wrong(self, row, new, known):
+        return kept.setdefault((self, row), set_row(self, row, new, known))
 
     patch.setattr(StructuredOutputs, "set_row", wrong)
 

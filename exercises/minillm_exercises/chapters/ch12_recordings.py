@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from minillm import LLM
-from minillm.execution.runner import runner_of
+from minillm.execution.setup import runner_of
 from minillm.lab.simulation import Simulation, linear
 
 

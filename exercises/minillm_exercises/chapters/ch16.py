@@ -14,7 +14,7 @@ from minillm.config import ModelConfig
 from minillm.lab.hardware import Hardware
 from minillm.lab.roofline import StepCost, step_cost, step_time
 from minillm.models.forward_pass import Chunk, ForwardPass
-from minillm.sampling.sampler import SamplingRow, sample
+from minillm.sampling.sampler import sample
 from minillm.speculative.proposer import DraftRow
 from minillm_exercises.chapters import common
 from minillm_exercises.chapters.common import show_table as show_table
@@ -103,10 +103,8 @@ class SmallModel:
         cache = self.run.allocate(1, len(ids) + row.num_drafts)
         for _ in range(row.num_drafts):
             _, logits = self.run.run([Chunk(0, start, ids[start:])], cache)
-            seed = row.new.seed + self.other
-            at = SamplingRow(row.new.params, seed, row.new.sample_index, position=len(ids))
-            start = len(ids)
-            ids += sample(logits, [at]).token_ids
+            start, new = len(ids), row.new
+            ids += sample(logits, new.params, new.seed + self.other, [start], new.sample_index)
         return ids[-row.num_drafts :]
 
 
@@ -191,8 +189,7 @@ def next_logits(run: ForwardPass, text: Sequence[int]) -> Tensor:
 def draws(logits: Tensor, seed: int) -> list[int]:
     """The token that the engine draws at each position with this seed, at temperature 1."""
     params = SamplingParams(temperature=1.0)
-    rows = [SamplingRow(params, seed, 0, position) for position in range(len(logits))]
-    return sample(logits.float(), rows).token_ids
+    return sample(logits.float(), params, seed, range(len(logits)))
 
 
 def agreement(p: Tensor, q: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from minillm.api.arguments import EngineArgs
 from minillm.api.sampling_params import SamplingParams
 from minillm.engine.loop import Engine
 from minillm.errors import MinillmError
-from minillm.execution.runner import runner_of
+from minillm.execution.setup import runner_of
 from minillm.layers.kv_cache import AttentionBackend
 from minillm.models.decoder import Decoder
 from minillm.ops.batch import Batch

@@ -31,7 +31,7 @@ from minillm.models.decoder import Decoder
 from minillm.models.loader import load_model
 from minillm.models.packaged import PACKAGED
 from minillm.models.quantize import ROUNDINGS, quantize_weights
-from minillm.quantization.methods import QuantizedMethod, install, unpack
+from minillm.quantization.methods import QuantizedMethod, install, to_dense
 from minillm.quantization.mixed import MixedMethod, holders, members
 from minillm.quantization.rounding import round_symmetric
 
@@ -170,7 +170,7 @@ def load_base(source: ModelSource, dtype: torch.dtype) -> Decoder:
     """
     model = load_model(source, dtype, load_format="auto" if source.folder else "dummy")
     for matrix in list(holders(model)):
-        unpack(matrix)
+        to_dense(matrix)
     if any(isinstance(getattr(m, "method", None), NOT_DENSE) for m in model.modules()):
         raise ConfigError(
             f"{source.name} is quantised in a form that cannot be made dense here; give the 16-bit "

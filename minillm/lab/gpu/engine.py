@@ -18,7 +18,7 @@ from minillm import LLM, SamplingParams
 from minillm.api.outputs import RequestOutput
 from minillm.cache.spec import cache_spec
 from minillm.execution.graphs import CudaCapture, DecodeGraphs
-from minillm.execution.runner import runner_of
+from minillm.execution.setup import runner_of
 from minillm.execution.state import DeviceRows
 from minillm.lab.gpu.emulate import Again
 from minillm.lab.gpu.worker import Case, Context, Found

@@ -14,7 +14,7 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.api.arguments import EngineArgs
-from minillm.execution.runner import runner_of
+from minillm.execution.setup import runner_of
 from minillm.lab.benchmarks.decode_steps import DecodeSteps
 from minillm.lab.gpu.worker import Case, Context
 from minillm.lab.roofline import step_cost

@@ -270,7 +270,7 @@ def restore(layer: Block, path: Path, settings: Mapping[str, Any]) -> None:
     wanted: dict[str, CheckpointTensor] = {each.name: each for each in checkpoint_tensors(layer)}
     fill(wanted, [path])
     for matrix in matrices:
-        matrix.method.finish(matrix)
+        matrix.method.after_loading(matrix)
 
 
 def readme(source: ModelSource, recipe: Recipe, report: Report, windows: Tensor | None) -> str:

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from minillm.api.sampling_params import SamplingParams
-from minillm.sampling.sampler import SamplingRow
-from minillm.sampling.sampler import sample as engine_sample
 from minillm_kernels import philox, reference, sampling, truncation
 from minillm_kernels.check.sampling import CASES, Case, verify
 from minillm_kernels.launch import KernelError, tl, triton
 from tests.kernels.mutants import convicted, mutant
+from tests.sampling.sampling_rows import SamplingRow
+from tests.sampling.sampling_rows import sample as engine_sample
 
 # ---- noise ------------------------------------------------------------------------------------
 
