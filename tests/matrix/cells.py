@@ -84,13 +84,7 @@ QUANTISED = {
     "deepseek_v3, gptq": ("deepseek_v3", "gptq, act order"),
 }
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-DENSE = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "eight heads",
-)  # with fixed sums in deterministic mode
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "eight heads")  # deterministic: with fixed sums
 TWO = {"distributed_executor_backend": "threads", "tensor_parallel_size": 2}
 STAGES, EXPERTS = {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}
 COPIES = TWO | EXPERTS | {"tensor_parallel_size": 1, "data_parallel_size": 2}
