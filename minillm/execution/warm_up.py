@@ -19,9 +19,9 @@ from minillm.ops.sampling import Pack, choose
 
 logger = logging.getLogger(__name__)
 
-# Tokens of each sequence of a step: a prompt beside a decode, a few tokens of one sequence and of
-# several, and decodes alone, if they are not in a graph.
-MIXED = ((20, 1), (40,), (2, 1), (5, 5), (9, 1), (16, 1), (1,), (1,) * 2, (1,) * 9)
+# Tokens of each sequence of a step: more than `FUSED_ROWS` of ops/triton.py, a prompt beside a
+# decode, a few tokens of one sequence and of several, and decodes alone, if no graph has them.
+MIXED = ((65,), (20, 1), (40,), (2, 1), (5, 5), (9, 1), (16, 1), (1,), (1,) * 2, (1,) * 9)
 LOGITS = (1, 2, 9)  # rows of the output matrix: other kernels from 2 and from 9 on
 SAMPLED = (1, 17)  # rows of logits: kernels have other blocks from 17 on
 

@@ -480,7 +480,8 @@ def check_claims(cell: Cell, llm: LLM) -> None:
     rows = [row.num_tokens for record in records for row in record.rows if row.num_logits < 2]
     assert max(rows) == cell.chunk if cell.chunk else max(rows) > 60
     if cell.graphs:
-        assert sum(record.graph_rows > 0 for record in records) > 5
+        least = 4 if cell.drafts == "right" else 6  # right drafts leave few steps
+        assert sum(record.graph_rows > 0 for record in records) >= least
     if cell.drafts != "none":
         forced = cell.model in ("bytes", "embedded")  # their constraints draft what they force
         check_drafts(cell.drafts, counters.num_accepted_tokens, counters.num_draft_tokens, forced)
