@@ -30,10 +30,8 @@ PRELOAD = [  # what a chapter and this file import
 
 def register() -> None:
     """Make these kernels known to Jupyter in this process."""
-    factory = KernelProvisionerFactory
-    factory.instance().provisioners[NAME] = EntryPoint(
-        NAME, f"{__name__}:ForkedProvisioner", factory.GROUP_NAME
-    )
+    point = EntryPoint(NAME, f"{__name__}:ForkedProvisioner", KernelProvisionerFactory.GROUP_NAME)
+    KernelProvisionerFactory.instance().provisioners[NAME] = point
 
 
 @cache
@@ -102,8 +100,7 @@ def _run_kernel(arguments: list[str], env: dict[str, str], cwd: str, stderr: str
         from minillm.models import checkpoint
 
         whole = checkpoint.preset
-        few = {"num_layers": 1, "vocab_size": 2048}
-        vars(checkpoint)["preset"] = lambda name: replace(whole(name), **few)
+        vars(checkpoint)["preset"] = lambda n: replace(whole(n), num_layers=1, vocab_size=2048)
     quiet = f"--IPKernelApp.parent_handle={os.getppid()}"  # no advice for a terminal
     launch_new_instance([*arguments, quiet])
 

@@ -82,16 +82,10 @@ def tree_of(source: str) -> ast.Module:
     return chapters.parsed({"source": source}) or ast.Module([], [])
 
 
-@cache
-def every_call(tree: ast.AST) -> list[tuple[str, ast.Call]]:
-    """All calls with the last part of the name of what is called."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [(ast.unparse(node.func).split(".")[-1], node) for node in nodes]
-
-
 def called(tree: ast.AST, *names: str) -> Iterator[ast.Call]:
     """The calls of a function or method of one of these names."""
-    return (call for name, call in every_call(tree) if name in names)
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return (one for one in calls if getattr(one.func, "attr", getattr(one.func, "id", "")) in names)
 
 
 def names_in(tree: ast.AST) -> set[str]:

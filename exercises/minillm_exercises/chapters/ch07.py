@@ -282,9 +282,8 @@ def _filled(size: int, sequences: int, length: int, longest: int) -> LLM:
               enable_prefix_caching=False, max_num_batched_tokens=sequences * length,
               num_gpu_blocks_override=sequences * -(-longest // size))  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=longest - length, ignore_eos=True)
-    for name in range(rounds(sequences)):
-        ids = [name + 1] * rounds(length)
-        llm.engine.add(llm.engine.make_request(f"{name}", None, ids, params))
+    for n in range(rounds(sequences)):
+        llm.engine.add(llm.engine.make_request(f"{n}", None, [n + 1] * rounds(length), params))
     llm.engine.step()
     return llm
 
