@@ -92,6 +92,8 @@ def normalise(notebook: Notebook) -> list[str]:
         facts_only = is_fact_cell(cell) and not {"open", "turn"} & set(tags(cell))
         if facts_only or "import *" in cell["source"]:  # a reader opens it with a click
             cell["metadata"]["jupyter"] = {"source_hidden": True}
+        if "repeats" in tags(cell):  # numbers of the table above, which prose is bound to
+            cell["metadata"].setdefault("jupyter", {})["outputs_hidden"] = True
         warned = "".join(o["text"] for o in cell["outputs"] if o.get("name") == "stderr")
         if warned.strip():
             problems.append(f"cell {position} wrote to stderr, remove the cause: {warned.strip()}")
@@ -311,9 +313,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(prog="execute.py", description=__doc__, epilog=EXAMPLES)
     parser.add_argument("chapters", nargs="*", help="numbers or files; default: all")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if a fact changed"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if facts changed")
     parser.add_argument("--fill", action="store_true", help="only fill the spans of the prose")
     parser.add_argument("--index", action="store_true", help="only write README.md and its figures")
     parser.add_argument("--stale", action="store_true", help="are numbers older than their code?")

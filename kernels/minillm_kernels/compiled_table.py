@@ -5,10 +5,9 @@ without a GPU. The resources of its machine code become the table in kernels/REA
 """
 
 import argparse
-import difflib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from minillm_kernels import families
@@ -87,20 +86,9 @@ def read(text: str) -> dict[str, str]:
     return {table.partition("`")[0]: f"### `{table}" for table in tables}
 
 
-def rows(table: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Each row of a family's table: the kernel, the names of launches, the figures by
-    architecture."""
-    for row in table.splitlines():
-        if row.startswith("| `"):
-            kernel, launches, *found = row.removeprefix("| ").removesuffix(" |").split(" | ")
-            yield kernel.strip("`"), launches.split("; "), found
-
-
-def stated(table: str, launch: str, capability: int) -> dict[str, str]:
-    """The figures of a family's table for the kernels of one launch on one architecture."""
-    column = ARCHITECTURES.index(capability)
-    found = {kernel: each[column] for kernel, launches, each in rows(table) if launch in launches}
-    return {kernel: text for kernel, text in found.items() if text != ABSENT}
+def rows(table: str) -> list[str]:
+    """The lines of a family's table that have figures."""
+    return [line for line in table.splitlines() if line.startswith("| `")]
 
 
 def made_with(text: str) -> str:
@@ -144,10 +132,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         new = {family: compile_table(family) for family in wanted}
         if options.check:
-            before = "".join(old.get(family, "") for family in wanted).splitlines()
-            after = "".join(new.values()).splitlines()
-            found = difflib.unified_diff(before, after, n=0, lineterm="")
-            different = "".join(f"{line}\n" for line in list(found)[2:])
+            pairs = [(rows(old.get(family, "")), rows(new[family])) for family in wanted]
+            different = "".join(
+                f"{sign} {row}\n"
+                for before, after in pairs
+                for sign, some, others in (("-", before, after), ("+", after, before))
+                for row in some if row not in others
+            )  # fmt: skip
             sys.stdout.write(different or "The table is up to date.\n")
             return int(bool(different))
     except (ValueError, OSError, ImportError) as error:

@@ -22,7 +22,8 @@ def wait_for_inputs(
     """Prefetch `COLUMNS` of the rows `out` of W to the L2 cache, allow the next kernel to begin,
     and wait until the kernels before have ended. Nothing but W is read before this, and nothing is
     written."""
-    column = tl.minimum(begin + tl.arange(0, tl.cdiv(COLUMNS, LINE)) * LINE, SIZE - 1)
+    LINES: tl.constexpr = (COLUMNS + LINE - 1) // LINE  # Triton 3.6 takes no `tl.cdiv` here
+    column = tl.minimum(begin + tl.arange(0, LINES) * LINE, SIZE - 1)
     rows = weight_ptr + tl.where(here, out, 0).to(tl.int64)[:, None] * weight_stride
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // $0", "=r,l", [rows + column[None, :]], tl.int32, False, 1

@@ -48,5 +48,6 @@ def launches(family: str) -> "tuple[Launch, ...]":
 
 def measurements(family: str, tiny: bool = False) -> "list[Measurement]":
     """A family's benchmarks on the GPU; with `tiny`, at toy sizes on the CPU."""
-    found: list[Measurement] = import_module(f"minillm_kernels.bench.{family}").measurements(tiny)
-    return found
+    module = import_module(f"minillm_kernels.bench.{family}")
+    sizes, device = (module.TINY, "cpu") if tiny else (module.SIZES, "cuda")
+    return [size.measurement(family, device) for size in sizes]

@@ -16,7 +16,7 @@ of a group in one tile, bulk copies, windows and soft caps.
 import torch
 from torch import Tensor
 
-from minillm_kernels import launch
+from minillm_kernels import launch, require
 from minillm_kernels.launch import KernelError, padded, tl, triton
 
 LOG2_E = 1.4426950408889634
@@ -110,23 +110,23 @@ def flash_attention(
     A tile has `block` queries and as many keys. Raises KernelError for unsupported arguments.
     """
     tensors, starts = {"q": q, "k": k, "v": v}, {"query_start": query_start, "key_start": key_start}
-    launch.check_device(**tensors, **starts)
-    launch.check_same_dtype(**tensors)
-    launch.check_dtype((torch.int32,), **starts)
-    launch.check_shape("q", q, "N", "H", "D")
-    launch.check_shape("k", k, "S", "Hkv", q.shape[2])
-    launch.check_shape("v", v, *k.shape[:2], "Dv")
-    launch.check_shape("key_start", key_start, "B + 1")
-    launch.check_shape("query_start", query_start, len(key_start))
-    launch.check_last_contiguous(**tensors)
-    launch.check_contiguous(**starts)
-    launch.check_starts("query_start", query_start, len(q))
-    launch.check_starts("key_start", key_start, len(k))
+    require.device(**tensors, **starts)
+    require.same_dtype(**tensors)
+    require.dtype((torch.int32,), **starts)
+    require.shape("q", q, "N", "H", "D")
+    require.shape("k", k, "S", "Hkv", q.shape[2])
+    require.shape("v", v, *k.shape[:2], "Dv")
+    require.shape("key_start", key_start, "B + 1")
+    require.shape("query_start", query_start, len(key_start))
+    require.last_contiguous(**tensors)
+    require.contiguous(**starts)
+    require.starts("query_start", query_start, len(q))
+    require.starts("key_start", key_start, len(k))
     (num_rows, num_heads, head_dim), value_dim = q.shape, v.shape[2]
-    launch.check_head_dim("q", head_dim)
-    launch.check_head_dim("v", value_dim)
-    group = launch.check_groups(num_heads, k.shape[1])
-    out = launch.output(out, (num_rows, num_heads, value_dim), q)
+    require.head_dim("q", head_dim)
+    require.head_dim("v", value_dim)
+    group = require.groups(num_heads, k.shape[1])
+    out = require.output(out, (num_rows, num_heads, value_dim), q)
     if block is None:
         # The largest tiles that fit into registers; the interpreter's cost is per operation.
         compiled = 16 if q.itemsize == 4 else 32 if max(head_dim, value_dim) > 64 else 64

@@ -30,23 +30,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from minillm_kernels.launch import (
-    DEBUG,
-    INTEGERS,
-    INTERPRETED,
-    KernelError,
-    cdiv,
-    check_contiguous,
-    check_device,
-    check_dtype,
-    check_last_contiguous,
-    check_same_dtype,
-    check_shape,
-    output,
-    padded,
-    tl,
-    triton,
-)
+from minillm_kernels import require
+from minillm_kernels.launch import DEBUG, INTERPRETED, KernelError, cdiv, padded, tl, triton
 from minillm_kernels.rope_cache import norm_rope_write, rotate, write_cache
 
 __all__ = [
@@ -184,10 +169,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
     The last dimension must be contiguous; the third from the right (with the heads of a wider row)
     may have any stride. `out` may be `x`.
     """
-    check_device(x=x, weight=weight)
-    check_same_dtype(x=x, weight=weight)
+    require.device(x=x, weight=weight)
+    require.same_dtype(x=x, weight=weight)
     size = _check_rows(x, weight)
-    out = output(out, x.shape, x)
+    out = require.output(out, x.shape, x)
     if out.numel():
         _launch_norm(_as_rows("x", x), None, weight, eps, _as_rows("out", out), None, size)
     return out
@@ -206,14 +191,14 @@ def add_rms_norm(
 
     `out` and `residual_out` may be `x` and `residual`, which are then overwritten.
     """
-    check_device(x=x, residual=residual, weight=weight)
-    check_same_dtype(x=x, residual=residual, weight=weight)
-    check_shape("x", x, "N", "d")
-    check_shape("residual", residual, *x.shape)
-    check_last_contiguous(residual=residual)
+    require.device(x=x, residual=residual, weight=weight)
+    require.same_dtype(x=x, residual=residual, weight=weight)
+    require.shape("x", x, "N", "d")
+    require.shape("residual", residual, *x.shape)
+    require.last_contiguous(residual=residual)
     size = _check_rows(x, weight)
-    out = output(out, x.shape, x)
-    residual_out = output(residual_out, x.shape, x, "residual_out")
+    out = require.output(out, x.shape, x)
+    residual_out = require.output(residual_out, x.shape, x, "residual_out")
     if out.numel():
         rows, out_rows = x.unsqueeze(1), out.unsqueeze(1)
         _launch_norm(rows, residual, weight, eps, out_rows, residual_out, size)
@@ -223,9 +208,9 @@ def add_rms_norm(
 def _check_rows(x: Tensor, weight: Tensor) -> int:
     if x.dim() == 0:
         raise KernelError("x has no dimensions; it must have at least one, which is normed.")
-    check_last_contiguous(x=x)
-    check_shape("weight", weight, x.shape[-1])
-    check_contiguous(weight=weight)
+    require.last_contiguous(x=x)
+    require.shape("weight", weight, x.shape[-1])
+    require.contiguous(weight=weight)
     return x.shape[-1]
 
 
@@ -260,16 +245,13 @@ def _launch_norm(
     tile = norm_tile(size)
     if size > tile.block:
         _long_rms_norm[(num_rows,)](
-            *tensors, eps, inner, *strides, SIZE=size, BLOCK=tile.block, num_warps=tile.num_warps
-        )
+            *tensors, eps, inner, *strides, SIZE=size, BLOCK=tile.block, num_warps=tile.num_warps,
+        )  # fmt: skip
         return
     _rms_norm[(cdiv(num_rows, tile.rows),)](
-        *(*tensors, eps, num_rows, inner, *strides),
-        SIZE=size,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
+        *tensors, eps, num_rows, inner, *strides, SIZE=size, ROWS=tile.rows, BLOCK=tile.block,
         num_warps=tile.num_warps,
-    )
+    )  # fmt: skip
 
 
 # ---- SwiGLU and embedding ---------------------------------------------------------------------
@@ -306,33 +288,30 @@ def _silu_mul(
 
 def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     """`reference.silu_mul`: [.., 2 I] -> [.., I]; with more than two dimensions, contiguous."""
-    check_device(gate_up=gate_up)
-    check_same_dtype(gate_up=gate_up)
+    require.device(gate_up=gate_up)
+    require.same_dtype(gate_up=gate_up)
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         raise KernelError(
             f"gate_up is {list(gate_up.shape)}; its last dimension must be even: gate, then up."
         )
-    check_last_contiguous(gate_up=gate_up)
+    require.last_contiguous(gate_up=gate_up)
     size = gate_up.shape[-1] // 2
-    out = output(out, (*gate_up.shape[:-1], size), gate_up)
+    out = require.output(out, (*gate_up.shape[:-1], size), gate_up)
     if not out.numel():
         return out
     rows, out_rows = _as_matrix("gate_up", gate_up), _as_matrix("out", out)
     tile = columns_tile(size)
     grid = (cdiv(rows.shape[0], tile.rows) * cdiv(size, tile.block),)
     _silu_mul[grid](
-        *(rows, out_rows, rows.shape[0], rows.stride(0), out_rows.stride(0)),
-        SIZE=size,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        num_warps=tile.num_warps,
-    )
+        rows, out_rows, rows.shape[0], rows.stride(0), out_rows.stride(0), SIZE=size,
+        ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps,
+    )  # fmt: skip
     return out
 
 
 def _as_matrix(name: str, x: Tensor) -> Tensor:
     if x.dim() != 2:
-        check_contiguous(**{name: x})
+        require.contiguous(**{name: x})
         x = x.view(-1, x.shape[-1])
     return x
 
@@ -357,15 +336,15 @@ def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -
 
     An id outside of the table gives zeros; with MINILLM_DEBUG_KERNELS=1, a KernelError.
     """
-    check_device(token_ids=token_ids, weight=weight)
-    check_dtype(INTEGERS, token_ids=token_ids)
-    check_same_dtype(weight=weight)
-    check_shape("token_ids", token_ids, "N")
-    check_shape("weight", weight, "V", "d")
-    check_contiguous(token_ids=token_ids)
-    check_last_contiguous(weight=weight)
+    require.device(token_ids=token_ids, weight=weight)
+    require.dtype(require.INTEGERS, token_ids=token_ids)
+    require.same_dtype(weight=weight)
+    require.shape("token_ids", token_ids, "N")
+    require.shape("weight", weight, "V", "d")
+    require.contiguous(token_ids=token_ids)
+    require.last_contiguous(weight=weight)
     num_rows, size = weight.shape
-    out = output(out, (len(token_ids), size), weight)
+    out = require.output(out, (len(token_ids), size), weight)
     if not out.numel():
         return out
     if DEBUG:
@@ -373,12 +352,9 @@ def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -
     tile = columns_tile(size)
     grid = (cdiv(len(token_ids), tile.rows) * cdiv(size, tile.block),)
     _embedding[grid](
-        *(token_ids, weight, out, len(token_ids), num_rows, weight.stride(0), out.stride(0)),
-        SIZE=size,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        num_warps=tile.num_warps,
-    )
+        token_ids, weight, out, len(token_ids), num_rows, weight.stride(0), out.stride(0),
+        SIZE=size, ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps,
+    )  # fmt: skip
     return out
 
 

@@ -53,19 +53,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm_kernels import require
 from minillm_kernels.dependent import DEPENDENT, launch_options, wait_for_inputs
 from minillm_kernels.gemv_config import LEAST_ROWS, Config, config_for
 from minillm_kernels.launch import (
     KernelError,
     arch,
     arrival_counters,
-    check_contiguous,
-    check_device,
-    check_last_contiguous,
-    check_same_dtype,
-    check_shape,
     num_multiprocessors,
-    output,
     padded,
     tl,
     triton,
@@ -280,12 +275,12 @@ def norm_linear(
     """`reference.norm_linear`, in one launch: `linear` of the normalised sum, and the sum [M, in];
     norm_weight [in]. If `gated`, weight is [gate, up] and the first result [M, out / 2].
     """
-    check_shape("norm_weight", norm_weight, x.shape[-1])
-    check_contiguous(norm_weight=norm_weight)
+    require.shape("norm_weight", norm_weight, x.shape[-1])
+    require.contiguous(norm_weight=norm_weight)
     total = None
     if residual is not None:
-        check_shape("residual", residual, *x.shape)
-        check_contiguous(residual=residual)
+        require.shape("residual", residual, *x.shape)
+        require.contiguous(residual=residual)
         total = torch.empty_like(residual)
     parts = (x, residual, norm_weight, total, eps, weight, bias, gated)
     result = _product(*parts, out, config, batch_invariant, dependent)
@@ -309,18 +304,18 @@ def _product(
     dependent: bool,
 ) -> Tensor:
     before = {"residual": residual, "norm_weight": norm_weight}
-    device = check_device(x=x, **before, weight=weight, bias=bias)
-    check_same_dtype(x=x, **before)
-    check_same_dtype(x=x, weight=weight, bias=bias)
-    check_shape("x", x, "M", "in")
+    device = require.device(x=x, **before, weight=weight, bias=bias)
+    require.same_dtype(x=x, **before)
+    require.same_dtype(x=x, weight=weight, bias=bias)
+    require.shape("x", x, "M", "in")
     num_rows, size = x.shape
-    check_shape("weight", weight, "out", size)
+    require.shape("weight", weight, "out", size)
     num_out = len(weight)
-    check_last_contiguous(x=x, weight=weight)
+    require.last_contiguous(x=x, weight=weight)
     check_bias(bias, num_out)
     if gated and num_out % 2:
         raise KernelError(f"weight has {num_out} rows; gate and up must have as many each.")
-    out = output(out, (num_rows, num_out // (1 + gated)), x)
+    out = require.output(out, (num_rows, num_out // (1 + gated)), x)
     if not out.numel():
         return out
     rows = padded(num_rows) if num_rows > 1 else 1
@@ -335,22 +330,18 @@ def _product(
         launch_tiles(_several_rows, blocks, x, weight, others, bias, out, (eps,), config, **options)
         return out
     _one_row[blocks[1:]](
-        *(x, residual, norm_weight, weight, bias, out, total, eps, num_out, weight.stride(0)),
-        SIZE=size,
-        BLOCK_OUT=block_out,
-        BLOCK_IN=config.block_in,
-        STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        **options,
-    )
+        x, residual, norm_weight, weight, bias, out, total, eps, num_out, weight.stride(0),
+        SIZE=size, BLOCK_OUT=block_out, BLOCK_IN=config.block_in, STAGES=config.num_stages,
+        num_warps=config.num_warps, **options,
+    )  # fmt: skip
     return out
 
 
 def check_bias(bias: Tensor | None, num_out: int) -> None:
     """Check the shape and the layout of a bias."""
     if bias is not None:
-        check_shape("bias", bias, num_out)
-        check_contiguous(bias=bias)
+        require.shape("bias", bias, num_out)
+        require.contiguous(bias=bias)
 
 
 def launch_tiles(
@@ -379,14 +370,8 @@ def launch_tiles(
         parts = torch.empty(splits, shape[0], shape[1] + 16, dtype=torch.float32, device=device)
         arrivals = arrival_counters(device, padded(prod(blocks), 256))
     kernel[(*blocks, splits)](
-        *(x, weight, *others, bias, out, parts, arrivals, *numbers, *shape),
-        *(x.stride(0), weight.stride(0), out.stride(0)),
-        SIZE=size,
-        SPLIT=split,
-        SPLITS=splits,
-        BLOCK_OUT=config.block_out,
-        BLOCK_IN=config.block_in,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **constants,
-    )
+        x, weight, *others, bias, out, parts, arrivals, *numbers, *shape, x.stride(0),
+        weight.stride(0), out.stride(0), SIZE=size, SPLIT=split, SPLITS=splits,
+        BLOCK_OUT=config.block_out, BLOCK_IN=config.block_in, num_warps=config.num_warps,
+        num_stages=config.num_stages, **constants,
+    )  # fmt: skip

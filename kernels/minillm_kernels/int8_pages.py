@@ -20,37 +20,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from minillm_kernels import require
 from minillm_kernels.int8_cache import FIRST_PARTS, LATER_PART, LOG2_E, PART
 from minillm_kernels.int8_tiles import attention_kernel, largest_of, rounded
-from minillm_kernels.launch import (
-    INTEGERS,
-    KernelError,
-    Tails,
-    arch,
-    arrival_counters,
-    check_contiguous,
-    check_device,
-    check_dtype,
-    check_head_dim,
-    check_last_contiguous,
-    check_same_dtype,
-    check_shape,
-    output,
-    padded,
-    tail_arguments,
-    tl,
-    triton,
-)
-from minillm_kernels.paged_attention import (
-    MAX_GRID_Z,
-    MAX_WORKSPACE,
-    check_numbers,
-    check_sequences,
-)
+from minillm_kernels.launch import KernelError, Tails, arch, arrival_counters, padded, tl, triton
+from minillm_kernels.paged_attention import MAX_GRID_Z, MAX_GROUP, MAX_WORKSPACE
 from minillm_kernels.paged_config import FEW
 from minillm_kernels.rope_cache import (
     NUM_WARPS,
     check_prologue,
+    check_slots,
     rotate_queries,
     rotated_heads,
     rows_of_program,
@@ -84,16 +63,16 @@ def paged_attention(
     unsupported arguments.
     """
     _check_pages(q, k_cache, v_cache, k_scale, v_scale)
-    check_numbers(scale, window, None, max_query_len)
-    group = check_sequences(q, k_cache, query_start, seq_lens, block_tables)
-    out = output(out, q.shape, q)
+    require.attention(scale, window, None, max_query_len)
+    group = require.groups(q.shape[1], k_cache.shape[1], MAX_GROUP)
+    require.sequences(q, k_cache, query_start, seq_lens, block_tables)
+    out = require.output(out, q.shape, q)
     (count, heads, dim), (_, kv_heads, block_size, _) = q.shape, k_cache.shape
     num_sequences, block_d = len(seq_lens), padded(dim, 32)
     if not count or not num_sequences:
         return out
     num_parts = _num_parts(block_tables.shape[1] * block_size)
     window = min(MAX_WINDOW if window is None else window, MAX_WINDOW)
-    factor = _factor(scale)
     few, small = _few(group, max_query_len)
     room = num_sequences * few * heads * num_parts * dim
     few = few if 1 < num_parts <= MAX_GRID_Z and room <= MAX_WORKSPACE else 0
@@ -106,8 +85,8 @@ def paged_attention(
         arrivals = arrival_counters(q.device, padded(grid[0] * kv_heads if apart else 1, 256))
         attention_kernel[grid](
             q, k_cache, v_cache, k_scale, v_scale, out, partial, stats, arrivals, query_start,
-            seq_lens, block_tables, *tail_arguments(tails, num_sequences), q.stride()[:-1],
-            out.stride()[:-1], block_tables.stride(0), factor, window, num_sequences, few,
+            seq_lens, block_tables, *require.tail_arguments(tails, num_sequences), q.stride()[:-1],
+            out.stride()[:-1], block_tables.stride(0), _factor(scale), window, num_sequences, few,
             num_parts, GROUP=group, NUM_KV_HEADS=kv_heads, BLOCK_SIZE=block_size, BLOCK_M=block_m,
             BLOCK_Q=block_q, DIM=dim, BLOCK_D=block_d, APART=apart,
             num_warps=4 if block_m * block_d <= 4096 else 8, num_stages=2,
@@ -147,19 +126,19 @@ def _num_parts(positions: int) -> int:
 def _check_pages(x: Tensor, k_cache: Tensor, v_cache: Tensor, *scales: Tensor) -> None:
     """Check heads x [N, H, D], and pages for them."""
     k_scale, v_scale = scales
-    check_device(x=x, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
-    check_same_dtype(x=x)
-    check_dtype((torch.uint8,), k_cache=k_cache)
-    check_dtype((torch.int8,), v_cache=v_cache)
-    check_dtype((torch.float16,), k_scale=k_scale, v_scale=v_scale)
-    check_shape("x", x, "N", "H", "D")
-    check_last_contiguous(x=x)
-    check_head_dim("x", x.shape[2])
-    check_shape("k_cache", k_cache, "blocks", "Hkv", "block_size", x.shape[2])
-    check_shape("v_cache", v_cache, *k_cache.shape)
-    check_shape("k_scale", k_scale, *k_cache.shape[:3])
-    check_shape("v_scale", v_scale, *k_cache.shape[:3])
-    check_contiguous(k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
+    require.device(x=x, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
+    require.same_dtype(x=x)
+    require.dtype((torch.uint8,), k_cache=k_cache)
+    require.dtype((torch.int8,), v_cache=v_cache)
+    require.dtype((torch.float16,), k_scale=k_scale, v_scale=v_scale)
+    require.shape("x", x, "N", "H", "D")
+    require.last_contiguous(x=x)
+    require.head_dim("x", x.shape[2])
+    require.shape("k_cache", k_cache, "blocks", "Hkv", "block_size", x.shape[2])
+    require.shape("v_cache", v_cache, *k_cache.shape)
+    require.shape("k_scale", k_scale, *k_cache.shape[:3])
+    require.shape("v_scale", v_scale, *k_cache.shape[:3])
+    require.contiguous(k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
     if k_cache.shape[2] % 4 or not k_cache.shape[2]:
         raise KernelError(
             f"k_cache has blocks of {k_cache.shape[2]} positions; it must be a multiple of 4."
@@ -241,12 +220,12 @@ def write_cache(
     Slots must be distinct; one outside of the cache is skipped. Raises KernelError.
     """
     _check_pages(key, k_cache, v_cache, k_scale, v_scale)
-    check_shape("key", key, "N", *k_cache.shape[1::2])
-    check_shape("value", value, *key.shape)
-    check_device(key=key, value=value, slot_mapping=slot_mapping)
-    check_same_dtype(key=key, value=value)
-    check_last_contiguous(value=value)
-    _check_slots(slot_mapping)
+    require.shape("key", key, "N", *k_cache.shape[1::2])
+    require.shape("value", value, *key.shape)
+    require.device(key=key, value=value, slot_mapping=slot_mapping)
+    require.same_dtype(key=key, value=value)
+    require.last_contiguous(value=value)
+    check_slots(slot_mapping, k_cache.shape[0] * k_cache.shape[2])
     count, kv_heads, dim = key.shape
     if not count:
         return
@@ -257,12 +236,6 @@ def write_cache(
         NUM_KV_HEADS=kv_heads, BLOCK_SIZE=k_cache.shape[2], DIM=dim, BLOCK_D=padded(dim), ROWS=rows,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _check_slots(slot_mapping: Tensor) -> None:
-    check_dtype(INTEGERS, slot_mapping=slot_mapping)
-    check_shape("slot_mapping", slot_mapping, "N")
-    check_contiguous(slot_mapping=slot_mapping)
 
 
 # ---- norm, rotation and writing ---------------------------------------------------------------
@@ -332,15 +305,11 @@ def norm_rope_write(
     """
     weights = {"q_weight": q_weight, "k_weight": k_weight}
     _check_pages(qkv, k_cache, v_cache, k_scale, v_scale)
-    check_device(qkv=qkv, **weights, cos=cos, sin=sin, slot_mapping=slot_mapping)
-    check_same_dtype(qkv=qkv, **weights)
-    count, all_heads, dim = qkv.shape
-    kv_heads = k_cache.shape[1]
-    heads = all_heads - 2 * kv_heads
-    if heads < 1:
-        raise KernelError(f"qkv has {all_heads} heads; it must have more than {2 * kv_heads}.")
-    check_prologue(weights, cos, sin, count, dim)
-    _check_slots(slot_mapping)
+    require.device(qkv=qkv, **weights, cos=cos, sin=sin, slot_mapping=slot_mapping)
+    require.same_dtype(qkv=qkv, **weights)
+    (count, _, dim), kv_heads = qkv.shape, k_cache.shape[1]
+    heads = check_prologue(qkv, weights, cos, sin, kv_heads)
+    check_slots(slot_mapping, k_cache.shape[0] * k_cache.shape[2])
     out = qkv.new_empty(count, heads, dim)
     if not count:
         return out

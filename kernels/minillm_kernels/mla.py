@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm_kernels import launch
+from minillm_kernels import launch, require
 from minillm_kernels.launch import tl, triton
 from minillm_kernels.mla_config import (
     LEAST_TILES,
@@ -57,12 +57,12 @@ from minillm_kernels.mla_tiles import (
     empty_state,
     find_queries,
     load_query,
-    merge,
-    normalised,
     plan_splits,
     store_rows,
 )
 from minillm_kernels.paged_config import FEW
+from minillm_kernels.paged_parts import merge, normalized
+from minillm_kernels.paged_prefill import find_tile
 
 # ---- kernels -------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ def _decode_kernel(
     )
     begin = tl.maximum(origin + split * size, begin)
     end = tl.minimum(origin + split * size + size, end)
-    acc, highest, total = attend(
+    highest, total, acc = attend(
         q_latent, q_rope, places, begin, end, cache_ptr, latent_tiles, rope_tiles,
         tables_ptr + row.to(tl.int64) * stride_table, window, scale, PAGE, R, D, BLOCK_R, BLOCK_D,
         BLOCK_Q * BLOCK_H, BLOCK_N, STAGES, WINDOW, SWAP, DESCRIPTORS,
@@ -121,7 +121,7 @@ def _decode_kernel(
         tl.store(highest_ptr + parts, highest, mask=inside)
         tl.store(total_ptr + parts, total, mask=inside)
     else:
-        acc = normalised(acc, total, 0 if SWAP else 1)
+        acc = normalized(acc, total, 0 if SWAP else 1)
         rows = (start + tokens).to(tl.int64) * stride_out + heads * stride_out_head
         store_rows(out_ptr, rows, acc, inside, R, BLOCK_R, SWAP)
 
@@ -150,15 +150,14 @@ def _combine_kernel(
     place = ((row * few + token) * num_heads + head).to(tl.int64) * splits
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     if SPLIT > 0:
-        state = empty_state(1, BLOCK_R, False)
+        highest, total, acc = empty_state(1, BLOCK_R, False)
         one = tl.arange(0, 1)
         for split in tl.range(first, last, num_stages=4):
             rows = place + split + one
             part = tl.load(part_ptr + rows[:, None] * R + r[None, :], mask=(r < R)[None, :])
-            highest, total = tl.load(highest_ptr + rows), tl.load(total_ptr + rows)
-            state = merge(state, (part, highest, total), 1)
-        acc, _, total = state
-        values = tl.reshape(normalised(acc, total, 1), [BLOCK_R])
+            part_highest, part_total = tl.load(highest_ptr + rows), tl.load(total_ptr + rows)
+            highest, total, acc = merge(highest, total, acc, part_highest, part_total, part, 1)
+        values = tl.reshape(normalized(acc, total, 1), [BLOCK_R])
     else:
         every = tl.arange(0, ALL_S)
         highest = tl.load(highest_ptr + place + every, mask=every < last, other=float("-inf"))
@@ -178,26 +177,12 @@ def _combine_kernel(
     tl.store(rows + r, values.to(out_ptr.dtype.element_ty), mask=r < R)
 
 
-@triton.jit
-def find_tile(starts_ptr, tile, num_rows, BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """The sequence of a query tile, and the tile's first token in it (possibly after its end).
-
-    The tiles of sequence i start at start // BLOCK_Q + i. This reserves enough tiles for every
-    sequence, N // BLOCK_Q + B in total, for any lengths.
-    """
-    rows = tl.arange(0, BLOCK_B)
-    starts = tl.load(starts_ptr + rows, mask=rows < num_rows, other=0)
-    before = (starts // BLOCK_Q + rows <= tile) & (rows < num_rows)
-    row = tl.sum(before.to(tl.int32), 0) - 1
-    return row, (tile - tl.load(starts_ptr + row) // BLOCK_Q - row) * BLOCK_Q
-
-
 @triton.jit(do_not_specialize=[*LENGTHS, *TABLES, "few", "num_rows"])
 def _prefill_kernel(
     q_ptr, cache_ptr, latent_tiles, rope_tiles, starts_ptr, lens_ptr, tables_ptr, out_ptr,
     stride_token, stride_head, stride_table, stride_out, stride_out_head, num_rows, num_heads,
     few, window, scale, PAGE: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
     SWAP: tl.constexpr, DESCRIPTORS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -208,9 +193,9 @@ def _prefill_kernel(
     """
     head_tiles = tl.cdiv(num_heads, BLOCK_H)
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // head_tiles
-    row, first_token = find_tile(starts_ptr, tile, num_rows, BLOCK_B, BLOCK_Q)
-    start = tl.load(starts_ptr + row)
-    query_len = tl.load(starts_ptr + row + 1) - start
+    row, start, number = find_tile(starts_ptr, tile, num_rows, BLOCK_Q)
+    first_token = number * BLOCK_Q
+    query_len = tl.load(starts_ptr + row + 1).to(tl.int32) - start
     if (first_token >= query_len) | (query_len <= few):
         return
     BLOCK_M: tl.constexpr = BLOCK_Q * BLOCK_H
@@ -231,16 +216,19 @@ def _prefill_kernel(
                 table_ptr, window, scale, PAGE, R, D, BLOCK_R, BLOCK_D, BLOCK_M, BLOCK_N, STAGES,
                 WINDOW, SWAP, DESCRIPTORS,
             )  # fmt: skip
-            state = merge(state, part, 0 if SWAP else 1)
+            highest, total, acc = merge(
+                state[0], state[1], state[2], part[0], part[1], part[2], 0 if SWAP else 1
+            )
+            state = (highest, total, acc)
     else:
         state = attend(
             q_latent, q_rope, places, begin, end, cache_ptr, latent_tiles, rope_tiles, table_ptr,
             window, scale, PAGE, R, D, BLOCK_R, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, WINDOW, SWAP,
             DESCRIPTORS,
         )  # fmt: skip
-    acc, _, total = state
+    _, total, acc = state
     rows = (start + tokens).to(tl.int64) * stride_out + heads * stride_out_head
-    store_rows(out_ptr, rows, normalised(acc, total, 0 if SWAP else 1), inside, R, BLOCK_R, SWAP)
+    store_rows(out_ptr, rows, normalized(acc, total, 0 if SWAP else 1), inside, R, BLOCK_R, SWAP)
 
 
 # ---- launching -----------------------------------------------------------------------------
@@ -269,11 +257,8 @@ def mla_attention(
     token's bits do not depend on the batch, nor on how its sequence is chunked. Rows of `out` after
     the last sequence are not written. Raises KernelError for unsupported arguments.
     """
-    if not 0 < scale < math.inf:
-        raise launch.KernelError(f"scale is {scale}; it must be positive and finite.")
-    out = check_arguments(
-        q, latent_cache, value_dim, query_start, seq_lens, block_tables, window, max_query_len, out
-    )
+    require.attention(scale, window, None, max_query_len)
+    out = check_arguments(q, latent_cache, value_dim, query_start, seq_lens, block_tables, out)
     num_tokens, num_heads, width = q.shape
     num_rows, page = len(seq_lens), latent_cache.shape[2]
     if not num_tokens or not num_rows:
@@ -368,5 +353,5 @@ def _prefill(
         q, latent_cache, *tensor_descriptors(latent_cache, value_dim, tile), query_start, seq_lens,
         block_tables, out, q.stride(0), q.stride(1), block_tables.stride(0), out.stride(0),
         out.stride(1), num_rows, num_heads, few, window or 0, scale,
-        BLOCK_B=launch.padded(num_rows, 64), SPLIT=config.split, **_shared(arguments, tile, window),
+        SPLIT=config.split, **_shared(arguments, tile, window),
     )  # fmt: skip

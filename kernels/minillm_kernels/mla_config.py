@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm_kernels import launch
-from minillm_kernels.launch import KernelError, padded
+from minillm_kernels import require
+from minillm_kernels.launch import KernelError, TensorDescriptor, padded
 
 MAX_VALUE_DIM = 512
 MAX_ROPE_DIM = 128
@@ -179,23 +179,17 @@ def check_arguments(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    window: int | None,
-    max_query_len: int | None,
     out: Tensor | None,
 ) -> Tensor:
-    """Check all arguments, and return the output tensor."""
-    launch.check_shape("q", q, "N", "H", "R + Dr")
+    """Check all tensors, and return the output."""
+    require.shape("q", q, "N", "H", "R + Dr")
     num_tokens, num_heads, width = q.shape
-    launch.check_shape("latent_cache", latent_cache, "blocks", 1, "block_size", width)
-    launch.check_shape("seq_lens", seq_lens, "B")
-    launch.check_shape("query_start", query_start, len(seq_lens) + 1)
-    launch.check_shape("block_tables", block_tables, len(seq_lens), "M")
-    launch.check_same_dtype(q=q, latent_cache=latent_cache)
-    integers = {"query_start": query_start, "seq_lens": seq_lens, "block_tables": block_tables}
-    launch.check_dtype(launch.INTEGERS, **integers)
-    launch.check_device(q=q, latent_cache=latent_cache, **integers)
-    launch.check_last_contiguous(q=q, **integers)
-    launch.check_contiguous(latent_cache=latent_cache)
+    require.shape("latent_cache", latent_cache, "blocks", 1, "block_size", width)
+    require.same_dtype(q=q, latent_cache=latent_cache)
+    require.device(q=q, latent_cache=latent_cache)
+    require.last_contiguous(q=q)
+    require.contiguous(latent_cache=latent_cache)
+    require.sequences(q, latent_cache, query_start, seq_lens, block_tables)
     if not 0 < value_dim <= MAX_VALUE_DIM or value_dim >= width:
         raise KernelError(
             f"value_dim is {value_dim} of a key of {width}; it must be from 1 to {MAX_VALUE_DIM}, "
@@ -207,21 +201,13 @@ def check_arguments(
         )
     if len(seq_lens) > MAX_SEQUENCES:
         raise KernelError(f"there are {len(seq_lens)} sequences; at most {MAX_SEQUENCES} will do.")
-    if window is not None and window < 1:
-        raise KernelError(f"window is {window}; it must be at least 1, or None.")
-    if max_query_len is not None and max_query_len < 1:
-        raise KernelError(f"max_query_len is {max_query_len}; it must be at least 1, or None.")
-    launch.check_starts("query_start", query_start, num_tokens)
-    launch.check_block_tables(block_tables, seq_lens, latent_cache.shape[0], latent_cache.shape[2])
-    return launch.output(out, (num_tokens, num_heads, value_dim), q)
+    return require.output(out, (num_tokens, num_heads, value_dim), q)
 
 
 def tensor_descriptors(cache: Tensor, value_dim: int, tile: Tile) -> tuple[Any, Any]:
     """Descriptors for the two parts of a tile; (None, None) without bulk copies."""
     if not tile.descriptors:
         return None, None
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     rows = cache.view(-1, cache.shape[-1])  # [blocks * block_size, R + Dr]
     rope_dim = cache.shape[-1] - value_dim
     return (

@@ -72,9 +72,9 @@ def add_tile(
     """One step of the online softmax (Milakov and Gimelshein, 2018): one tile of keys.
 
     `positions` [BLOCK_N] are those of the keys, `places` [BLOCK_M] those of the queries (-1: no
-    visible keys). The state is unnormalised: weighted sum of values, maximum, sum of weights.
+    visible keys). The state is unnormalised: maximum, sum of weights, weighted sum of values.
     """
-    acc, highest, total = state
+    highest, total, acc = state
     KEYS: tl.constexpr = 0 if SWAP else 1  # the axis of keys in the scores
     if SWAP:
         scores = tl.dot(latent, tl.trans(q_latent), input_precision="ieee")
@@ -98,14 +98,14 @@ def add_tile(
         acc = tl.dot(tl.trans(latent), weights, acc, input_precision="ieee")
     else:
         acc = tl.dot(weights, latent, acc, input_precision="ieee")
-    return acc, higher, total
+    return higher, total, acc
 
 
 @triton.jit
 def empty_state(BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, SWAP: tl.constexpr):
-    """The initial state: [BLOCK_R, BLOCK_M] if SWAP, else [BLOCK_M, BLOCK_R]; and [BLOCK_M]."""
+    """The initial state: twice [BLOCK_M]; [BLOCK_R, BLOCK_M] if SWAP, else [BLOCK_M, BLOCK_R]."""
     acc = tl.zeros([BLOCK_R, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_R], tl.float32)
-    return acc, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    return tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32), acc
 
 
 @triton.jit
@@ -146,28 +146,6 @@ def attend(
             state, q_latent, q_rope, latent, rope, positions, places, window, scale, WINDOW, SWAP
         )
     return state
-
-
-@triton.jit
-def merge(state, part, KEYS: tl.constexpr):
-    """Merge two states over different keys (Dao et al., 2023), with one rounding per sum.
-
-    Written with explicit `fma`, so that the rounding is the same in every kernel.
-    """
-    acc, highest, total = state
-    part_acc, part_highest, part_total = part
-    higher = tl.maximum(highest, part_highest)
-    shift = tl.where(higher == float("-inf"), 0.0, higher)
-    old, new = tl.exp2(highest - shift), tl.exp2(part_highest - shift)
-    total = tl.fma(total, old, part_total * new)
-    acc = tl.fma(acc, tl.expand_dims(old, KEYS), part_acc * tl.expand_dims(new, KEYS))
-    return acc, higher, total
-
-
-@triton.jit
-def normalised(acc, total, KEYS: tl.constexpr):
-    """Weighted values over the sum of weights; 0 for queries without visible keys."""
-    return acc / tl.expand_dims(tl.where(total == 0.0, 1.0, total), KEYS)
 
 
 @triton.jit

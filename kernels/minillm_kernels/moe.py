@@ -35,7 +35,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minillm_kernels.launch import arch, cdiv, check_device, output, padded, tl, triton
+from minillm_kernels import require
+from minillm_kernels.launch import arch, cdiv, padded, tl, triton
 from minillm_kernels.moe_config import Config, Tile, check_arguments, choose_config, operand
 from minillm_kernels.moe_plan import check_ids, existing_expert, make_plan
 
@@ -73,9 +74,9 @@ def moe_experts(
     shapes only (CUDA graphs). Raises KernelError for unsupported arguments and, when debugging, for
     ids outside of the experts.
     """
-    check_device(x=x, gate_up=gate_up, down=down, weights=weights, ids=ids)
+    require.device(x=x, gate_up=gate_up, down=down, weights=weights, ids=ids)
     check_arguments(x, gate_up, down, weights, ids)
-    out = output(out, x.shape, x)
+    out = require.output(out, x.shape, x)
     if config is None:
         shape = x.shape[0], ids.shape[1], len(gate_up)
         config = choose_config(arch(), x.dtype, *shape, batch_invariant)
@@ -102,18 +103,10 @@ def _run_sorted(call: _Call) -> None:
     # With one choice per token the contribution is the result.
     contributions = out if top_k == 1 else call.x.new_empty(num_tokens * top_k, d)
     _down_kernel[(num_blocks * cdiv(d, tile.n),)](
-        operand(hidden, config.block_m, tile.k, config) if described else hidden,
-        weight,
-        call.weights,
-        contributions,
-        *plan,
-        num_blocks,
-        config.group(hidden),
-        contributions.stride(0),
-        d,
-        intermediate,
-        **_options(config, tile, described),
-    )
+        operand(hidden, config.block_m, tile.k, config) if described else hidden, weight,
+        call.weights, contributions, *plan, num_blocks, config.group(hidden),
+        contributions.stride(0), d, intermediate, **_options(config, tile, described),
+    )  # fmt: skip
     if top_k > 1:
         block = min(1024, padded(d))
         grid = num_tokens, cdiv(d, block)
@@ -128,19 +121,10 @@ def _run_direct(call: _Call) -> None:
     _launch_gate_up(call, hidden, None, None)
     weight = operand(call.down, tile.n, tile.k, config)
     _down_of_token_kernel[(cdiv(d, tile.n), num_tokens)](
-        hidden,
-        weight,
-        call.weights,
-        call.ids,
-        call.out,
-        num_experts,
-        top_k,
-        call.out.stride(0),
-        d,
-        intermediate,
-        CHOICES=padded(top_k, 2),
+        hidden, weight, call.weights, call.ids, call.out, num_experts, top_k, call.out.stride(0),
+        d, intermediate, CHOICES=padded(top_k, 2),
         **_options(config, tile, weight is not call.down),
-    )
+    )  # fmt: skip
 
 
 def _launch_gate_up(
@@ -151,21 +135,10 @@ def _launch_gate_up(
     num_blocks = call.ids.numel() if expert_of_block is None else len(expert_of_block)
     weight = operand(call.gate_up, tile.n, tile.k, config)
     _gate_up_kernel[(num_blocks * cdiv(intermediate, tile.n),)](
-        call.x,
-        weight,
-        hidden,
-        call.ids,
-        expert_of_block,
-        pair_of_row,
-        num_blocks,
-        config.group(call.x),
-        len(call.gate_up),
-        call.ids.shape[1],
-        call.x.stride(0),
-        call.x.shape[1],
-        intermediate,
-        **_options(config, tile, weight is not call.gate_up),
-    )
+        call.x, weight, hidden, call.ids, expert_of_block, pair_of_row, num_blocks,
+        config.group(call.x), len(call.gate_up), call.ids.shape[1], call.x.stride(0),
+        call.x.shape[1], intermediate, **_options(config, tile, weight is not call.gate_up),
+    )  # fmt: skip
 
 
 def _options(config: Config, tile: Tile, descriptors: bool) -> dict[str, int]:
@@ -200,15 +173,9 @@ def _place(num_blocks, num_columns, group):
 
 @triton.jit
 def _weight_tile(
-    weight,
-    first_row,
-    num_rows,
-    k,
-    K,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    weight, first_row, num_rows, k, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-):
+):  # fmt: skip
     """[BLOCK_N, BLOCK_K] of a weight with rows of K numbers, 0 after the end of K.
 
     Rows of the tile from `num_rows` on belong to another matrix (or do not exist), so the caller
@@ -236,25 +203,12 @@ def _rows_tile(x, offsets, valid, k, K, BLOCK_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_blocks", "group", "num_experts", "top_k"])
 def _gate_up_kernel(
-    x,
-    weight,  # rows of [E, 2 I, d]
-    hidden,
-    ids,
-    expert_of_block,
-    pair_of_row,
-    num_blocks,
-    group,
-    num_experts,
-    top_k,
-    x_stride,
-    d,
-    intermediate,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x, weight, hidden, ids, expert_of_block, pair_of_row, num_blocks, group, num_experts, top_k,
+    x_stride, d, intermediate, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-):
-    """hidden = silu(x gate^T) * (x up^T) for one block of rows and BLOCK_N columns."""
+):  # fmt: skip
+    """hidden = silu(x gate^T) * (x up^T) for one block of rows and BLOCK_N columns; `weight` has
+    the rows of [E, 2 I, d]."""
     block, column = _place(num_blocks, tl.cdiv(intermediate, BLOCK_N), group)
     column *= BLOCK_N
     row = tl.arange(0, BLOCK_M)
@@ -292,23 +246,12 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks", "group"])
 def _down_kernel(
-    hidden,
-    weight,  # rows of [E, d, I]
-    weights,
-    contributions,
-    expert_of_block,
-    pair_of_row,
-    num_blocks,
-    group,
-    contribution_stride,
-    d,
-    intermediate,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):
-    """contribution = (hidden down^T) * routing weight, back in the order of the pairs."""
+    hidden, weight, weights, contributions, expert_of_block, pair_of_row, num_blocks, group,
+    contribution_stride, d, intermediate, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """contribution = (hidden down^T) * routing weight, back in the order of the pairs; `weight` has
+    the rows of [E, d, I]."""
     block, column = _place(num_blocks, tl.cdiv(d, BLOCK_N), group)
     column *= BLOCK_N
     expert = tl.load(expert_of_block + block)
@@ -352,22 +295,10 @@ def _sum_kernel(contributions, out, out_stride, d, TOP_K: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=["num_experts", "top_k"])
 def _down_of_token_kernel(
-    hidden,
-    weight,  # rows of [E, d, I]
-    weights,
-    ids,
-    out,
-    num_experts,
-    top_k,
-    out_stride,
-    d,
-    intermediate,
-    CHOICES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    hidden, weight, weights, ids, out, num_experts, top_k, out_stride, d, intermediate,
+    CHOICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-):
+):  # fmt: skip
     """out = sum over choices of (hidden down^T) * routing weight, for one token's BLOCK_N columns.
 
     One loop over all tiles of all choices, so that the prefetch continues from one expert to the

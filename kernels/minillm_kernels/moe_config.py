@@ -11,16 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minillm_kernels.launch import (
-    INTEGERS,
-    KernelError,
-    TensorDescriptor,
-    check_contiguous,
-    check_dtype,
-    check_last_contiguous,
-    check_same_dtype,
-    check_shape,
-)
+from minillm_kernels import require
+from minillm_kernels.launch import KernelError, TensorDescriptor
 
 
 @dataclass(frozen=True)
@@ -112,19 +104,19 @@ def operand(tensor: Tensor, rows: int, columns: int, config: Config) -> object:
 
 def check_arguments(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> None:
     """Check shapes, dtypes and strides of `moe.moe_experts`; raises KernelError."""
-    check_same_dtype(x=x, gate_up=gate_up, down=down)
-    check_dtype((torch.float32,), weights=weights)
-    check_dtype(INTEGERS, ids=ids)
-    check_shape("x", x, "N", "d")
-    check_shape("gate_up", gate_up, "E", "2 I", x.shape[1])
+    require.same_dtype(x=x, gate_up=gate_up, down=down)
+    require.dtype((torch.float32,), weights=weights)
+    require.dtype(require.INTEGERS, ids=ids)
+    require.shape("x", x, "N", "d")
+    require.shape("gate_up", gate_up, "E", "2 I", x.shape[1])
     num_experts, double = gate_up.shape[:2]
     if double % 2:
         raise KernelError(
             f"gate_up is {list(gate_up.shape)}; its second size must be even, gate above up."
         )
-    check_shape("down", down, num_experts, x.shape[1], double // 2)
-    check_shape("ids", ids, len(x), "k")
-    check_shape("weights", weights, *ids.shape)
+    require.shape("down", down, num_experts, x.shape[1], double // 2)
+    require.shape("ids", ids, len(x), "k")
+    require.shape("weights", weights, *ids.shape)
     if not 1 <= ids.shape[1] <= num_experts:
         raise KernelError(
             f"ids is {list(ids.shape)}: {ids.shape[1]} experts per token; with {num_experts} "
@@ -132,5 +124,5 @@ def check_arguments(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, i
         )
     if 0 in down.shape:
         raise KernelError(f"down is {list(down.shape)}; no size of an expert may be 0.")
-    check_last_contiguous(x=x)
-    check_contiguous(gate_up=gate_up, down=down, weights=weights, ids=ids)
+    require.last_contiguous(x=x)
+    require.contiguous(gate_up=gate_up, down=down, weights=weights, ids=ids)

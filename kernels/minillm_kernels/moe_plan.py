@@ -58,17 +58,10 @@ def make_plan(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tens
     expert_of_block = torch.empty(num_blocks, dtype=torch.int32, device=ids.device)
     pair_of_row = torch.empty(num_blocks, block_m, dtype=torch.int32, device=ids.device)
     _plan_kernel[(num_experts,)](
-        ids,
-        expert_of_block,
-        pair_of_row,
-        num_pairs,
-        num_blocks,
-        NUM_EXPERTS=num_experts,
-        BINS=padded(num_experts + 1),
-        BLOCK_M=block_m,
-        CHUNK=min(MAX_CHUNK, padded(num_pairs, 128)),
-        num_warps=4 if num_pairs <= 1024 else 16,
-    )
+        ids, expert_of_block, pair_of_row, num_pairs, num_blocks, NUM_EXPERTS=num_experts,
+        BINS=padded(num_experts + 1), BLOCK_M=block_m,
+        CHUNK=min(MAX_CHUNK, padded(num_pairs, 128)), num_warps=4 if num_pairs <= 1024 else 16,
+    )  # fmt: skip
     return expert_of_block, pair_of_row
 
 
@@ -90,16 +83,9 @@ def _chosen(ids, pairs, num_pairs, NUM_EXPERTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _plan_kernel(
-    ids,
-    expert_of_block,
-    pair_of_row,
-    num_pairs,
-    num_blocks,
-    NUM_EXPERTS: tl.constexpr,
-    BINS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    ids, expert_of_block, pair_of_row, num_pairs, num_blocks, NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Program e: the start of the blocks of expert e, and their pairs."""
     expert = tl.program_id(0)
     chunk = tl.arange(0, CHUNK)

@@ -3,15 +3,8 @@
 import torch
 from torch import Tensor
 
-from minillm_kernels.launch import (
-    check_contiguous,
-    check_device,
-    check_dtype,
-    check_shape,
-    padded,
-    tl,
-    triton,
-)
+from minillm_kernels import require
+from minillm_kernels.launch import padded, tl, triton
 
 
 @triton.jit
@@ -52,10 +45,10 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """`reference.moe_route` without groups: logits and bias, float32 [N, E] and [E] -> weights
     times `factor`, float32 [N, k], and ids, int64 [N, k]. Scores are softmax or sigmoid."""
-    device = check_device(logits=logits, bias=bias)
-    check_shape("logits", logits, "N", "E")
-    check_dtype((torch.float32,), logits=logits, bias=bias)
-    check_contiguous(logits=logits, bias=bias)
+    device = require.device(logits=logits, bias=bias)
+    require.shape("logits", logits, "N", "E")
+    require.dtype((torch.float32,), logits=logits, bias=bias)
+    require.contiguous(logits=logits, bias=bias)
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=device)

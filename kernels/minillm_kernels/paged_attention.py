@@ -28,27 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm_kernels import paged_decode, paged_parts, paged_prefill
+from minillm_kernels import paged_decode, paged_parts, paged_prefill, require
 from minillm_kernels.launch import (
-    INTEGERS,
     KernelError,
     Tails,
     TensorDescriptor,
     arch,
     arrival_counters,
-    check_block_tables,
-    check_device,
-    check_dtype,
-    check_groups,
-    check_head_dim,
-    check_last_contiguous,
-    check_same_dtype,
-    check_shape,
-    check_starts,
     num_multiprocessors,
-    output,
     padded,
-    tail_arguments,
 )
 from minillm_kernels.paged_config import FEW, Config, Tiles, choose, count_splits
 
@@ -185,7 +173,7 @@ def _decode(call: _Call, few: int, block_m: int) -> None:
     scale, soft_cap, window = call.exponents()
     paged_decode.decode_kernel[(num_tiles, call.num_kv_heads, splits)](
         call.q, *call.caches(tiles), call.out, partial, stats, arrivals, call.query_start,
-        call.seq_lens, call.block_tables, *tail_arguments(call.tails, call.num_sequences),
+        call.seq_lens, call.block_tables, *require.tail_arguments(call.tails, call.num_sequences),
         *call.strides(), scale, soft_cap, window, few, splits,
         BLOCK_M=block_m, BLOCK_Q=block_q, MIN_TILES=config.min_split_tiles, SWAP=tiles.swap,
         SPLIT=splits > 1, SEVERAL=few > 1,
@@ -275,14 +263,14 @@ def _check(
     block_tables: Tensor,
 ) -> None:
     """Check all tensors, without synchronisation."""
-    check_device(q=q, k_cache=k_cache, v_cache=v_cache)
-    check_same_dtype(q=q, k_cache=k_cache, v_cache=v_cache)
-    check_shape("q", q, "N", "H", "D")
-    check_shape("k_cache", k_cache, "blocks", "Hkv", "block_size", q.shape[2])
-    check_shape("v_cache", v_cache, *k_cache.shape[:3], "Dv")
-    check_last_contiguous(q=q, k_cache=k_cache, v_cache=v_cache)
-    check_head_dim("q", q.shape[2])
-    check_head_dim("v_cache", v_cache.shape[3])
+    require.device(q=q, k_cache=k_cache, v_cache=v_cache)
+    require.same_dtype(q=q, k_cache=k_cache, v_cache=v_cache)
+    require.shape("q", q, "N", "H", "D")
+    require.shape("k_cache", k_cache, "blocks", "Hkv", "block_size", q.shape[2])
+    require.shape("v_cache", v_cache, *k_cache.shape[:3], "Dv")
+    require.last_contiguous(q=q, k_cache=k_cache, v_cache=v_cache)
+    require.head_dim("q", q.shape[2])
+    require.head_dim("v_cache", v_cache.shape[3])
     if not 1 <= k_cache.shape[2] <= MAX_BLOCK_SIZE:
         raise KernelError(
             f"k_cache has blocks of {k_cache.shape[2]} positions; it must be 1 to {MAX_BLOCK_SIZE}."
@@ -292,39 +280,8 @@ def _check(
             f"k_cache has strides {k_cache.stride()} and v_cache {v_cache.stride()}; the positions "
             "of a block must lie within 2^31 elements."
         )
-    check_sequences(q, k_cache, query_start, seq_lens, block_tables)
-
-
-def check_sequences(
-    q: Tensor, k_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor
-) -> int:
-    """Check where the sequences of q [N, H, D] are; how many query heads share a KV head."""
-    check_device(q=q, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
-    check_dtype(INTEGERS, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
-    check_shape("seq_lens", seq_lens, "B")
-    check_shape("query_start", query_start, seq_lens.shape[0] + 1)
-    check_shape("block_tables", block_tables, seq_lens.shape[0], "M")
-    check_last_contiguous(query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
-    group = check_groups(q.shape[1], k_cache.shape[1])
-    if group > MAX_GROUP:
-        raise KernelError(f"{group} query heads share a KV head; the maximum is {MAX_GROUP}.")
-    check_starts("query_start", query_start, len(q))
-    check_block_tables(block_tables, seq_lens, k_cache.shape[0], k_cache.shape[2])
-    return group
-
-
-def check_numbers(
-    scale: float, window: int | None, soft_cap: float | None, max_query_len: int | None
-) -> None:
-    """Check the other arguments."""
-    if not 0 < scale < math.inf:
-        raise KernelError(f"scale is {scale}; it must be positive and finite.")
-    if window is not None and window < 1:
-        raise KernelError(f"window is {window}; it must be at least 1, or None.")
-    if soft_cap is not None and not 0 < soft_cap < math.inf:
-        raise KernelError(f"soft_cap is {soft_cap}; it must be positive and finite, or None.")
-    if max_query_len is not None and max_query_len < 1:
-        raise KernelError(f"max_query_len is {max_query_len}; it must be at least 1, or None.")
+    require.groups(q.shape[1], k_cache.shape[1], MAX_GROUP)
+    require.sequences(q, k_cache, query_start, seq_lens, block_tables)
 
 
 def _check_config(config: Config) -> None:
@@ -363,8 +320,8 @@ def paged_attention(
     `batch_invariant`. Raises KernelError for unsupported arguments.
     """
     _check(q, k_cache, v_cache, query_start, seq_lens, block_tables)
-    check_numbers(scale, window, soft_cap, max_query_len)
-    out = output(out, (*q.shape[:2], v_cache.shape[3]), q)
+    require.attention(scale, window, soft_cap, max_query_len)
+    out = require.output(out, (*q.shape[:2], v_cache.shape[3]), q)
     if config is None:
         largest = padded(max(q.shape[2], v_cache.shape[3]))
         config = choose(arch(), q.dtype, largest)

@@ -33,23 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm_kernels import require
 from minillm_kernels.gemv import check_bias, launch_tiles, store_tile
 from minillm_kernels.gemv_config import LEAST_SPLIT
-from minillm_kernels.launch import (
-    FLOATS,
-    KernelError,
-    arch,
-    check_contiguous,
-    check_device,
-    check_dtype,
-    check_last_contiguous,
-    check_same_dtype,
-    check_shape,
-    num_multiprocessors,
-    output,
-    tl,
-    triton,
-)
+from minillm_kernels.launch import KernelError, arch, num_multiprocessors, tl, triton
 
 E4M3 = torch.float8_e4m3fn
 FEWEST_COLUMNS, MOST_COLUMNS = 32, 128  # of a tile
@@ -238,25 +225,25 @@ def int4_linear(
 
     `scales` and either `zeros` (int8) or `minima`: [groups, out]. Rows of x may have any stride.
     """
-    check_device(x=x, codes=codes, scales=scales, zeros=zeros, minima=minima, bias=bias)
-    check_same_dtype(x=x, bias=bias)
-    check_dtype((torch.uint8,), codes=codes)
-    check_dtype(FLOATS, scales=scales, minima=minima)
-    check_dtype((torch.int8,), zeros=zeros)
-    check_shape("x", x, "M", "in")
-    check_shape("scales", scales, "groups", "out")
+    require.device(x=x, codes=codes, scales=scales, zeros=zeros, minima=minima, bias=bias)
+    require.same_dtype(x=x, bias=bias)
+    require.dtype((torch.uint8,), codes=codes)
+    require.dtype(require.FLOATS, scales=scales, minima=minima)
+    require.dtype((torch.int8,), zeros=zeros)
+    require.shape("x", x, "M", "in")
+    require.shape("scales", scales, "groups", "out")
     (groups, num_out), size = scales.shape, x.shape[1]
     if groups == 0 or size % groups:
         raise KernelError(f"x has {size} columns, which {groups} groups cannot share evenly.")
     group = size // groups
     _check_group(group, "a group")
-    check_shape("codes", codes, num_out, size // 2)
+    require.shape("codes", codes, num_out, size // 2)
     if zeros is not None and minima is not None:
         raise KernelError("zeros and minima are both given; a format has one of them.")
     for name, tensor in (("zeros", zeros), ("minima", minima)):
         if tensor is not None:
-            check_shape(name, tensor, groups, num_out)
-    check_contiguous(scales=scales, zeros=zeros, minima=minima)
+            require.shape(name, tensor, groups, num_out)
+    require.contiguous(scales=scales, zeros=zeros, minima=minima)
     others = (scales, zeros, minima)
     return _product(
         _int4_tile, x, codes, others, bias, out, (), config, batch_invariant, group, GROUP=group
@@ -278,36 +265,27 @@ def scaled_linear(
 
     `scales` [ceil(in / columns), ceil(out / rows)] for `block` = (rows, columns).
     """
-    check_device(x=x, codes=codes, scales=scales, bias=bias)
-    check_same_dtype(x=x, bias=bias)
-    check_dtype((E4M3, torch.int8), codes=codes)
-    check_dtype(FLOATS, scales=scales)
-    check_shape("x", x, "M", "in")
-    check_shape("codes", codes, "out", x.shape[1])
+    require.device(x=x, codes=codes, scales=scales, bias=bias)
+    require.same_dtype(x=x, bias=bias)
+    require.dtype((E4M3, torch.int8), codes=codes)
+    require.dtype(require.FLOATS, scales=scales)
+    require.shape("x", x, "M", "in")
+    require.shape("codes", codes, "out", x.shape[1])
     (rows, columns), (num_out, size) = block, codes.shape
     if rows < 1 or columns < 1:
         raise KernelError(f"block is {block}; it must be (rows, columns), each at least 1.")
     if columns < size:
         _check_group(columns, "a block of scales")
-    check_shape("scales", scales, triton.cdiv(size, columns), triton.cdiv(num_out, rows))
-    check_contiguous(scales=scales)
+    require.shape("scales", scales, triton.cdiv(size, columns), triton.cdiv(num_out, rows))
+    require.contiguous(scales=scales)
     columns = min(columns, max(size, 1))
     integers = codes.dtype == torch.int8
+    numbers, group = (scales.shape[1],), 0 if columns >= size else columns
+    codes = codes if integers else codes.view(torch.uint8)
     return _product(
-        _scaled_tile,
-        x,
-        codes if integers else codes.view(torch.uint8),
-        (scales,),
-        bias,
-        out,
-        (scales.shape[1],),
-        config,
-        batch_invariant,
-        0 if columns >= size else columns,
-        SCALE_ROWS=rows,
-        SCALE_COLUMNS=columns,
-        INTEGERS=integers,
-    )
+        _scaled_tile, x, codes, (scales,), bias, out, numbers, config, batch_invariant, group,
+        SCALE_ROWS=rows, SCALE_COLUMNS=columns, INTEGERS=integers,
+    )  # fmt: skip
 
 
 def _check_group(group: int, name: str) -> None:
@@ -333,10 +311,10 @@ def _product(
     **constants: int | bool,
 ) -> Tensor:
     """Launch a kernel after the checks that all formats share."""
-    check_last_contiguous(x=x, codes=codes)
+    require.last_contiguous(x=x, codes=codes)
     (num_rows, size), num_out = x.shape, len(codes)
     check_bias(bias, num_out)
-    out = output(out, (num_rows, num_out), x)
+    out = require.output(out, (num_rows, num_out), x)
     if not out.numel():
         return out
     if config is None:

@@ -23,24 +23,8 @@ Su et al., RoFormer, 2021; Henry et al., Query-Key Normalization, 2020; Kwon et 
 import torch
 from torch import Tensor
 
-from minillm_kernels.launch import (
-    DEBUG,
-    INTEGERS,
-    INTERPRETED,
-    KernelError,
-    cdiv,
-    check_contiguous,
-    check_device,
-    check_dtype,
-    check_head_dim,
-    check_last_contiguous,
-    check_same_dtype,
-    check_shape,
-    output,
-    padded,
-    tl,
-    triton,
-)
+from minillm_kernels import require
+from minillm_kernels.launch import DEBUG, INTERPRETED, KernelError, cdiv, padded, tl, triton
 
 TILE = 2048  # numbers of a program: four warps, with one 16-byte access per half and thread
 INTERPRETED_TILE = 16384  # the cost of an interpreted program does not depend on its size
@@ -155,35 +139,31 @@ def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, *, out: Tensor | None = None
 ) -> Tensor:
     """`reference.rotate`: x [N, H, D] (a view with any strides but the last), angles [N, D/2]."""
-    check_device(x=x, cos=cos, sin=sin)
-    check_same_dtype(x=x)
-    check_shape("x", x, "N", "H", "D")
-    check_last_contiguous(x=x)
+    require.device(x=x, cos=cos, sin=sin)
+    require.same_dtype(x=x)
+    require.shape("x", x, "N", "H", "D")
+    require.last_contiguous(x=x)
     num_tokens, num_heads, dim = x.shape
     _check_angles(cos, sin, num_tokens, dim)
-    out = output(out, x.shape, x)
+    out = require.output(out, x.shape, x)
     if not out.numel():
         return out
     num_rows, rows = num_tokens * num_heads, rows_of_program(dim)
     strides = (*x.stride()[:2], cos.stride(0), sin.stride(0), *out.stride()[:2])
     _rotate[(cdiv(num_rows, rows),)](
-        *(x, cos, sin, out, num_rows, num_heads, *strides),
-        DIM=dim,
-        HALF=padded(dim) // 2,
-        ROWS=rows,
-        INTERLEAVED=interleaved,
-        num_warps=NUM_WARPS,
-    )
+        x, cos, sin, out, num_rows, num_heads, *strides, DIM=dim, HALF=padded(dim) // 2, ROWS=rows,
+        INTERLEAVED=interleaved, num_warps=NUM_WARPS,
+    )  # fmt: skip
     return out
 
 
 def _check_angles(cos: Tensor, sin: Tensor, num_tokens: int, dim: int) -> None:
     if dim % 2:
         raise KernelError(f"rows of {dim} numbers have no pairs to rotate; D must be even.")
-    check_dtype((torch.float32,), cos=cos, sin=sin)
-    check_shape("cos", cos, num_tokens, dim // 2)
-    check_shape("sin", sin, num_tokens, dim // 2)
-    check_last_contiguous(cos=cos, sin=sin)
+    require.dtype((torch.float32,), cos=cos, sin=sin)
+    require.shape("cos", cos, num_tokens, dim // 2)
+    require.shape("sin", sin, num_tokens, dim // 2)
+    require.last_contiguous(cos=cos, sin=sin)
 
 
 # ---- KV write alone ---------------------------------------------------------------------------
@@ -218,14 +198,16 @@ def write_cache(
 
     A slot outside of the cache is skipped; with MINILLM_DEBUG_KERNELS=1, a KernelError.
     """
-    check_device(key=key, value=value, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
-    check_shape("key", key, "N", "Hkv", "D")
+    require.device(
+        key=key, value=value, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping
+    )
+    require.shape("key", key, "N", "Hkv", "D")
     num_tokens, num_heads, dim = key.shape
     _check_caches(k_cache, v_cache, slot_mapping, num_heads, dim)
-    check_same_dtype(key=key, value=value, k_cache=k_cache, v_cache=v_cache)
-    check_last_contiguous(key=key, value=value)
+    require.same_dtype(key=key, value=value, k_cache=k_cache, v_cache=v_cache)
+    require.last_contiguous(key=key, value=value)
     if value is not None:
-        check_shape("value", value, num_tokens, num_heads, v_cache.shape[-1])
+        require.shape("value", value, num_tokens, num_heads, v_cache.shape[-1])
     num_rows = num_tokens * num_heads
     if not num_rows:
         return
@@ -234,34 +216,31 @@ def write_cache(
     value_strides = (0, 0) if value is None else value.stride()[:2]
     strides = (*key.stride()[:2], *value_strides, *k_cache.stride()[:3], *v_cache.stride()[:3])
     _write_cache[(cdiv(num_rows, rows),)](
-        *(key, value, k_cache, v_cache, slot_mapping),
-        *(num_rows, len(slot_mapping), len(k_cache), *strides),
-        NUM_HEADS=num_heads,
-        DIM=dim,
-        VALUE_DIM=v_cache.shape[-1],
-        BLOCK=block,
-        BLOCK_SIZE=k_cache.shape[2],
-        ROWS=rows,
-        num_warps=NUM_WARPS,
-    )
+        key, value, k_cache, v_cache, slot_mapping, num_rows, len(slot_mapping), len(k_cache),
+        *strides, NUM_HEADS=num_heads, DIM=dim, VALUE_DIM=v_cache.shape[-1], BLOCK=block,
+        BLOCK_SIZE=k_cache.shape[2], ROWS=rows, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 def _check_caches(
     k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int | str, dim: int
 ) -> None:
-    check_shape("k_cache", k_cache, "blocks", num_heads, "block_size", dim)
-    check_shape("v_cache", v_cache, *k_cache.shape[:3], "Dv")
-    check_last_contiguous(k_cache=k_cache, v_cache=v_cache)
-    check_dtype(INTEGERS, slot_mapping=slot_mapping)
-    check_shape("slot_mapping", slot_mapping, "N")
-    check_contiguous(slot_mapping=slot_mapping)
-    if DEBUG:
-        num_slots = k_cache.shape[0] * k_cache.shape[2]
-        for row, slot in enumerate(slot_mapping.tolist()):
-            if slot >= num_slots:
-                raise KernelError(
-                    f"slot_mapping[{row}] is {slot}; the cache has slots 0 to {num_slots - 1}."
-                )
+    require.shape("k_cache", k_cache, "blocks", num_heads, "block_size", dim)
+    require.shape("v_cache", v_cache, *k_cache.shape[:3], "Dv")
+    require.last_contiguous(k_cache=k_cache, v_cache=v_cache)
+    check_slots(slot_mapping, k_cache.shape[0] * k_cache.shape[2])
+
+
+def check_slots(slot_mapping: Tensor, num_slots: int) -> None:
+    """Check a slot mapping; its values when debugging."""
+    require.dtype(require.INTEGERS, slot_mapping=slot_mapping)
+    require.shape("slot_mapping", slot_mapping, "N")
+    require.contiguous(slot_mapping=slot_mapping)
+    for row, slot in enumerate(slot_mapping.tolist() if DEBUG else ()):
+        if slot >= num_slots:
+            raise KernelError(
+                f"slot_mapping[{row}] is {slot}; the cache has slots 0 to {num_slots - 1}."
+            )
 
 
 # ---- fused ------------------------------------------------------------------------------------
@@ -347,23 +326,17 @@ def norm_rope_write(
     """
     tensors = {"qkv": qkv, "k_cache": k_cache, "v_cache": v_cache}
     weights = {"q_weight": q_weight, "k_weight": k_weight}
-    check_device(**tensors, **weights, cos=cos, sin=sin, slot_mapping=slot_mapping)
-    check_same_dtype(**tensors, **weights)
-    check_shape("qkv", qkv, "N", "H + 2 Hkv", "D")
-    check_last_contiguous(qkv=qkv)
-    num_tokens, all_heads, dim = qkv.shape
-    check_head_dim("qkv", dim)
+    require.device(**tensors, **weights, cos=cos, sin=sin, slot_mapping=slot_mapping)
+    require.same_dtype(**tensors, **weights)
+    require.shape("qkv", qkv, "N", "H + 2 Hkv", "D")
+    require.last_contiguous(qkv=qkv)
+    num_tokens, _, dim = qkv.shape
+    require.head_dim("qkv", dim)
     _check_caches(k_cache, v_cache, slot_mapping, "Hkv", dim)
-    check_shape("v_cache", v_cache, *k_cache.shape)
+    require.shape("v_cache", v_cache, *k_cache.shape)
     num_kv_heads = k_cache.shape[1]
-    num_heads = all_heads - 2 * num_kv_heads
-    if num_heads < 1:
-        raise KernelError(
-            f"qkv has {all_heads} heads and the caches {num_kv_heads} KV heads; qkv must have more "
-            "than twice as many heads as the caches."
-        )
-    check_prologue(weights, cos, sin, num_tokens, dim)
-    out = output(out, (num_tokens, num_heads, dim), qkv)
+    num_heads = check_prologue(qkv, weights, cos, sin, num_kv_heads)
+    out = require.output(out, (num_tokens, num_heads, dim), qkv)
     if not num_tokens:
         return out
     rows = rows_of_program(dim)
@@ -371,29 +344,31 @@ def norm_rope_write(
     programs += 2 * cdiv(num_tokens * num_kv_heads, rows)
     strides = (*qkv.stride()[:2], cos.stride(0), sin.stride(0), *out.stride()[:2])
     _norm_rope_write[(programs,)](
-        *(qkv, q_weight, k_weight, cos, sin, slot_mapping, out, k_cache, v_cache),
-        *(eps, num_tokens, slot_mapping.shape[0], k_cache.shape[0]),
-        *(*strides, *k_cache.stride()[:3], *v_cache.stride()[:3]),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        DIM=dim,
-        HALF=padded(dim) // 2,
-        BLOCK_SIZE=k_cache.shape[2],
-        ROWS=rows,
-        INTERLEAVED=interleaved,
+        qkv, q_weight, k_weight, cos, sin, slot_mapping, out, k_cache, v_cache, eps, num_tokens,
+        slot_mapping.shape[0], k_cache.shape[0], *strides, *k_cache.stride()[:3],
+        *v_cache.stride()[:3], NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim,
+        HALF=padded(dim) // 2, BLOCK_SIZE=k_cache.shape[2], ROWS=rows, INTERLEAVED=interleaved,
         num_warps=NUM_WARPS,
-    )
+    )  # fmt: skip
     return out
 
 
 def check_prologue(
-    weights: dict[str, Tensor | None], cos: Tensor, sin: Tensor, num_tokens: int, dim: int
-) -> None:
-    """Check the norms' weights and the angles of tokens with heads of `dim`."""
+    qkv: Tensor, weights: dict[str, Tensor | None], cos: Tensor, sin: Tensor, num_kv_heads: int
+) -> int:
+    """Check the norms' weights and the angles of qkv [N, H + 2 Hkv, D]; its query heads."""
+    num_tokens, all_heads, dim = qkv.shape
+    num_heads = all_heads - 2 * num_kv_heads
+    if num_heads < 1:
+        raise KernelError(
+            f"qkv has {all_heads} heads and the caches {num_kv_heads} KV heads; qkv must have more "
+            "than twice as many heads as the caches."
+        )
     _check_angles(cos, sin, num_tokens, dim)
     if len({weight is None for weight in weights.values()}) == 2:
         raise KernelError("only one of q_weight and k_weight is given; give both or none.")
     for name, weight in weights.items():
         if weight is not None:
-            check_shape(name, weight, dim)
-            check_contiguous(**{name: weight})
+            require.shape(name, weight, dim)
+            require.contiguous(**{name: weight})
+    return num_heads

@@ -33,18 +33,8 @@ does not affect other rows; the engine checks for such rows first.
 import torch
 from torch import Tensor
 
-from minillm_kernels.launch import (
-    FLOATS,
-    KernelError,
-    check_device,
-    check_dtype,
-    check_last_contiguous,
-    check_shape,
-    output,
-    padded,
-    tl,
-    triton,
-)
+from minillm_kernels import require
+from minillm_kernels.launch import KernelError, padded, tl, triton
 from minillm_kernels.philox import Purpose
 from minillm_kernels.truncation import (
     Config,
@@ -69,9 +59,9 @@ LARGEST = tl.constexpr(1.0 - 2.0**-24)  # largest uniform number, the float32 be
 
 def check_logits(logits: Tensor) -> tuple[int, int]:
     """Check shape, dtype and strides of `logits`; returns its rows and vocabulary size."""
-    check_shape("logits", logits, "K", "V")
-    check_dtype(FLOATS, logits=logits)
-    check_last_contiguous(logits=logits)
+    require.shape("logits", logits, "K", "V")
+    require.dtype(require.FLOATS, logits=logits)
+    require.last_contiguous(logits=logits)
     num_rows, vocab_size = logits.shape
     if not 0 < vocab_size < 2**24:
         raise KernelError(
@@ -83,9 +73,9 @@ def check_logits(logits: Tensor) -> tuple[int, int]:
 def check_per_row(num_rows: int, dtype: torch.dtype, **tensors: Tensor) -> None:
     """Check that each tensor has one number of this dtype per row, contiguous."""
     for name, tensor in tensors.items():
-        check_shape(name, tensor, num_rows)
-    check_dtype((dtype,), **tensors)
-    check_last_contiguous(**tensors)
+        require.shape(name, tensor, num_rows)
+    require.dtype((dtype,), **tensors)
+    require.last_contiguous(**tensors)
 
 
 # ---- the best token of every block ------------------------------------------------------------
@@ -149,7 +139,7 @@ def best_of_parts(values_ptr, ids_ptr, row, num_blocks, size, BLOCKS: tl.constex
 
 def _tokens(out: Tensor | None, logits: Tensor) -> Tensor:
     like = torch.empty(0, dtype=torch.int64, device=logits.device)
-    return output(out, (logits.shape[0],), like)
+    return require.output(out, (logits.shape[0],), like)
 
 
 # ---- sampling ---------------------------------------------------------------------------------
@@ -266,7 +256,7 @@ def sample(
     launch less); the other arguments as in `gumbel_argmax`. Rows with temperature 0 are greedy.
     `best` float32 [K] gets the largest logit of each row, NaN if it has one.
     """
-    check_device(
+    require.device(
         logits=logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
         sample_index=sample_index, position=position,
     )  # fmt: skip
@@ -343,11 +333,11 @@ def truncate(
     If the mass reaches p within the last bits of a float32 sum, the edge token may differ from the
     reference. A row with NaN, or whose largest logit is infinite, does not affect other rows.
     """
-    check_device(logits=logits, top_k=top_k, top_p=top_p)
+    require.device(logits=logits, top_k=top_k, top_p=top_p)
     num_rows, vocab_size = check_logits(logits)
     check_truncation(num_rows, top_k, top_p)
     like = torch.empty(0, dtype=torch.float32, device=logits.device)
-    out = output(out, (num_rows, vocab_size), like)
+    out = require.output(out, (num_rows, vocab_size), like)
     if num_rows == 0:
         return out
     config = config or pick_config(num_rows, vocab_size)

@@ -177,13 +177,13 @@ def paged_attention(
     lists = batch.query_start, batch.seq_lens, batch.block_tables
     if codes := codes_of(pages):  # each mode has the same arithmetic
         if mode != "plain" and scale > 0:
+            if cpu_int8_cache.takes(q, codes):
+                return cpu_int8_cache.paged_attention(q, codes, batch, scale, window)
             if (kernels := _pages_of_codes(q, codes)) is not int8_cache:
                 return kernels.paged_attention(
                     q, *codes, *lists, scale, window, max_query_len=batch.max_query_len,
                     tails=batch.tails,
                 )  # fmt: skip
-            if cpu_int8_cache.takes(q, codes):
-                return cpu_int8_cache.paged_attention(q, codes, batch, scale, window)
         return int8_cache.paged_attention(q, *codes, *lists, scale, window)
     if mode != "plain" and uses_kernels(q, pages.key, pages.value):
         from minillm.ops import triton
@@ -199,8 +199,9 @@ def paged_attention(
 def _takes_tails(q: Tensor, pages: Pages, scale: float, mode: AttentionMode) -> bool:
     """Whether attention reads the keys of token trees where they are."""
     if codes := codes_of(pages):
-        kernels = _pages_of_codes(q, codes) is not int8_cache
-        return mode != "plain" and scale > 0 and (kernels or cpu_int8_cache.takes(q, codes))
+        in_c = cpu_int8_cache.takes(q, codes)
+        kernels = not in_c and _pages_of_codes(q, codes) is not int8_cache
+        return mode != "plain" and scale > 0 and (in_c or kernels)
     if mode == "fast" and uses_kernels(q, pages.key, pages.value):
         from minillm.ops import triton
 

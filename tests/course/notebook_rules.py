@@ -34,7 +34,7 @@ ELEMENTS = tuple(
     "predict naive measure bottleneck fix equal again plot facts losses check quiz papers".split()  # noqa: SIM905
 )
 OTHER_TAGS = frozenset(
-    "setup header claim cover nbval-check-output example turn open read result".split()  # noqa: SIM905
+    "setup header claim cover nbval-check-output example turn open read repeats result".split()  # noqa: SIM905
 )
 BYTES = 400 * 1024  # a page that GitHub shows and git keeps cheaply
 EARLY = 12  # cells, prose included: setup, then the example and the picture of the mechanism

@@ -112,13 +112,13 @@ def test_normalising_drops_what_is_chance_and_reports_warnings():
         {"output_type": "display_data", "data": widget, "metadata": {}},
         {"output_type": "stream", "name": "stderr", "text": "UserWarning: old\n"},
     )
-    made = notebook(code("x", "plot", outputs=outputs))
+    made = notebook(code("x", "repeats", outputs=outputs))
     made["cells"][0]["metadata"]["execution"] = {"iopub.execute_input": "2026"}
     made["metadata"] |= {"widgets": {}, "language_info": {"name": "python", "version": "3.11.7"}}
     (problem,) = execute.normalise(made)
     assert problem == "cell 0 wrote to stderr, remove the cause: UserWarning: old"
     assert made["cells"][0]["outputs"] == [outputs[0] | {"text": "ab\n"}]
-    assert made["cells"][0]["metadata"] == {"tags": ["plot"]}
+    assert made["cells"][0]["metadata"] == dict(tags=["repeats"], jupyter={"outputs_hidden": True})
     assert made["metadata"].keys() == {"kernelspec", "language_info", "minillm"}
     assert made["metadata"]["language_info"] == {"name": "python"}
 

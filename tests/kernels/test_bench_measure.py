@@ -54,7 +54,7 @@ class FakeGpu:
 
     def __init__(self, how="graph", warm_up=0.0):
         self.clock, self.how, self.warm_up = Clock(), how, warm_up
-        self.log, self.made, self.freed, self.broken = [], [], 0, False
+        self.log, self.made = [], []
 
     def ready(self, call, num_sets):
         for index in range(num_sets):
@@ -62,12 +62,6 @@ class FakeGpu:
         self.clock.now += self.warm_up
         self.made.append(FakeContender(self, call, num_sets))
         return self.made[-1]
-
-    def lost(self):
-        return self.broken
-
-    def free(self):
-        self.freed += 1
 
 
 def case(name="one", seconds=1e-3, peers=None, **options):

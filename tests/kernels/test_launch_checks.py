@@ -11,24 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from minillm_kernels import launch
+from minillm_kernels import launch, require
 from minillm_kernels.families import FAMILIES
-from minillm_kernels.launch import (
-    FLOATS,
-    KernelError,
-    check_block_tables,
-    check_contiguous,
-    check_device,
-    check_dtype,
-    check_groups,
-    check_head_dim,
-    check_last_contiguous,
-    check_same_dtype,
-    check_shape,
-    check_starts,
-    output,
-    padded,
-)
+from minillm_kernels.launch import KernelError, padded
 from minillm_kernels.offline import compiling
 
 CPU = torch.zeros(2)
@@ -56,7 +41,7 @@ def as_if_compiled(monkeypatch):
 
 def test_tensors_on_different_devices():
     with refused("q is on cuda:0 and k on cuda:1; move one of them."):
-        check_device(q=on("cuda:0"), bias=None, k=on("cuda:1"))
+        require.device(q=on("cuda:0"), bias=None, k=on("cuda:1"))
 
 
 def test_a_cpu_tensor_for_a_compiled_kernel():
@@ -64,14 +49,14 @@ def test_a_cpu_tensor_for_a_compiled_kernel():
         "q is on cpu; a compiled kernel needs CUDA tensors. Use minillm_kernels.reference there, "
         "or set TRITON_INTERPRET=1 before the import."
     ):
-        check_device(out=None, q=CPU)
+        require.device(out=None, q=CPU)
 
 
 def test_a_cuda_tensor_for_an_interpreted_kernel(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", True)
-    assert check_device(q=CPU) == CPU.device
+    assert require.device(q=CPU) == CPU.device
     with refused("q is on cuda:0; interpreted kernels need CPU tensors."):
-        check_device(q=on("cuda:0"))
+        require.device(q=on("cuda:0"))
 
 
 def test_an_old_gpu(monkeypatch):
@@ -81,12 +66,12 @@ def test_an_old_gpu(monkeypatch):
         r"q is on cuda:0 with compute capability 7\.5; these kernels need 8\.0 \(Ampere\) or "
         r"newer\. Use minillm_kernels.reference there\."
     ):
-        check_device(q=on("cuda:0"))
+        require.device(q=on("cuda:0"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for capability in ((8, 0), (9, 0), (12, 0)):
         launch._check_capability.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        assert check_device(q=on("cuda:0"), k=on("cuda:0")) == torch.device("cuda:0")
+        assert require.device(q=on("cuda:0"), k=on("cuda:0")) == torch.device("cuda:0")
     assert launch._check_capability.cache_info().misses == 1
 
 
@@ -97,9 +82,9 @@ def test_another_device_than_the_current_one(monkeypatch):
     with refused(
         r"q is on cuda:1 and the current device is cuda:0; launch inside torch\.cuda\.device\(1\)\."
     ):
-        check_device(q=on("cuda:1"))
+        require.device(q=on("cuda:1"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert check_device(q=on("cuda:1")).index == 1
+    assert require.device(q=on("cuda:1")).index == 1
 
 
 def test_any_tensor_will_do_for_compiling(monkeypatch):
@@ -109,7 +94,7 @@ def test_any_tensor_will_do_for_compiling(monkeypatch):
     with compiling(90):
         assert launch.compiles_only()
         assert launch.arch() == 90
-        assert check_device(q=CPU) == CPU.device
+        assert require.device(q=CPU) == CPU.device
     assert not launch.compiles_only() or torch.cuda.is_available()
     assert launch.num_multiprocessors(CPU.device) == 132
 
@@ -126,23 +111,23 @@ def tables(*rows):
 
 
 def test_what_fits_is_let_through():
-    check_dtype(IDS, ids=torch.zeros(2, dtype=torch.int64), other=None)
-    assert check_same_dtype(q=CPU, k=None, v=CPU) == torch.float32
-    assert len(FLOATS) == 3
-    check_shape("q", torch.zeros(3, 4), "tokens", 4)
-    check_shape("q", torch.zeros(0, 4), "tokens", 4)
-    check_last_contiguous(x=WHOLE, y=WHOLE[:, 1:3], z=WHOLE[::2], one=WHOLE.t()[:, :1], none=None)
-    check_contiguous(x=WHOLE, y=WHOLE[1:], none=None)
+    require.dtype(IDS, ids=torch.zeros(2, dtype=torch.int64), other=None)
+    assert require.same_dtype(q=CPU, k=None, v=CPU) == torch.float32
+    assert len(require.FLOATS) == 3
+    require.shape("q", torch.zeros(3, 4), "tokens", 4)
+    require.shape("q", torch.zeros(0, 4), "tokens", 4)
+    require.last_contiguous(x=WHOLE, y=WHOLE[:, 1:3], z=WHOLE[::2], one=WHOLE.t()[:, :1], none=None)
+    require.contiguous(x=WHOLE, y=WHOLE[1:], none=None)
     for head_dim in (8, 64, 80, 96, 128, 256):
-        check_head_dim("q", head_dim)
-    check_head_dim("latent", 576, most=576)
-    assert check_groups(32, 8) == 4
-    assert check_groups(3, 1) == 3
+        require.head_dim("q", head_dim)
+    require.head_dim("latent", 576, most=576)
+    assert require.groups(32, 8) == 4
+    assert require.groups(3, 1) == 3
     assert [padded(size) for size in (1, 16, 17, 80, 128, 129)] == [16, 16, 32, 128, 128, 256]
     assert [padded(size, least=1) for size in (1, 3)] == [1, 4]
-    made = output(None, (4, 5), HALF)
+    made = require.output(None, (4, 5), HALF)
     assert (made.shape, made.dtype, made.device) == ((4, 5), HALF.dtype, HALF.device)
-    assert output(MINE, (4, 5), HALF) is MINE
+    assert require.output(MINE, (4, 5), HALF) is MINE
 
 
 HEAD_DIM = "it must be a multiple of 8 and at most"
@@ -152,31 +137,31 @@ GROUPS = "evenly; the first must be a multiple of the second."
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: check_dtype(IDS, ids=CPU), "ids is torch.float32; it must be int32 or int64."),
-        (lambda: check_same_dtype(q=CPU, k=None, v=CPU.half()),
+        (lambda: require.dtype(IDS, ids=CPU), "ids is torch.float32; it must be int32 or int64."),
+        (lambda: require.same_dtype(q=CPU, k=None, v=CPU.half()),
          "q is torch.float32 and v torch.float16; they must be the same."),
-        (lambda: check_same_dtype(q=CPU.long(), v=CPU.long()),
+        (lambda: require.same_dtype(q=CPU.long(), v=CPU.long()),
          "q is torch.int64; it must be float32 or float16 or bfloat16."),
-        *((lambda wrong=wrong: check_shape("q", torch.zeros(wrong), "tokens", 4),
+        *((lambda wrong=wrong: require.shape("q", torch.zeros(wrong), "tokens", 4),
            f"q is {list(wrong)}; it must be [tokens, 4].")
           for wrong in ((3, 5), (4,), (1, 3, 4), ())),
-        (lambda: check_last_contiguous(x=WHOLE.t()),
+        (lambda: require.last_contiguous(x=WHOLE.t()),
          "x has strides (1, 6); its last dimension must be contiguous (stride 1): call "
          "x.contiguous()."),
-        (lambda: check_contiguous(x=WHOLE[:, :3]),
+        (lambda: require.contiguous(x=WHOLE[:, :3]),
          "x has shape [4, 3] and strides (6, 1); it must be contiguous: call x.contiguous()."),
-        *((lambda size=size: check_head_dim("q", size),
+        *((lambda size=size: require.head_dim("q", size),
            f"q has a head_dim of {size}; {HEAD_DIM} 256.")
           for size in (0, -8, 4, 12, 100, 264)),
-        (lambda: check_head_dim("latent", 584, most=576),
+        (lambda: require.head_dim("latent", 584, most=576),
          f"latent has a head_dim of 584; {HEAD_DIM} 576."),
-        *((lambda heads=heads, kv=kv: check_groups(heads, kv),
+        *((lambda heads=heads, kv=kv: require.groups(heads, kv),
            f"{heads} query heads cannot share {kv} KV heads {GROUPS}")
           for heads, kv in ((6, 4), (4, 0), (2, 4))),
-        (lambda: output(MINE[:, :4], (4, 5), HALF), "out is [4, 4]; it must be [4, 5]."),
-        (lambda: output(MINE.float(), (4, 5), HALF, "sum"),
+        (lambda: require.output(MINE[:, :4], (4, 5), HALF), "out is [4, 4]; it must be [4, 5]."),
+        (lambda: require.output(MINE.float(), (4, 5), HALF, "sum"),
          "sum is torch.float32 on cpu; it must be torch.float16 on cpu."),
-        (lambda: output(torch.zeros(5, 4, dtype=torch.float16).t(), (4, 5), HALF),
+        (lambda: require.output(torch.zeros(5, 4, dtype=torch.float16).t(), (4, 5), HALF),
          "out has strides (1, 4); its last dimension must be contiguous (stride 1): call "
          "out.contiguous()."),
     ],
@@ -187,15 +172,15 @@ def test_what_does_not_fit_is_refused(call, sentence):
 
 
 VALUES = [  # which are looked at when debugging and when interpreted; a GPU would have to wait
-    (lambda: check_block_tables(tables([0, 99]), torch.tensor([20]), 4, 16),
+    (lambda: require.entries(tables([0, 99]), torch.tensor([20]), 4, 16),
      "block_tables[0, 1] is 99; the cache has blocks 0 to 3."),
-    (lambda: check_block_tables(tables([3, 99], [-1, -1]), torch.tensor([16, 1]), 4, 16),
+    (lambda: require.entries(tables([3, 99], [-1, -1]), torch.tensor([16, 1]), 4, 16),
      "block_tables[1, 0] is -1; the cache has blocks 0 to 3."),
-    (lambda: check_block_tables(tables([0, 1], [2, 3]), torch.tensor([32, 33]), 4, 16),
+    (lambda: require.entries(tables([0, 1], [2, 3]), torch.tensor([32, 33]), 4, 16),
      "seq_lens[1] is 33, which needs 3 blocks of 16; its block table has 2."),
-    (lambda: check_block_tables(tables([0, 1]), torch.tensor([-3]), 4, 16),
+    (lambda: require.entries(tables([0, 1]), torch.tensor([-3]), 4, 16),
      "seq_lens[0] is -3; it must be 0 or more."),
-    *((lambda bounds=bounds: check_starts("query_start", torch.tensor(bounds).int(), 5),
+    *((lambda bounds=bounds: require.starts("query_start", torch.tensor(bounds).int(), 5),
        f"query_start is {bounds}; it must begin with 0, not decrease, and end with at most 5, the "
        "number of rows.")
       for bounds in ([1, 2], [0, 3, 1], [0, 2, 6], [])),
@@ -207,8 +192,8 @@ VALUES = [  # which are looked at when debugging and when interpreted; a GPU wou
 def test_values_are_looked_at_when_debugging(call, sentence, flag, monkeypatch):
     call()
     monkeypatch.setattr(launch, flag, True)
-    check_block_tables(tables([3, 99], [-1, -1]), torch.tensor([16, 0]), 4, 16)  # stale entries
-    check_starts("query_start", torch.tensor([0, 0, 3, 5]), 5)
+    require.entries(tables([3, 99], [-1, -1]), torch.tensor([16, 0]), 4, 16)  # stale entries
+    require.starts("query_start", torch.tensor([0, 0, 3, 5]), 5)
     with refused(re.escape(sentence)):
         call()
 

@@ -48,11 +48,11 @@ class DecodeStep:
     @classmethod
     def of(cls, llm: LLM, token: int = 5) -> "DecodeStep":
         """The step of an engine's model after `CONTEXT` other tokens, which are in the cache."""
-        by_hand = llm.engine.forward_pass
-        kv = by_hand.allocate(1, 2 * CONTEXT)
-        by_hand.run([Chunk(0, 0, list(range(CONTEXT)))], kv)
-        batch = by_hand.batch([Chunk(0, CONTEXT, [token])], kv.block_size)
-        return cls(by_hand.model, kv, batch)
+        bare = llm.engine.forward_pass
+        kv = bare.allocate(1, 2 * CONTEXT)
+        bare.run([Chunk(0, 0, list(range(CONTEXT)))], kv)
+        batch = bare.batch([Chunk(0, CONTEXT, [token])], kv.block_size)
+        return cls(bare.model, kv, batch)
 
     @torch.inference_mode()
     def __call__(self) -> Tensor:

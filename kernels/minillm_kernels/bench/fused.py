@@ -1,31 +1,29 @@
 """Benchmarks of what only moves memory, at the sizes of a long prompt and of one decoded token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillm_kernels import fused, reference
-from minillm_kernels.bench.case import Measurement, Sets, sets_beyond_cache
+from minillm_kernels.bench import case
+from minillm_kernels.bench.case import Bound
 
 EPS = 1e-6
 BLOCK_SIZE = 16
+DECODE = 256  # tokens up to which a call is too short for bandwidth to matter
 
 
 @dataclass(frozen=True)
-class Size:
-    """One operation on N tokens; `shape` is what else it needs to know.
-
-    Attributes:
-        shape: the width of a row; for a projection (H, Hkv, D).
-        target: wanted share of the copy rate; for one token, microseconds.
-    """
+class Size(case.Size):
+    """One operation on N tokens; `shape` is what else it needs to know: the width of a row, of a
+    projection (H, Hkv, D)."""
 
     op: str
     num_tokens: int
     shape: tuple[int, ...]
-    target: float | None = None
     norm: bool = True
 
     @property
@@ -42,70 +40,40 @@ class Size:
         """What is computed."""
         return f"{self.op} N={self.num_tokens} {'x'.join(map(str, self.shape))}"
 
+    @property
+    def bound(self) -> Bound:
+        """Memory."""
+        return "latency" if self.num_tokens <= DECODE else "copy"
 
-SIZES = (
-    Size("add_rms_norm", 16384, (4096,), 0.96),
-    Size("add_rms_norm", 65536, (1024,), 0.96),
-    Size("add_rms_norm", 16384, (5120,), 0.96),
-    Size("rms_norm", 16384, (8192,), 0.96),
-    Size("silu_mul", 8192, (14336,), 0.96),
-    Size("silu_mul", 65536, (768,), 0.96),
-    Size("embedding", 32768, (4096,)),
-    Size("norm_rope_write", 16384, (32, 8, 128), norm=False),  # Llama-3.1-8B
-    Size("norm_rope_write", 16384, (16, 8, 128)),  # Qwen3-0.6B
-    Size("add_rms_norm", 1, (4096,)),
-    Size("silu_mul", 1, (14336,)),
-    Size("norm_rope_write", 1, (32, 8, 128), norm=False),
-    Size("norm_rope_write", 64, (16, 8, 128)),
-)
-TINY = (
-    Size("add_rms_norm", 3, (48,), 0.96),
-    Size("rms_norm", 3, (48,)),
-    Size("silu_mul", 3, (48,)),
-    Size("embedding", 3, (48,)),
-    Size("norm_rope_write", 3, (4, 2, 16)),
-)
-DECODE = 256  # tokens up to which a call is too short for bandwidth to matter
+    @property
+    def num_sets(self) -> int:
+        """In decode, inputs are in the cache anyway, where their producer left them."""
+        return 2 if self.num_tokens <= DECODE else super().num_sets
 
+    def run(self, inputs: tuple[object, ...]) -> object:
+        """The kernel."""
+        return getattr(fused, self.op)(*inputs)
 
-def measurements(tiny: bool = False) -> list[Measurement]:
-    """The targets of one H200 and their neighbours; `tiny` ones at toy sizes on the CPU."""
-    return [measurement(size, "cpu" if tiny else "cuda") for size in (TINY if tiny else SIZES)]
+    def peers(self) -> Mapping[str, Callable[[Any], object]]:
+        """torch, operation by operation."""
+        return {"torch": lambda inputs: getattr(reference, self.op)(*inputs)}
 
+    def make(self, device: str, number: int) -> tuple[object, ...]:
+        """The positional arguments of the launcher, which are the reference's."""
+        rows, tokens = self.num_tokens, 9 if device == "cpu" else 128256
 
-def measurement(size: Size, device: str) -> Measurement:
-    """In decode, inputs are in the cache anyway, where their producer left them."""
-    few = size.num_tokens <= DECODE
-    sets = Sets(lambda number: make(size, device), 2 if few else sets_beyond_cache(size.num_bytes))
-    kernel, plain = (getattr(module, size.op) for module in (fused, reference))
-    return Measurement(
-        family="fused",
-        name=size.name,
-        run=sets.call(lambda inputs: kernel(*inputs)),
-        num_bytes=size.num_bytes,
-        bound="latency" if few and device != "cpu" else "copy",
-        peers={"torch": sets.call(lambda inputs: plain(*inputs))},  # operation by operation
-        num_sets=sets.count,
-        target=size.target,
-    )
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=torch.bfloat16, device=device)
 
-
-def make(size: Size, device: str) -> tuple[object, ...]:
-    """The positional arguments of the launcher, which are the reference's."""
-    rows, tokens = size.num_tokens, 9 if device == "cpu" else 128256
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device=device)
-
-    if size.op == "norm_rope_write":
-        return projection(size, normal, device)
-    (width,) = size.shape
-    if size.op == "embedding":
-        return torch.randint(tokens, (rows,), device=device), normal(tokens, width)
-    if size.op == "silu_mul":
-        return (normal(rows, 2 * width),)
-    inputs = [normal(rows, width) for _ in range(2 if size.op == "add_rms_norm" else 1)]
-    return *inputs, normal(width), EPS
+        if self.op == "norm_rope_write":
+            return projection(self, normal, device)
+        (width,) = self.shape
+        if self.op == "embedding":
+            return torch.randint(tokens, (rows,), device=device), normal(tokens, width)
+        if self.op == "silu_mul":
+            return (normal(rows, 2 * width),)
+        inputs = [normal(rows, width) for _ in range(2 if self.op == "add_rms_norm" else 1)]
+        return *inputs, normal(width), EPS
 
 
 def projection(size: Size, normal: Callable[..., Tensor], device: str) -> tuple[object, ...]:
@@ -119,3 +87,27 @@ def projection(size: Size, normal: Callable[..., Tensor], device: str) -> tuple[
     slots = (blocks * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:rows].to(device)
     qkv = normal(rows, heads + 2 * kv_heads, dim)
     return qkv, weight, weight, EPS, turns.cos(), turns.sin(), False, *caches, slots
+
+
+SIZES = (
+    Size("add_rms_norm", 16384, (4096,), target=0.96),
+    Size("add_rms_norm", 65536, (1024,), target=0.96),
+    Size("add_rms_norm", 16384, (5120,), target=0.96),
+    Size("rms_norm", 16384, (8192,), target=0.96),
+    Size("silu_mul", 8192, (14336,), target=0.96),
+    Size("silu_mul", 65536, (768,), target=0.96),
+    Size("embedding", 32768, (4096,)),
+    Size("norm_rope_write", 16384, (32, 8, 128), norm=False),  # Llama-3.1-8B
+    Size("norm_rope_write", 16384, (16, 8, 128)),  # Qwen3-0.6B
+    Size("add_rms_norm", 1, (4096,)),
+    Size("silu_mul", 1, (14336,)),
+    Size("norm_rope_write", 1, (32, 8, 128), norm=False),
+    Size("norm_rope_write", 64, (16, 8, 128)),
+)
+TINY = (
+    Size("add_rms_norm", 3, (48,), target=0.96),
+    Size("rms_norm", 3, (48,)),
+    Size("silu_mul", 3, (48,)),
+    Size("embedding", 3, (48,)),
+    Size("norm_rope_write", 3, (4, 2, 16)),
+)

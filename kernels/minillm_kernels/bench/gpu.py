@@ -3,14 +3,14 @@
 import gc
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillm_kernels.bench.case import Call
 
-How = Literal["graph", "launches"]
 TIMING = 2e-3  # seconds that one timing should take, so that an event's resolution is nothing
 MAX_CALLS = 512  # in one timing
 
@@ -78,25 +78,13 @@ class Gpu:
         del result
         torch.cuda.synchronize()
         try:
-            return _captured(call, num_sets)
+            return _long_enough(call, num_sets, captured=True)
         except Exception:
-            self._settle()
-        trial = _Launches(call, num_sets, num_sets)
-        return _Launches(call, num_sets, calls_per_timing(trial.seconds(), num_sets))
-
-    def _settle(self) -> None:
-        """A failed capture leaves an error behind, which the next call would report."""
-        for _ in range(2):
-            if not self.lost():
-                return
-
-    def lost(self) -> bool:
-        """After an illegal access, every call of this process fails."""
-        try:
-            torch.cuda.synchronize()
-        except Exception:
-            return True
-        return False
+            for _ in range(2):  # a failed capture leaves an error, which the next call would report
+                with suppress(Exception):
+                    torch.cuda.synchronize()
+                    break
+        return _long_enough(call, num_sets, captured=False)
 
     def free(self) -> None:
         """So that the next measurement has the whole memory."""
@@ -126,15 +114,27 @@ def _tensors(result: object) -> Iterator[Tensor]:
 
 
 class Timed:
-    """Events around one step, with another step before it that keeps the GPU busy meanwhile.
+    """Events around one step of `calls` calls, with another step before it that keeps the GPU busy
+    meanwhile: otherwise the first event passes at once, and the time until the host has launched
+    counts. If `captured`, a step is the replay of a CUDA graph; raises what the capture raises."""
 
-    Otherwise the first event passes at once and the time until the host has launched counts.
-    """
+    def __init__(self, call: Call, num_sets: int, calls: int, captured: bool):
+        self.calls, self.how = calls, "graph" if captured else "launches"
+        self.start, self.stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Results of the last calls are kept, so that outputs rotate through memory as inputs do.
+        self.kept: list[object] = [None] * num_sets
+        self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __init__(self, step: Callable[[], object], calls: int, how: How):
-        self.step, self.calls, self.how = step, calls, how
-        self.start = torch.cuda.Event(enable_timing=True)
-        self.stop = torch.cuda.Event(enable_timing=True)
+        def rotate() -> None:
+            for index in range(calls):
+                self.kept[index % num_sets] = call(index % num_sets)
+
+        self.step: Callable[[], object] = rotate
+        if captured:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                rotate()
+            self.step = self.graph.replay
 
     def seconds(self) -> float:
         """Time it once; seconds of one call."""
@@ -147,47 +147,17 @@ class Timed:
 
     def close(self) -> None:
         """Give its memory back."""
-        self.step = _nothing
-
-
-def _nothing() -> None:
-    """What is left of a step whose memory was given back."""
-
-
-class _Launches(Timed):
-    def __init__(self, call: Call, num_sets: int, calls: int):
-        def step() -> None:
-            _rotate(call, num_sets, calls)
-
-        super().__init__(step, calls, "launches")
-
-
-class _Graph(Timed):
-    def __init__(self, call: Call, num_sets: int, calls: int):
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.kept = _rotate(call, num_sets, calls)
-        super().__init__(self.graph.replay, calls, "graph")
-
-    def close(self) -> None:
-        super().close()
+        self.step = list  # nothing
         self.kept.clear()
-        self.graph.reset()
+        if self.graph is not None:
+            self.graph.reset()
 
 
-def _rotate(call: Call, num_sets: int, calls: int) -> list[object]:
-    """Results of the last calls are kept, so that outputs rotate through memory as inputs do."""
-    kept: list[object] = [None] * num_sets
-    for index in range(calls):
-        kept[index % num_sets] = call(index % num_sets)
-    return kept
-
-
-def _captured(call: Call, num_sets: int) -> _Graph:
-    """A graph as long as `TIMING` asks, by the time of a short one."""
-    short = _Graph(call, num_sets, num_sets)
-    calls = calls_per_timing(short.seconds(), num_sets)
+def _long_enough(call: Call, num_sets: int, captured: bool) -> Timed:
+    """As many calls as `TIMING` asks, by the time of a few."""
+    few = Timed(call, num_sets, num_sets, captured)
+    calls = calls_per_timing(few.seconds(), num_sets)
     if calls == num_sets:
-        return short
-    short.close()
-    return _Graph(call, num_sets, calls)
+        return few
+    few.close()
+    return Timed(call, num_sets, calls, captured)

@@ -4,30 +4,37 @@ Logits are as peaked as a language model's: normal numbers with a few tokens far
 "flat" ones have more tokens within top-p than the search gathers, which is its worst case.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillm_kernels import sampling
-from minillm_kernels.bench.case import Measurement, Sets, sets_beyond_cache
+from minillm_kernels.bench import case
+from minillm_kernels.bench.case import Bound
 
 FEW = 8  # rows whose logits are in the cache anyway, as their producer leaves them
 LIKELY = 64  # tokens above the rest
+TORCH, SORT = "torch", "torch sort"
 
 
 @dataclass(frozen=True)
-class Size:
-    """One operation on K rows, with the microseconds (or the peer's ratio) that are wanted."""
+class Size(case.Size):
+    """One operation on K rows."""
 
     op: str
     num_rows: int
     vocab_size: int = 151936
     dtype: torch.dtype = torch.float32
     flat: bool = False
-    target: float | None = None
-    sort_target: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What is computed."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.op} K={self.num_rows} V={self.vocab_size} {dtype}" + " flat" * self.flat
 
     @property
     def num_bytes(self) -> int:
@@ -35,91 +42,55 @@ class Size:
         written = 4 if self.op == "truncate" else 0
         return self.num_rows * self.vocab_size * (self.dtype.itemsize + written)
 
+    @property
+    def bound(self) -> Bound:
+        """Memory."""
+        return "latency" if self.num_rows <= FEW else "copy"
 
-BF16 = torch.bfloat16
-SIZES = (
-    Size("gumbel_argmax", 1, target=5.0),
-    Size("sample", 1),
-    Size("truncate", 1),
-    Size("gumbel_argmax", 64),
-    Size("gumbel_argmax", 256, 128256, BF16),
-    Size("truncate", 64, sort_target=10.0),
-    Size("truncate", 64, 128256, BF16, sort_target=10.0),
-    Size("truncate", 64, flat=True),
-    Size("sample", 64, sort_target=10.0),
-    Size("sample", 256, 128256, BF16),
-)
-TINY = tuple(
-    Size(op, 2, 300, dtype, flat=op == "truncate")
-    for op, dtype in (
-        ("gumbel_argmax", torch.float32),
-        ("truncate", torch.float32),
-        ("sample", BF16),
-    )
-)
+    @property
+    def num_sets(self) -> int:
+        """A few rows are in the cache anyway."""
+        return 2 if self.num_rows <= FEW else super().num_sets
 
+    def make(self, device: str, number: int) -> tuple[Tensor, list[Tensor]]:
+        """Logits [K, V], and of the rows temperature, top_k, top_p, min_p, seed, sample_index and
+        position."""
+        rng = torch.Generator(device).manual_seed(number)
+        rows, size_of_row = shape = (self.num_rows, self.vocab_size)
+        logits = torch.randn(shape, generator=rng, device=device) * 2
+        if not self.flat:
+            places = torch.randint(0, size_of_row, (rows, LIKELY), generator=rng, device=device)
+            likely = torch.rand(places.shape, generator=rng, device=device) * 12 + 6
+            logits.scatter_(1, places, likely)
 
-def measurements(tiny: bool = False) -> list[Measurement]:
-    """The targets of one H200 and their neighbours; `tiny` ones at toy sizes on the CPU."""
-    return [measurement(size, "cpu" if tiny else "cuda") for size in (TINY if tiny else SIZES)]
+        def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((rows,), value, dtype=dtype, device=device)
 
+        stream = [torch.arange(rows, device=device) + start for start in (11, 0, 512)]
+        top_k = full(0 if self.flat else 50, torch.int32)
+        return logits.to(self.dtype), [full(0.8), top_k, full(0.9), full(0), *stream]
 
-def measurement(size: Size, device: str) -> Measurement:
-    """A few rows are in the cache anyway."""
-    few = size.num_rows <= FEW
-    sets = Sets(partial(make, size, device), 2 if few else sets_beyond_cache(size.num_bytes))
-    number_type = str(size.dtype).removeprefix("torch.")
-    peer = "torch sort" if size.op in ("truncate", "sample") else "torch"
-    return Measurement(
-        family="sampling",
-        name=f"{size.op} K={size.num_rows} V={size.vocab_size} {number_type}" + " flat" * size.flat,
-        run=sets.call(ours, size.op),
-        num_bytes=size.num_bytes,
-        bound="latency" if few else "copy",
-        peers={peer: sets.call(by_torch, size.op)},
-        num_sets=sets.count,
-        target=size.target,
-        peer_targets={} if size.sort_target is None else {peer: size.sort_target},
-    )
+    def run(self, inputs: tuple[Tensor, list[Tensor]]) -> object:
+        """The kernels."""
+        logits, (temperature, top_k, top_p, min_p, *rest) = inputs
+        stream: Any = rest  # of the noise
+        if self.op == "gumbel_argmax":
+            return sampling.gumbel_argmax(logits, temperature, min_p, *stream)
+        if self.op == "truncate":
+            return sampling.truncate(logits, top_k, top_p)
+        return sampling.sample(logits, temperature, top_k, top_p, min_p, *stream)
 
+    def peers(self) -> Mapping[str, Callable[[Any], object]]:
+        """The same in torch operations: what an engine without kernels does."""
+        return {TORCH if self.op == "gumbel_argmax" else SORT: self.by_torch}
 
-def make(size: Size, device: str, number: int) -> tuple[Tensor, list[Tensor]]:
-    """Logits [K, V], and of the rows temperature, top_k, top_p, min_p, seed, sample_index and
-    position."""
-    rng = torch.Generator(device).manual_seed(number)
-    rows, size_of_row = shape = (size.num_rows, size.vocab_size)
-    logits = torch.randn(shape, generator=rng, device=device) * 2
-    if not size.flat:
-        places = torch.randint(0, size_of_row, (rows, LIKELY), generator=rng, device=device)
-        likely = torch.rand(places.shape, generator=rng, device=device) * 12 + 6
-        logits.scatter_(1, places, likely)
-
-    def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((rows,), value, dtype=dtype, device=device)
-
-    stream = [torch.arange(rows, device=device) + start for start in (11, 0, 512)]
-    top_k = full(0 if size.flat else 50, torch.int32)
-    return logits.to(size.dtype), [full(0.8), top_k, full(0.9), full(0), *stream]
-
-
-def ours(inputs: tuple[Tensor, list[Tensor]], op: str) -> object:
-    """One call of the kernel."""
-    logits, (temperature, top_k, top_p, min_p, seed, index, position) = inputs
-    stream = seed, index, position
-    if op == "gumbel_argmax":
-        return sampling.gumbel_argmax(logits, temperature, min_p, *stream)
-    if op == "truncate":
-        return sampling.truncate(logits, top_k, top_p)
-    return sampling.sample(logits, temperature, top_k, top_p, min_p, *stream)
-
-
-def by_torch(inputs: tuple[Tensor, list[Tensor]], op: str) -> object:
-    """The same in torch operations: what an engine without kernels does."""
-    logits, (temperature, top_k, top_p, *_) = inputs
-    if op == "truncate":
-        return truncated_by_sort(logits.float(), top_k, top_p)
-    scaled = logits.float() / temperature[:, None]
-    return drawn(truncated_by_sort(scaled, top_k, top_p) if op == "sample" else scaled)
+    def by_torch(self, inputs: tuple[Tensor, list[Tensor]]) -> object:
+        """The fewest operations."""
+        logits, (temperature, top_k, top_p, *_) = inputs
+        if self.op == "truncate":
+            return truncated_by_sort(logits.float(), top_k, top_p)
+        scaled = logits.float() / temperature[:, None]
+        return drawn(truncated_by_sort(scaled, top_k, top_p) if self.op == "sample" else scaled)
 
 
 def drawn(logits: Tensor) -> Tensor:
@@ -136,3 +107,26 @@ def truncated_by_sort(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     shares = ordered.softmax(dim=-1)
     behind = shares.cumsum(dim=-1) - shares >= top_p[:, None]
     return logits.scatter(1, ids, ordered.masked_fill(behind, float("-inf")))
+
+
+BF16 = torch.bfloat16
+SIZES = (
+    Size("gumbel_argmax", 1, target=5.0),
+    Size("sample", 1),
+    Size("truncate", 1),
+    Size("gumbel_argmax", 64),
+    Size("gumbel_argmax", 256, 128256, BF16),
+    Size("truncate", 64, peer_targets={SORT: 10.0}),
+    Size("truncate", 64, 128256, BF16, peer_targets={SORT: 10.0}),
+    Size("truncate", 64, flat=True),
+    Size("sample", 64, peer_targets={SORT: 10.0}),
+    Size("sample", 256, 128256, BF16),
+)
+TINY = tuple(
+    Size(op, 2, 300, dtype, flat=op == "truncate")
+    for op, dtype in (
+        ("gumbel_argmax", torch.float32),
+        ("truncate", torch.float32),
+        ("sample", BF16),
+    )
+)

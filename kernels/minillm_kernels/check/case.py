@@ -22,7 +22,7 @@ class Mismatch(AssertionError):
 
 @dataclass(frozen=True)
 class Launch:
-    """A call with the shapes of a real model, on uninitialised CPU tensors: only to be compiled.
+    """A call with the shapes of a real model, on `blank` tensors: only to be compiled.
 
     `run` is called inside `offline.compiling(arch)`. `tensor_cores` and `bulk_copies` say what the
     machine code has to contain, on which architectures; `may_spill` names those where it may spill.
@@ -33,6 +33,16 @@ class Launch:
     tensor_cores: tuple[int, ...] = ()
     bulk_copies: tuple[int, ...] = ()
     may_spill: tuple[int, ...] = ()
+
+
+def blank(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without memory, an argument of a `Launch`."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def short(dtype: torch.dtype) -> str:
+    """The name of a dtype."""
+    return str(dtype).removeprefix("torch.")
 
 
 def generator(seed: int) -> torch.Generator:

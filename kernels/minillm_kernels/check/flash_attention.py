@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 
@@ -21,6 +22,7 @@ from minillm_kernels.check.case import (
     Guarded,
     Launch,
     Mismatch,
+    blank,
     compare,
     generator,
     guarded,
@@ -158,14 +160,10 @@ def verify(case: Case, device: str = "cpu", kernels: ModuleType = flash_attentio
 
 
 def call(num_heads: int, num_kv_heads: int, dim: int, dtype: torch.dtype) -> Callable[[], object]:
-    """A call at a model's sizes, on memory that is never accessed."""
-
-    def run() -> Tensor:
-        q, k = (torch.empty(4096, heads, dim, dtype=dtype) for heads in (num_heads, num_kv_heads))
-        start = torch.zeros(5, dtype=torch.int32)
-        return flash_attention.flash_attention(q, k, k, start, start, dim**-0.5)
-
-    return run
+    """A call at a model's sizes."""
+    q, k = (blank(4096, heads, dim, dtype=dtype) for heads in (num_heads, num_kv_heads))
+    start = blank(5, dtype=torch.int32)
+    return partial(flash_attention.flash_attention, q, k, k, start, start, dim**-0.5)
 
 
 ALL = (80, 90, 100)

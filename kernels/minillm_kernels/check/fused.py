@@ -1,15 +1,23 @@
 """Cases of norms, SwiGLU and embedding (`fused.py`); those of `rope_cache.py` are added to them."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import torch
 
 from minillm_kernels import fused, reference
 from minillm_kernels.check import rope_cache
-from minillm_kernels.check.case import Launch, Mismatch, generator, guarded, surrounded
+from minillm_kernels.check.case import (
+    Launch,
+    Mismatch,
+    blank,
+    generator,
+    guarded,
+    short,
+    surrounded,
+)
 from minillm_kernels.check.rope_cache import BF16, DTYPES, FP16, FP32, Case
 
 WRONG_IDS = (-1, -(2**31), 2**31 - 1)
@@ -182,50 +190,28 @@ def verify(case: Case, device: str = "cpu", kernels: ModuleType = fused) -> None
 TOKENS = 64
 
 
-def _launch(name: str, dtype: torch.dtype, run: Callable[[], object]) -> Launch:
-    return Launch(f"{name} {str(dtype).removeprefix('torch.')}", run)
-
-
-def _norm(size: int, dtype: torch.dtype) -> Launch:
-    def run() -> object:
-        x, weight = torch.empty(TOKENS, size, dtype=dtype), torch.empty(size, dtype=dtype)
-        return fused.rms_norm(x, weight, 1e-6)
-
-    return _launch(f"rms_norm {size}", dtype, run)
-
-
-def _add_norm(size: int, dtype: torch.dtype) -> Launch:
-    def run() -> object:
-        x, weight = torch.empty(TOKENS, size, dtype=dtype), torch.empty(size, dtype=dtype)
-        return fused.add_rms_norm(x, x, weight, 1e-6)
-
-    return _launch(f"add_rms_norm {size}", dtype, run)
-
-
-def _silu_mul(size: int, dtype: torch.dtype) -> Launch:
-    def run() -> object:
-        return fused.silu_mul(torch.empty(TOKENS, 2 * size, dtype=dtype))
-
-    return _launch(f"silu_mul {size}", dtype, run)
-
-
-def _embed(size: int, dtype: torch.dtype) -> Launch:
-    def run() -> object:
-        ids = torch.empty(TOKENS, dtype=torch.int64)
-        return fused.embedding(ids, torch.empty(1024, size, dtype=dtype))
-
-    return _launch(f"embedding {size}", dtype, run)
+def _launch(operation: str, size: int, dtype: torch.dtype = BF16) -> Launch:
+    """An operation on rows of `size` numbers."""
+    x, weight = blank(TOKENS, size, dtype=dtype), blank(size, dtype=dtype)
+    arguments: dict[str, tuple[object, ...]] = {
+        "rms_norm": (x, weight, 1e-6),
+        "add_rms_norm": (x, x, weight, 1e-6),
+        "silu_mul": (blank(TOKENS, 2 * size, dtype=dtype),),
+        "embedding": (blank(TOKENS, dtype=torch.int64), blank(1024, size, dtype=dtype)),
+    }
+    run = partial(getattr(fused, operation), *arguments[operation])
+    return Launch(f"{operation} {size} {short(dtype)}", run)
 
 
 LAUNCHES: tuple[Launch, ...] = (
-    _norm(128, BF16),  # q/k norm
-    *(_add_norm(size, BF16) for size in (1024, 4096, 7168, 16384)),
-    _norm(32768, BF16),  # in a loop
-    _add_norm(4096, FP32),
-    _add_norm(16384, FP32),
-    _silu_mul(14336, BF16),
-    _silu_mul(768, FP16),
-    _silu_mul(3072, FP32),
-    _embed(4096, BF16),
+    _launch("rms_norm", 128),  # q/k norm
+    *(_launch("add_rms_norm", size) for size in (1024, 4096, 7168, 16384)),
+    _launch("rms_norm", 32768),  # in a loop
+    _launch("add_rms_norm", 4096, FP32),
+    _launch("add_rms_norm", 16384, FP32),
+    _launch("silu_mul", 14336),
+    _launch("silu_mul", 768, FP16),
+    _launch("silu_mul", 3072, FP32),
+    _launch("embedding", 4096),
     *rope_cache.LAUNCHES,
 )

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -13,12 +14,14 @@ from minillm_kernels import gemv, reference
 from minillm_kernels.check.case import (
     Launch,
     Mismatch,
+    blank,
     compare,
     compare_products,
     generator,
     guarded,
     in_rows,
     normal,
+    short,
     surrounded,
 )
 
@@ -179,29 +182,23 @@ def _launch(
     dtype: torch.dtype = BF16,
 ) -> Launch:
     """A layer of a model; matrix units where there are several rows in half precision."""
-
-    def run() -> object:
-        x, weight = torch.empty(rows, size, dtype=dtype), torch.empty(num_out, size, dtype=dtype)
-        before = (x, x, x[0], 1e-6)
-        return gemv.norm_linear(*before, weight, gated=gated) if norm else gemv.linear(x, weight)
-
-    units = rows > 1 and dtype != FP32
-    kind = str(dtype).removeprefix("torch.")
+    x, weight = blank(rows, size, dtype=dtype), blank(num_out, size, dtype=dtype)
+    run: Callable[[], object] = partial(gemv.linear, x, weight)
+    if norm:
+        run = partial(gemv.norm_linear, x, x, x[0], 1e-6, weight, gated=gated)
     return Launch(
-        f"{'norm_linear' if norm else 'linear'} {name} {rows}x{size}x{num_out} {kind}"
+        f"{'norm_linear' if norm else 'linear'} {name} {rows}x{size}x{num_out} {short(dtype)}"
         + " gated" * gated,
         run,
-        tensor_cores=ARCHITECTURES if units else (),
+        tensor_cores=ARCHITECTURES if rows > 1 and dtype != FP32 else (),
     )
 
 
-def _with_bias(rows: int, dtype: torch.dtype) -> Callable[[], object]:
-    def run() -> object:
-        x, weight = torch.empty(rows, 896, dtype=dtype), torch.empty(1152, 896, dtype=dtype)
-        bias = torch.empty(1152, dtype=dtype)
-        return gemv.norm_linear(x, torch.empty_like(x), x[0], 1e-6, weight, bias)
-
-    return run
+def _with_bias(rows: int) -> Launch:
+    x, weight, bias = blank(rows, 896), blank(1152, 896), blank(1152)
+    run = partial(gemv.norm_linear, x, x, x[0], 1e-6, weight, bias)
+    name = f"norm_linear Qwen2.5-0.5B qkv with bias {rows}"
+    return Launch(name, run, ARCHITECTURES if rows > 1 else ())
 
 
 LAUNCHES: tuple[Launch, ...] = (
@@ -222,12 +219,12 @@ LAUNCHES: tuple[Launch, ...] = (
     # 8 bytes; the engine uses float32 in tests only.
     replace(_launch("equality tests", 1, 1024, 1024, norm=True, dtype=FP32), may_spill=(100,)),
     _launch("equality tests", 8, 1024, 1024, norm=True, dtype=FP32),
-    Launch("norm_linear Qwen2.5-0.5B qkv with bias 1", _with_bias(1, BF16)),
-    Launch("norm_linear Qwen2.5-0.5B qkv with bias 4", _with_bias(4, BF16), ARCHITECTURES),
+    _with_bias(1),
+    _with_bias(4),
     _launch("Llama-3.1-8B qkv", 32, 6144, 4096, norm=True),
     _launch("Llama-3.1-8B gate_up", 64, 28672, 4096, norm=True, gated=True),
     _launch("Qwen3-0.6B qkv", 64, 4096, 1024, norm=True),
     _launch("Qwen3-0.6B gate_up", 32, 6144, 1024, norm=True, gated=True),
     _launch("Qwen3-0.6B gate_up", 256, 6144, 1024, norm=True, gated=True),
-    Launch("norm_linear Qwen2.5-0.5B qkv with bias 64", _with_bias(64, BF16), ARCHITECTURES),
+    _with_bias(64),
 )

@@ -3,32 +3,29 @@
 
 import math
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillm_kernels import int8_cache, int8_pages, reference
-from minillm_kernels.check.case import Launch, Mismatch, compare, generator, guarded, normal
+from minillm_kernels.check.case import Launch, Mismatch, blank, compare, generator, normal
 from minillm_kernels.check.pages import (
-    BRANCHES,
-    SPARE,
     UNTOUCHED,
-    Tails,
-    places_of,
-    poisoned_memory,
+    Inputs,
+    Paged,
+    guarded_call,
+    inputs_of,
     random_sequences,
-    random_tails,
 )
-from minillm_kernels.check.pages import starts_of as bounds
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 ROUNDING = 0.03  # of weights to 7 bits, as a share of the largest result
 Codes = tuple[Tensor, Tensor, Tensor, Tensor]
+NAMES = ("key", "value", "key_scale", "value_scale")
 
 
 @dataclass(frozen=True)
@@ -93,60 +90,37 @@ def random_case(rng: random.Random) -> Case:
     )
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Queries [N, H, D]; keys and values [S, Hkv, D] with their slots; and where sequences are."""
-
-    q: Tensor
-    key: Tensor
-    value: Tensor
-    slots: Tensor
-    in_order: Tensor  # slots, if no sequence is a path of a tree
-    tables: tuple[Tensor, Tensor, Tensor]
-    tails: Tails | None
-    num_blocks: int
-
-
 def inputs(case: Case, device: str) -> Inputs:
-    """Blocks are shuffled; entries behind a table's end name a block that does not exist. Keys and
-    values are views of wider rows, and come in any order with rows that have no slot."""
-    rng, size = generator(case.seed), case.block_size
-    lengths = [length for _, length in case.sequences]
-    counts = [count for count, _ in case.sequences]
-    tails = random_tails(rng, lengths, counts) if case.tree else None
-    room = BRANCHES if case.tree else 0
-    needed = [-(-(length + room) // size) for length in lengths]
-    num_blocks = sum(needed) + SPARE
-    tables = torch.full((len(lengths), max([1, *needed]) + 2), num_blocks + 7)
-    blocks = torch.randperm(num_blocks, generator=rng)
-    slots: list[Tensor] = []
-    in_order: list[Tensor] = []
-    for row, (length, own) in enumerate(zip(lengths, blocks.split([*needed, SPARE]), strict=False)):
-        tables[row, : len(own)] = own
-        at = torch.arange(length)
-        places = at if tails is None else places_of(at, tails, row)
-        for found, each in ((slots, places), (in_order, at)):
-            found.append(own[each // size] * size + each % size)
-    slot, straight = (torch.cat([*each, torch.tensor([-1])]) for each in (slots, in_order))
-    mixed = torch.randperm(len(slot), generator=rng)
-    slot, straight = slot[mixed], straight[mixed]
-    wide = normal(rng, (len(slot) + 1, 2 * case.num_kv_heads, case.head_dim), case.dtype, "cpu")
-    wide *= 2.0 ** torch.randint(-3, 3, wide.shape[:2], generator=rng).to(wide.dtype)[..., None]
-    wide[torch.rand(len(wide), generator=rng) < 0.1] = 0
-    wide[-1] = math.nan  # behind the slots
+    """Queries and pages of numbers of any size, some zero, with the positions of each sequence in
+    order."""
+    dims = case.head_dim, case.head_dim
+    given = inputs_of(case, case.num_kv_heads, dims, case.head_dim, device)
+    rng = generator(case.seed + 2)
+
+    def uneven(cache: Tensor) -> Tensor:
+        factor = 2.0 ** torch.randint(-3, 3, cache.shape[:3], generator=rng)
+        factor *= torch.rand(factor.shape, generator=rng) >= 0.1
+        return cache * factor.to(cache)[..., None]
+
+    if case.bad:
+        given.q[-1, 0, 0] = -math.inf
+    caches = tuple(map(uneven, given.pages.caches))
+    return replace(given, pages=replace(given.pages, caches=caches))
+
+
+def rows_of(case: Case, pages: Paged) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [S, Hkv, D] of all positions and their slots, in any order: views of wider
+    rows. One has no slot, and one is behind the slots."""
+    rng = generator(case.seed + 3)
+    rows = torch.cat([cache.cpu().transpose(1, 2).flatten(0, 1) for cache in pages.caches], 1)
+    slots = rows[:, 0, 0].isfinite().nonzero().flatten()
+    slots = torch.cat((slots, torch.tensor([-1])))[torch.randperm(len(slots) + 1, generator=rng)]
+    wide = torch.cat((rows[slots], torch.full_like(rows[:1], math.nan)))
     if case.bad:
         wide[0, 0, 3], wide[1, -1, 0] = math.nan, math.inf
+    device = pages.seq_lens.device
     key, value = wide.to(device).chunk(2, 1)
-    q = normal(rng, (sum(counts) + case.padding, case.num_heads, case.head_dim), case.dtype, device)
-    if case.bad:
-        q[-1, 0, 0] = -math.inf
-    where = (
-        bounds(counts, device),
-        torch.tensor(lengths, dtype=torch.int32, device=device),
-        tables.to(torch.int32 if case.seed % 2 else torch.int64).to(device),
-    )
-    there = None if tails is None else (tails[0].to(device), tails[1].to(device))
-    return Inputs(q, key, value, slot.to(device), straight, where, there, num_blocks)
+    return key, value, slots.to(device)
 
 
 def garbage(case: Case, num_blocks: int, device: str) -> Codes:
@@ -174,63 +148,62 @@ def same_bits(got: Tensor, due: Tensor, what: str) -> None:
 
 def verify(case: Case, device: str = "cpu", kernels: Any = int8_pages) -> None:
     """Mismatch if pages or results have other bits than the reference's, or are far from exact."""
-    given = inputs(case, device)
-    pages, due = (garbage(case, given.num_blocks, place) for place in (device, "cpu"))
-    kernels.write_cache(given.key, given.value, *pages, given.slots)
-    key, value, slots = (x.cpu() for x in (given.key, given.value, given.in_order))
-    int8_cache.write_cache(key, value, *due, slots)
-    for name, mine, theirs in zip(("key", "value", "key_scale", "value_scale"), pages, due,
-                                  strict=True):  # fmt: skip
-        if not case.tree:
+    plain = inputs(case, device)
+    given = plain.repaged(case.block_size, case.seed) if case.tree else plain
+    key, value, slots = rows_of(case, given.pages)
+    pages = garbage(case, given.pages.num_blocks, device)
+    kernels.write_cache(key, value, *pages, slots)
+    due = garbage(case, plain.pages.num_blocks, "cpu")
+    in_order = [each.cpu() for each in rows_of(case, plain.pages)]
+    int8_cache.write_cache(in_order[0], in_order[1], *due, in_order[2])
+    if not case.tree:
+        for name, mine, theirs in zip(NAMES, pages, due, strict=True):
             same_bits(mine, theirs, name)
-    out = guarded(given.q.shape, case.dtype, device)
-    out.view[sum(count for count, _ in case.sequences) :].fill_(UNTOUCHED)
-    with poisoned_memory():
-        got = kernels.paged_attention(
-            given.q, *pages, *given.tables, case.scale, case.window,
-            max_query_len=case.max_query_len, tails=given.tails, out=out.view,
+
+    def run(given: Inputs, **options: Any) -> Tensor:
+        found: Tensor = kernels.paged_attention(
+            given.q, *pages, *given.tensors, case.scale, case.window,
+            max_query_len=case.max_query_len, tails=given.tails, **options,
         )  # fmt: skip
-    out.check(written=False)
-    q, (starts, lengths, blocks) = given.q.cpu(), (table.cpu() for table in given.tables)
-    tables = starts, lengths, blocks
-    rows = int(starts[-1])
-    wanted = int8_cache.paged_attention(q, *due, *tables, case.scale, case.window)
-    same_bits(got[:rows], wanted[:rows], "attention")
-    if bool((got[rows:] != UNTOUCHED).any()):
-        raise Mismatch("rows behind the last sequence were written")
+        return found
+
+    got = guarded_call(case, given, case.head_dim, run, UNTOUCHED)
+    q, rows = given.q.cpu(), given.num_tokens
+    where: Any = *(table.cpu() for table in plain.tensors), case.scale, case.window
+    same_bits(got[:rows], int8_cache.paged_attention(q, *due, *where)[:rows], "attention")
     if case.bad:
         return
-    verify_prologue(case, given, device, kernels)
-    key, value = (near(*int8_cache.quantize(x)) for x in (key, value))
+    verify_prologue(case, given.pages.num_blocks, slots, device, kernels)
     keys, values = (torch.zeros(due[0].shape, dtype=torch.float64) for _ in range(2))
-    reference.write_cache(key, value, keys, values, slots)
+    exact = [near(*int8_cache.quantize(each)) for each in in_order[:2]]
+    reference.write_cache(exact[0], exact[1], keys, values, in_order[2])
     queries = near(*int8_cache.quantize_query(q))
-    right = reference.paged_attention(queries, keys, values, *tables, case.scale, case.window)
-    for row, (begin, end) in enumerate(pairwise(starts.tolist())):
-        compare(got[begin:end], right[begin:end], f"attention of sequence {row}", ROUNDING)
+    right = reference.paged_attention(queries, keys, values, *where)
+    for row, part in enumerate(given.rows()):
+        compare(got[part], right[part], f"attention of sequence {row}", ROUNDING)
 
 
-def verify_prologue(case: Case, given: Inputs, device: str, kernels: Any) -> None:
+def verify_prologue(case: Case, num_blocks: int, slots: Tensor, device: str, kernels: Any) -> None:
     """Mismatch if norm, rotation and writing in one launch are far from the reference's."""
-    count, dim, interleaved = len(given.slots), case.head_dim, case.seed % 3 == 0
+    count, dim, interleaved = len(slots), case.head_dim, case.seed % 3 == 0
     rng, heads = generator(case.seed + 1), case.num_heads + 2 * case.num_kv_heads
     qkv = normal(rng, (count, heads, dim), case.dtype, device)
     norms: list[Any] = [None, None]
     if case.seed % 2:
         norms = [normal(rng, (dim,), case.dtype, device) for _ in norms]
     turns = torch.rand(count, dim // 2, generator=rng) * 2 * math.pi
-    pages = garbage(case, given.num_blocks, device)
+    pages = garbage(case, num_blocks, device)
     angles = turns.cos().to(device), turns.sin().to(device)
-    q = kernels.norm_rope_write(qkv, *norms, 1e-5, *angles, interleaved, *pages, given.slots)
+    q = kernels.norm_rope_write(qkv, *norms, 1e-5, *angles, interleaved, *pages, slots)
     exact: list[Any] = [None if each is None else each.double().cpu() for each in (qkv, *norms)]
     caches = [torch.full(pages[0].shape, math.nan, dtype=torch.float64) for _ in range(2)]
     right = reference.norm_rope_write(
         exact[0], exact[1], exact[2], 1e-5, turns.cos(), turns.sin(), interleaved,
-        caches[0], caches[1], given.slots.cpu(),
+        caches[0], caches[1], slots.cpu(),
     )  # fmt: skip
-    written = given.slots.cpu() >= 0
+    written = slots.cpu() >= 0
     compare(q.cpu()[written], right[written], "rotated queries", 0.02)
-    table = torch.arange(given.num_blocks)
+    table = torch.arange(num_blocks)
     for what, codes, scale, due in zip(("keys", "values"), pages[:2], pages[2:], caches,
                                        strict=True):  # fmt: skip
         due = due.transpose(0, 1).flatten(1, 2)  # [Hkv, S, D]
@@ -246,38 +219,39 @@ def verify_prologue(case: Case, given: Inputs, device: str, kernels: Any) -> Non
 
 def _pages(num_kv_heads: int, head_dim: int, block_size: int) -> Codes:
     shape = (64, num_kv_heads, block_size, head_dim)
-    key, scale = torch.empty(shape, dtype=torch.uint8), torch.empty(shape[:3], dtype=HALF)
-    return key, torch.empty(shape, dtype=torch.int8), scale, torch.empty_like(scale)
+    scale = blank(*shape[:3], dtype=HALF)
+    return blank(*shape, dtype=torch.uint8), blank(*shape, dtype=torch.int8), scale, scale
 
 
 def _attend(
     num_heads: int, num_kv_heads: int, head_dim: int, block_size: int = 16, query_len: int = 1,
     num_sequences: int = 8, tree: bool = False, **options: Any,
 ) -> None:  # fmt: skip
-    q = torch.empty(num_sequences * query_len, num_heads, head_dim, dtype=BRAIN)
-    lengths = torch.empty(num_sequences, dtype=torch.int32)
-    tables = torch.empty(num_sequences, 8192 // block_size, dtype=torch.int64)
-    start = torch.empty(num_sequences + 1, dtype=torch.int32)
-    pages = _pages(num_kv_heads, head_dim, block_size)
+    lengths = blank(num_sequences, dtype=torch.int32)
     if tree:
-        options["tails"] = lengths, torch.empty(num_sequences, 16, dtype=torch.int32)
+        options["tails"] = lengths, blank(num_sequences, 16, dtype=torch.int32)
     int8_pages.paged_attention(
-        q, *pages, start, lengths, tables, head_dim**-0.5, max_query_len=query_len, **options
-    )
+        blank(num_sequences * query_len, num_heads, head_dim),
+        *_pages(num_kv_heads, head_dim, block_size), blank(num_sequences + 1, dtype=torch.int32),
+        lengths, blank(num_sequences, 8192 // block_size, dtype=torch.int64), head_dim**-0.5,
+        max_query_len=query_len, **options,
+    )  # fmt: skip
 
 
-def _write(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    key = torch.empty(64, num_kv_heads, head_dim, dtype=dtype)
-    slots = torch.empty(64, dtype=torch.int64)
-    int8_pages.write_cache(key, key, *_pages(num_kv_heads, head_dim, 16), slots)
+def _write(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Callable[[], object]:
+    key, pages = blank(64, num_kv_heads, head_dim, dtype=dtype), _pages(num_kv_heads, head_dim, 16)
+    slots = blank(64, dtype=torch.int64)
+    return partial(int8_pages.write_cache, key, key, *pages, slots)
 
 
-def _prologue(num_heads: int, num_kv_heads: int, head_dim: int, normed: bool) -> None:
-    qkv = torch.empty(64, num_heads + 2 * num_kv_heads, head_dim, dtype=BRAIN)
-    norm = torch.empty(head_dim, dtype=BRAIN) if normed else None
-    angles, slots = torch.empty(64, head_dim // 2), torch.empty(64, dtype=torch.int64)
-    pages = _pages(num_kv_heads, head_dim, 16)
-    int8_pages.norm_rope_write(qkv, norm, norm, 1e-5, angles, angles, False, *pages, slots)
+def _prologue(
+    num_heads: int, num_kv_heads: int, head_dim: int, normed: bool
+) -> Callable[[], object]:
+    qkv, angles = blank(64, num_heads + 2 * num_kv_heads, head_dim), blank(64, head_dim // 2)
+    norm, angles = blank(head_dim) if normed else None, angles.float()
+    pages, turn = _pages(num_kv_heads, head_dim, 16), (1e-5, angles, angles, False)
+    slots = blank(64, dtype=torch.int64)
+    return partial(int8_pages.norm_rope_write, qkv, norm, norm, *turn, *pages, slots)
 
 
 def _launches() -> Iterator[Launch]:
@@ -291,10 +265,10 @@ def _launches() -> Iterator[Launch]:
     window = partial(_attend, 32, 32, 96, 64, window=4096)
     yield Launch("decode, Phi-3-mini, pages of 64, a window", window, everywhere)
     yield Launch("token trees", partial(_attend, 32, 8, 128, tree=True), everywhere)
-    yield Launch("norm_rope_write, Llama-3.1-8B", partial(_prologue, 32, 8, 128, False))
-    yield Launch("norm_rope_write, Qwen3-0.6B", partial(_prologue, 16, 8, 128, True))
-    yield Launch("write, Llama-3.1-8B", partial(_write, 8, 128, BRAIN))
-    yield Launch("write, head_dim 80 float32", partial(_write, 2, 80, torch.float32))
+    yield Launch("norm_rope_write, Llama-3.1-8B", _prologue(32, 8, 128, False))
+    yield Launch("norm_rope_write, Qwen3-0.6B", _prologue(16, 8, 128, True))
+    yield Launch("write, Llama-3.1-8B", _write(8, 128, BRAIN))
+    yield Launch("write, head_dim 80 float32", _write(2, 80, torch.float32))
 
 
 LAUNCHES = tuple(_launches())

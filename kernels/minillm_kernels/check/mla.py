@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minillm_kernels import launch, mla, reference
-from minillm_kernels.check.case import Launch
+from minillm_kernels.check.case import Launch, blank
 from minillm_kernels.check.pages import (
     UNTOUCHED,
     Inputs,
@@ -229,19 +229,13 @@ def _launch(
     invariant: bool = False,
     few: int | None = None,
 ) -> Tensor:
-    width = value_dim + rope_dim
+    width, integers = value_dim + rope_dim, partial(blank, dtype=torch.int32)
     return mla.mla_attention(
-        torch.empty(num_tokens, num_heads, width, dtype=dtype),
-        torch.empty(rows, 1, block_size, width, dtype=dtype),
-        value_dim,
-        torch.zeros(rows + 1, dtype=torch.int32),
-        torch.zeros(rows, dtype=torch.int32),
-        torch.zeros(rows, 32768 // block_size, dtype=torch.int32),
-        (128 + 64) ** -0.5,
-        window,
-        max_query_len=1 if num_tokens == rows else few,
-        batch_invariant=invariant,
-    )
+        blank(num_tokens, num_heads, width, dtype=dtype),
+        blank(rows, 1, block_size, width, dtype=dtype), value_dim, integers(rows + 1),
+        integers(rows), integers(rows, 32768 // block_size), (128 + 64) ** -0.5, window,
+        max_query_len=1 if num_tokens == rows else few, batch_invariant=invariant,
+    )  # fmt: skip
 
 
 ALL = (80, 90, 100)

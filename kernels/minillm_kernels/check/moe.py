@@ -20,6 +20,7 @@ from minillm_kernels.check.case import (
     Guarded,
     Launch,
     Mismatch,
+    blank,
     compare,
     generator,
     guarded,
@@ -232,40 +233,31 @@ NEW = (90, 100)
 def call(
     model: Sequence[int], num_tokens: int, dtype: torch.dtype, batch_invariant: bool = False
 ) -> Callable[[], object]:
-    """A call at a model's sizes, on memory that is never accessed."""
-
-    def run() -> Tensor:
-        num_experts, top_k, d, intermediate = model
-        return moe.moe_experts(
-            torch.empty(num_tokens, d, dtype=dtype),
-            torch.empty(num_experts, 2 * intermediate, d, dtype=dtype),
-            torch.empty(num_experts, d, intermediate, dtype=dtype),
-            torch.empty(num_tokens, top_k),
-            torch.zeros(num_tokens, top_k, dtype=torch.int64),
-            batch_invariant=batch_invariant,
-        )
-
-    return run
+    """A call at a model's sizes."""
+    num_experts, top_k, d, intermediate = model
+    weights, ids = (blank(num_tokens, top_k, dtype=dtype) for dtype in (F32, torch.int64))
+    x = blank(num_tokens, d, dtype=dtype)
+    gate_up = blank(num_experts, 2 * intermediate, d, dtype=dtype)
+    down = blank(num_experts, d, intermediate, dtype=dtype)
+    inputs = x, gate_up, down, weights, ids
+    return partial(moe.moe_experts, *inputs, batch_invariant=batch_invariant)
 
 
-def launches() -> tuple[Launch, ...]:
-    """Every row of the table of tiles, and every model."""
-    scores = partial(torch.empty, 4, 128)
-    return (
-        Launch("Qwen3-30B-A3B router", lambda: moe_route.route(scores(), None, 8, True, True, 1.0)),
-        Launch("Qwen3-30B-A3B decode 1", call(QWEN3_30B, 1, BF16), ALL),
-        Launch("Qwen3-30B-A3B decode 32", call(QWEN3_30B, 32, BF16), ALL),
-        Launch("Qwen3-30B-A3B decode 256", call(QWEN3_30B, 256, BF16), ALL, NEW),
-        Launch("Qwen3-30B-A3B prefill 4096", call(QWEN3_30B, 4096, BF16), ALL, NEW),
-        Launch("Qwen3-30B-A3B invariant", call(QWEN3_30B, 16, BF16, True), ALL, NEW),
-        Launch("Qwen3-30B-A3B prefill float32", call(QWEN3_30B, 512, F32)),
-        Launch("Mixtral-8x7B decode 1", call(MIXTRAL, 1, F16), ALL),
-        Launch("Mixtral-8x7B decode 16", call(MIXTRAL, 16, F16), ALL),
-        Launch("Mixtral-8x7B prefill 4096", call(MIXTRAL, 4096, F16), ALL, NEW),
-        Launch("DeepSeek-V2-Lite decode 2", call(DEEPSEEK_LITE, 2, BF16), ALL),
-        Launch("DeepSeek-V2-Lite decode 64", call(DEEPSEEK_LITE, 64, BF16), ALL),
-        Launch("DeepSeek-V2-Lite prefill 2048", call(DEEPSEEK_LITE, 2048, BF16), ALL, NEW),
-    )
-
-
-LAUNCHES: tuple[Launch, ...] = launches()
+LAUNCHES: tuple[Launch, ...] = (  # every row of the table of tiles, and every model
+    Launch(
+        "Qwen3-30B-A3B router",
+        partial(moe_route.route, blank(4, 128, dtype=F32), None, 8, True, True, 1.0),
+    ),
+    Launch("Qwen3-30B-A3B decode 1", call(QWEN3_30B, 1, BF16), ALL),
+    Launch("Qwen3-30B-A3B decode 32", call(QWEN3_30B, 32, BF16), ALL),
+    Launch("Qwen3-30B-A3B decode 256", call(QWEN3_30B, 256, BF16), ALL, NEW),
+    Launch("Qwen3-30B-A3B prefill 4096", call(QWEN3_30B, 4096, BF16), ALL, NEW),
+    Launch("Qwen3-30B-A3B invariant", call(QWEN3_30B, 16, BF16, True), ALL, NEW),
+    Launch("Qwen3-30B-A3B prefill float32", call(QWEN3_30B, 512, F32)),
+    Launch("Mixtral-8x7B decode 1", call(MIXTRAL, 1, F16), ALL),
+    Launch("Mixtral-8x7B decode 16", call(MIXTRAL, 16, F16), ALL),
+    Launch("Mixtral-8x7B prefill 4096", call(MIXTRAL, 4096, F16), ALL, NEW),
+    Launch("DeepSeek-V2-Lite decode 2", call(DEEPSEEK_LITE, 2, BF16), ALL),
+    Launch("DeepSeek-V2-Lite decode 64", call(DEEPSEEK_LITE, 64, BF16), ALL),
+    Launch("DeepSeek-V2-Lite prefill 2048", call(DEEPSEEK_LITE, 2048, BF16), ALL, NEW),
+)

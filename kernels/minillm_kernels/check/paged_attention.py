@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm_kernels import paged_attention, reference
-from minillm_kernels.check.case import Launch
+from minillm_kernels.check.case import Launch, blank
 from minillm_kernels.check.pages import (
     UNTOUCHED,
     Inputs,
@@ -234,18 +234,16 @@ def _launch(
     tree: bool = False,
     **options: Any,
 ) -> None:
-    """A call with these sizes, on memory that is never accessed."""
+    """A call with these sizes."""
+    integers = partial(blank, dtype=torch.int32)
     if tree:
-        starts = torch.empty(num_sequences, dtype=torch.int32)
-        options["tails"] = starts, torch.empty(num_sequences, 16, dtype=torch.int32)
-    q = torch.empty(num_sequences * query_len, num_heads, head_dim, dtype=dtype)
-    k = torch.empty(64, num_kv_heads, block_size, head_dim, dtype=dtype)
-    start = torch.empty(num_sequences + 1, dtype=torch.int32)
-    tables = torch.empty(num_sequences, 8192 // block_size, dtype=torch.int32)
-    lengths = torch.empty(num_sequences, dtype=torch.int32)
+        options["tails"] = integers(num_sequences), integers(num_sequences, 16)
+    cache = blank(64, num_kv_heads, block_size, head_dim, dtype=dtype)
     paged_attention.paged_attention(
-        q, k, torch.empty_like(k), start, lengths, tables, head_dim**-0.5, **options
-    )
+        blank(num_sequences * query_len, num_heads, head_dim, dtype=dtype), cache, cache,
+        integers(num_sequences + 1), integers(num_sequences),
+        integers(num_sequences, 8192 // block_size), head_dim**-0.5, **options,
+    )  # fmt: skip
 
 
 def _launches() -> Iterator[Launch]:

@@ -161,7 +161,8 @@ class Inputs:
                 cache[blocks, :, place % block_size] = source
         device = self.q.device
         moved = tuple(cache.to(device) for cache in new.caches)
-        pages = Paged(moved, new.block_tables.to(device), new.seq_lens.to(device))
+        tables = new.block_tables.to(self.pages.block_tables)  # its dtype, too
+        pages = Paged(moved, tables, new.seq_lens.to(device))
         if tails is not None:
             tails = tails[0].to(device), tails[1].to(device)
         return replace(self, pages=pages, tails=tails)
@@ -223,11 +224,9 @@ def random_sequences(rng: random.Random, block_size: int, long: int) -> Mapping[
 Run = Callable[..., Tensor]
 
 
-def verify_rows(
-    case: Any, given: Inputs, value_dim: int, run: Run, expected: Tensor, padding: float
-) -> None:
-    """Mismatch if `run` computes something else than `expected`, each sequence by its own scale, or
-    leaves something else than `padding` in the rows behind the last sequence."""
+def guarded_call(case: Any, given: Inputs, value_dim: int, run: Run, padding: float) -> Tensor:
+    """What `run` computes; Mismatch if it writes beside its output, or leaves something else than
+    `padding` in the rows behind the last sequence."""
     device = str(given.q.device)
     out = guarded((len(given.q), case.num_heads, value_dim), case.dtype, device)
     out.view[given.num_tokens :].fill_(UNTOUCHED)
@@ -236,10 +235,19 @@ def verify_rows(
     out.check(written=False)
     if got is not out.view:
         raise Mismatch("the result is not in out")
-    for rows, (query_len, seq_len) in zip(given.rows(), case.sequences, strict=True):
-        compare(got[rows], expected[rows], f"attention of {query_len} rows, length {seq_len},")
     if bool((got[given.num_tokens :] != padding).any()):
         raise Mismatch(f"rows behind the last sequence are not {padding}")
+    return got
+
+
+def verify_rows(
+    case: Any, given: Inputs, value_dim: int, run: Run, expected: Tensor, padding: float
+) -> None:
+    """Mismatch if `run` computes something else than `expected`, each sequence by its own scale, or
+    fails `guarded_call`."""
+    got = guarded_call(case, given, value_dim, run, padding)
+    for rows, (query_len, seq_len) in zip(given.rows(), case.sequences, strict=True):
+        compare(got[rows], expected[rows], f"attention of {query_len} rows, length {seq_len},")
 
 
 def verify_bits(

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from minillm_kernels import quantized, quantized_reference
 from minillm_kernels.check.case import (
     Launch,
     Mismatch,
+    blank,
     compare_products,
     generator,
     guarded,
@@ -201,27 +203,22 @@ def random_case(rng: random.Random) -> Case:
 ARCHITECTURES = (80, 90, 100)
 
 
-def _int4(rows: int, num_out: int, size: int, group: int, dtype: torch.dtype, offset: str) -> Any:
-    def run() -> object:
-        x = torch.empty(rows, size, dtype=dtype)
-        codes = torch.empty(num_out, size // 2, dtype=torch.uint8)
-        scales = torch.empty(size // group, num_out, dtype=FP16)
-        offsets: Arguments = {offset: scales.to(torch.int8) if offset == "zeros" else scales}
-        return quantized.int4_linear(x, codes, scales, **offsets)
-
-    return run
+def _int4(
+    rows: int, num_out: int, size: int, group: int, dtype: torch.dtype, offset: str
+) -> Callable[[], object]:
+    scales = blank(size // group, num_out, dtype=FP16)
+    dtype_of_offsets = torch.int8 if offset == "zeros" else FP16
+    offsets: Arguments = {offset: blank(*scales.shape, dtype=dtype_of_offsets)}
+    x, codes = blank(rows, size, dtype=dtype), blank(num_out, size // 2, dtype=torch.uint8)
+    return partial(quantized.int4_linear, x, codes, scales, **offsets)
 
 
 def _scaled(
     rows: int, num_out: int, size: int, block: tuple[int, int], codes: torch.dtype = E4M3
 ) -> Callable[[], object]:
-    def run() -> object:
-        x = torch.empty(rows, size, dtype=BF16)
-        scales = torch.empty(-(-size // block[1]), -(-num_out // block[0]))
-        weight = torch.empty(num_out, size, dtype=codes)
-        return quantized.scaled_linear(x, weight, scales, block=block)
-
-    return run
+    scales = blank(-(-size // block[1]), -(-num_out // block[0]), dtype=FP32)
+    weight = blank(num_out, size, dtype=codes)
+    return partial(quantized.scaled_linear, blank(rows, size), weight, scales, block=block)
 
 
 def _launch(name: str, run: Callable[[], object], units: bool = True) -> Launch:

@@ -9,6 +9,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -20,10 +21,12 @@ from minillm_kernels.check.case import (
     Guarded,
     Launch,
     Mismatch,
+    blank,
     compare,
     generator,
     guarded,
     normal,
+    short,
     surrounded,
 )
 
@@ -285,36 +288,24 @@ def _projection(
     name: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, norm: bool, turned: bool
 ) -> Launch:
     """`norm_rope_write` of one layer of a model."""
-
-    def run() -> object:
-        weight = torch.empty(dim, dtype=dtype) if norm else None
-        angles = torch.empty(TOKENS, dim // 2)
-        qkv = torch.empty(TOKENS, heads + 2 * kv_heads, dim, dtype=dtype)
-        cache = torch.empty(BLOCKS, kv_heads, BLOCK_SIZE, dim, dtype=dtype)
-        slots = torch.empty(TOKENS, dtype=torch.int64)
-        return rope_cache.norm_rope_write(
-            qkv, weight, weight, 1e-6, angles, angles, turned, cache, cache, slots
-        )
-
-    return Launch(f"norm_rope_write {name} {str(dtype).removeprefix('torch.')}", run)
+    weight = blank(dim, dtype=dtype) if norm else None
+    angles = blank(TOKENS, dim // 2, dtype=FP32)
+    qkv = blank(TOKENS, heads + 2 * kv_heads, dim, dtype=dtype)
+    cache = blank(BLOCKS, kv_heads, BLOCK_SIZE, dim, dtype=dtype)
+    slots = blank(TOKENS, dtype=torch.int64)
+    inputs = (qkv, weight, weight, 1e-6, angles, angles, turned, cache, cache, slots)
+    run = partial(rope_cache.norm_rope_write, *inputs)
+    return Launch(f"norm_rope_write {name} {short(dtype)}", run)
 
 
-def _latent(dtype: torch.dtype) -> tuple[Launch, Launch]:
+def _latent() -> tuple[Launch, Launch]:
     """DeepSeek's rotated query part, and its latent cache."""
-
-    def turn() -> object:
-        q = torch.empty(TOKENS, 16, 192, dtype=dtype)[..., 128:]
-        angles = torch.empty(TOKENS, 32)
-        return rope_cache.rotate(q, angles, angles, True)
-
-    def write() -> None:
-        cache = torch.empty(BLOCKS, 1, 64, 576, dtype=dtype)
-        slots = torch.empty(TOKENS, dtype=torch.int64)
-        key = torch.empty(TOKENS, 1, 576, dtype=dtype)
-        rope_cache.write_cache(key, None, cache, cache[..., :512], slots)
-
-    name = str(dtype).removeprefix("torch.")
-    return Launch(f"rotate MLA 64 {name}", turn), Launch(f"write_cache MLA 576 {name}", write)
+    q, angles = blank(TOKENS, 16, 192)[..., 128:], blank(TOKENS, 32, dtype=FP32)
+    cache, slots = blank(BLOCKS, 1, 64, 576), blank(TOKENS, dtype=torch.int64)
+    turn = partial(rope_cache.rotate, q, angles, angles, True)
+    key = blank(TOKENS, 1, 576)
+    write = partial(rope_cache.write_cache, key, None, cache, cache[..., :512], slots)
+    return Launch("rotate MLA 64 bfloat16", turn), Launch("write_cache MLA 576 bfloat16", write)
 
 
 LAUNCHES: tuple[Launch, ...] = (
@@ -327,5 +318,5 @@ LAUNCHES: tuple[Launch, ...] = (
     _projection("head_dim 80", 32, 32, 80, BF16, norm=False, turned=False),
     _projection("head_dim 96", 32, 32, 96, BF16, norm=False, turned=False),
     _projection("head_dim 256", 8, 4, 256, BF16, norm=True, turned=False),
-    *_latent(BF16),
+    *_latent(),
 )

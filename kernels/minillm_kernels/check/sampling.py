@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -11,7 +12,16 @@ import torch
 from torch import Tensor
 
 from minillm_kernels import reference, sampling
-from minillm_kernels.check.case import Launch, Mismatch, generator, guarded, normal, poisoned
+from minillm_kernels.check.case import (
+    Launch,
+    Mismatch,
+    blank,
+    generator,
+    guarded,
+    normal,
+    poisoned,
+    short,
+)
 
 EDGE = 1e-6  # relative error of a mass in float32, within which the edge token is free
 Kind = Literal["normal", "ties", "equal", "masked", "far", "tiny", "broken"]
@@ -89,28 +99,12 @@ CASES: tuple[Case, ...] = (
     Case("truncate", 1, 32000, FP16, top_k=(0,), top_p=(0.95,), spread=2.0),
     # -- all of it
     Case("sample", 1, 1, top_k=(1,), top_p=(0.5,)),
-    Case(
-        "sample",
-        6,
-        600,
-        temperature=(0.0, 1.0, 0.7, 2.0),
-        top_k=SOME_K,
-        top_p=SOME_P,
-        block=256,
-        gap=1,
-    ),
+    Case("sample", 6, 600, temperature=(0.0, 1.0, 0.7, 2.0), top_k=SOME_K, top_p=SOME_P, block=256,
+         gap=1),
     Case("sample", 4, 300, BF16, kind="ties", top_k=SOME_K, top_p=SOME_P, min_p=(0.0, 0.02)),
-    Case(
-        "sample",
-        4,
-        200,
-        kind="broken",
-        top_k=SOME_K,
-        top_p=SOME_P,
-        block=64,
-        temperature=(1.0, 0.0),
-    ),
-)
+    Case("sample", 4, 200, kind="broken", top_k=SOME_K, top_p=SOME_P, block=64,
+         temperature=(1.0, 0.0)),
+)  # fmt: skip
 
 
 def random_case(rng: random.Random) -> Case:
@@ -309,21 +303,17 @@ def _on_cpu(argument: Any) -> Any:
 
 
 def _launch(op: str, model: str, num_rows: int, vocab_size: int, dtype: torch.dtype) -> Launch:
-    name = f"{op} {model} K={num_rows} {str(dtype).removeprefix('torch.')}"
-
-    def run() -> object:
-        logits = torch.empty(num_rows, vocab_size, dtype=dtype)
-        floats = torch.empty(num_rows)
-        integers = torch.empty(num_rows, dtype=torch.int64)
-        top_k = torch.empty(num_rows, dtype=torch.int32)
-        stream = (integers, integers, integers)
-        if op == "truncate":
-            return sampling.truncate(logits, top_k, floats)
-        if op == "gumbel_argmax":
-            return sampling.gumbel_argmax(logits, floats, floats, *stream)
-        return sampling.sample(logits, floats, top_k, floats, floats, *stream, best=floats)
-
-    return Launch(name, run)
+    logits, top_k = blank(num_rows, vocab_size, dtype=dtype), blank(num_rows, dtype=torch.int32)
+    floats, integers = (blank(num_rows, dtype=dtype) for dtype in (torch.float32, torch.int64))
+    stream = (integers, integers, integers)
+    runs = {
+        "truncate": partial(sampling.truncate, logits, top_k, floats),
+        "gumbel_argmax": partial(sampling.gumbel_argmax, logits, floats, floats, *stream),
+        "sample": partial(
+            sampling.sample, logits, floats, top_k, floats, floats, *stream, best=floats
+        ),
+    }
+    return Launch(f"{op} {model} K={num_rows} {short(dtype)}", runs[op])
 
 
 LAUNCHES: tuple[Launch, ...] = (

@@ -41,15 +41,9 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("gpu-results"), metavar="FOLDER", help="for all files")
     add("--seconds", type=float, default=SECONDS, metavar="N", help=f"in all ({SECONDS:.0f})")
     add("--only", default="", metavar="STAGE,...", help="these stages (see --list)")
-    add(
-        "--again",
-        type=Path,
-        metavar="FILE",
-        help="an earlier results.jsonl: what did not pass, and its figures beside the new ones",
-    )
-    add(
-        "--changed", default="", metavar="FAMILY,...", help="with --again: run these families whole"
-    )
+    told = "an earlier results.jsonl: what did not pass, and its figures beside the new ones"
+    add("--again", type=Path, metavar="FILE", help=told)
+    add("--changed", default="", metavar="FAMILY,...", help="with --again: these families whole")
     add("--list", action="store_true", help="stages, tasks and seconds, and stop")
     add("--pack", type=Path, metavar="FOLDER", help="copy what a run needs there, and stop")
     add("--dry-run", action="store_true", help="on a CPU: compile for sm_90, run nothing")

@@ -63,20 +63,11 @@ def engine(context: Context, opened: dict[int, DecodeSteps], model: str, block: 
     if block not in opened:
         for other in list(opened):
             opened.pop(other).close()
-        opened[block] = DecodeSteps(
-            EngineArgs(
-                f"preset:{model}",
-                load_format="dummy",
-                dtype="bfloat16",
-                device=context.device,
-                block_size=block,
-                max_model_len=4352,
-                max_num_seqs=256,
-                async_scheduling=True,
-                enable_prefix_caching=False,
-                num_gpu_blocks_override=4096 if context.dry else None,
-            )
-        )
+        opened[block] = DecodeSteps(EngineArgs(
+            f"preset:{model}", load_format="dummy", dtype="bfloat16", device=context.device,
+            block_size=block, max_model_len=4352, max_num_seqs=256, async_scheduling=True,
+            enable_prefix_caching=False, num_gpu_blocks_override=4096 if context.dry else None,
+        ))  # fmt: skip
     return opened[block]
 
 

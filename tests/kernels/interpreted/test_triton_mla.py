@@ -8,7 +8,15 @@ import pytest
 import torch
 from triton.runtime.errors import InterpreterError
 
-from minillm_kernels import launch, mla, mla_config, mla_tiles, reference
+from minillm_kernels import (
+    launch,
+    mla,
+    mla_config,
+    mla_tiles,
+    paged_parts,
+    paged_prefill,
+    reference,
+)
 from minillm_kernels.check import mla as check
 from minillm_kernels.check.case import Mismatch
 from minillm_kernels.check.pages import poisoned_memory
@@ -17,7 +25,7 @@ from minillm_kernels.launch import KernelError
 from minillm_kernels.mla_config import Config, Tile
 from tests.kernels.mutants import convicted, mutant
 
-FILES = (mla, mla_tiles)
+FILES = (mla, mla_tiles, paged_prefill, paged_parts)
 BY_SEED = {case.seed: case for case in check.CASES}
 # Fewer sequences are enough to convict most deliberate bugs.
 BY_SEED[1] = replace(BY_SEED[1], sequences=((3, 40), (7, 7), (1, 33)))
@@ -183,13 +191,11 @@ BUGS = {
     "natural logarithm": ("scale *= math.log2(math.e)", "scale *= 1.0", 1),
     "empty splits combined": ("mask=every < last, other=0.0", "mask=every < splits, other=0.0", 6),
     "splits not rescaled": ("part * tl.exp2(score - shift)[:, None]", "part", 6),
-    "splits merged without rescale": ("tl.fma(total, old, part_total * new)",
-        "total + part_total", 14),
+    "merged without rescale": ("tl.fma(part_total, new, total * old)", "total + part_total", 14),
     "last split forgotten": ("tl.cdiv(seq_len - origin, size)",
         "tl.maximum((seq_len - origin) // size, 1)", 6),
     "no key at all": ("tl.where(total == 0.0, 1.0, total)", "total", 5),
-    "tile of the wrong sequence": ("(starts // BLOCK_Q + rows <= tile)",
-        "(starts // BLOCK_Q + rows < tile)", 1),
+    "tile of the wrong sequence": ("begin <= index", "begin < index", 1),
     # Several queries of a sequence.
     "all see what the last one does": ("seq_len - query_len + tokens, -1", "seq_len - 1, -1", 40),
     "all see what the tile's first one does": ("tl.minimum(first_place + BLOCK_Q, seq_len)",
@@ -231,7 +237,7 @@ def test_a_bug_is_found(name: str, tmp_path: Path) -> None:
 
 
 INVARIANCE_BUGS = {
-    "prefill without splits": (", SPLIT=config.split, **_shared", ", SPLIT=0, **_shared"),
+    "prefill without splits": ("SPLIT=config.split, **_shared", "SPLIT=0, **_shared"),
     "splits from shapes": (
         "SPLIT=config.split,\n        LEAST=LEAST_TILES, PA",
         "SPLIT=0,\n        LEAST=1, PA",
