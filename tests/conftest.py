@@ -21,6 +21,8 @@ import tests.quick_nbformat  # noqa: F401
 from tests.budget import Budget
 from tests.parts import Part
 
+gc.disable()  # until `pytest_collection_finish`: what imports make stays
+
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -69,6 +71,7 @@ def pytest_collection_finish() -> None:
     transformers' objects takes 0.25 s, and each asynchronous engine and many tests make one."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class Chapter:
     def trees(self) -> Iterator[tuple[int, dict[str, Any], ast.Module]]:
         """The code cells with their syntax, which is empty where there is none."""
         for at, cell in self.code():
-            yield at, cell, chapters.parsed(cell) or ast.Module([], [])
+            yield at, cell, tree_of(cell["source"])
 
     def calls(self, *names: str) -> Iterator[tuple[int, ast.Call]]:
         """The calls of a function or method of one of these names, with the cell's position."""
@@ -75,11 +76,16 @@ class Chapter:
             yield from ((at, call) for call in called(tree, *names))
 
 
+@cache
+def tree_of(source: str) -> ast.Module:
+    """The syntax of a cell, which several rules ask for; they do not change it."""
+    return chapters.parsed({"source": source}) or ast.Module([], [])
+
+
 def called(tree: ast.AST, *names: str) -> Iterator[ast.Call]:
     """The calls of a function or method of one of these names."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in names:
-            yield node
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return (one for one in calls if getattr(one.func, "attr", getattr(one.func, "id", "")) in names)
 
 
 def names_in(tree: ast.AST) -> set[str]:

@@ -7,6 +7,7 @@ there for, and compares.
 import itertools
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -84,13 +85,7 @@ QUANTISED = {
     "deepseek_v3, gptq": ("deepseek_v3", "gptq, act order"),
 }
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-DENSE = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "eight heads",
-)  # with fixed sums in deterministic mode
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "eight heads")  # deterministic: with fixed sums
 TWO = {"distributed_executor_backend": "threads", "tensor_parallel_size": 2}
 STAGES, EXPERTS = {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}
 COPIES = TWO | EXPERTS | {"tensor_parallel_size": 1, "data_parallel_size": 2}
@@ -210,19 +205,20 @@ def folder_of(model: str) -> Path | str:
     return folder
 
 
+def changed(model: str, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """A copy of the model with other weights."""
+    folder = Path(temporary().name) / f"{model}-{name}"
+    shutil.copytree(folder_of(model), folder)
+    tensors = sorted(load_file(folder / "model.safetensors").items())
+    save_file({key: change(each) for key, each in tensors}, folder / "model.safetensors")
+    return folder
+
+
 @cache
 def noisy(model: str) -> Path:
     """The model with noise on its weights: a draft model that is often right."""
-    folder = Path(temporary().name) / f"{model}-noisy"
-    folder.mkdir()
-    for file in folder_of(model).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(folder / "model.safetensors")
     dice = torch.Generator().manual_seed(1)
-    for name in sorted(tensors):
-        tensors[name] += torch.randn(tensors[name].shape, generator=dice) * 0.01
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return changed(model, "noisy", lambda x: x + torch.randn(x.shape, generator=dice) * 0.01)
 
 
 @cache

@@ -60,11 +60,8 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"structured_outputs": {"choice": CHOICES}, "ignore_eos": False, "max_tokens": 16}
     | {"n": 3, "logprobs": 0},
 }
-LENGTHS = {
-    "long prompt": 80,
-    "three": 37,
-    "texts to choose from": 37,
-}  # whose completions part within a block
+# Completions of prompts of 37 part within a block.
+LENGTHS = {"long prompt": 80, "three": 37, "texts to choose from": 37}
 WITHOUT_TEXT = tuple(kind for kind in KINDS if "text" not in kind and "bad" not in kind)
 FEWER = (  # for models that differ in what is computed, not in what is asked for
     *("greedy", "drawn", "penalties", "repetition", "min tokens", "logprobs, drawn"),

@@ -20,7 +20,7 @@ AXES: dict[str, Sequence] = {
     "drafts": ("none", "draft model", "medusa", "eagle", *SOUND), "ranks": tuple(RANKS),
 }  # fmt: skip
 TRIES = 60  # random cells for each row of a table, of which the best is taken
-MORE = 5  # times so many, if none of them is allowed
+MORE = 5  # times so many, if none of them is allowed or the table is small
 
 
 def allowed(cell: Cell) -> bool:
@@ -62,6 +62,7 @@ def all_pairs(small: bool = False) -> Iterator[tuple[str, object, str, object]]:
         yield from ((one, this, other, that) for this in AXES[one] for that in AXES[other])
     if small:
         yield from (("model", each, "overlaps", True) for each in AXES["model"])
+        yield from (("model", each, "ranks", "one") for each in AXES["model"])
         yield from (("overlaps", True, "ranks", each) for each in AXES["ranks"])
 
 
@@ -83,22 +84,28 @@ def random_cells(dice: Random, **fixed: object) -> Iterator[Cell]:
 
 def table(seed: int, small: bool = False) -> list[Cell]:
     """Cells in which any two settings meet that can; another seed gives other cells. Those of a
-    small table have few ranks and few models to compare with."""
+    small table are few, with few ranks and few models to compare with."""
     dice, cells, met, alone = Random(seed), [], set(), set()
     wanted = set(all_pairs(small))
 
     def gain(cell: Cell) -> float:
         dear = (cell.ranks != "one") + (cell.alone() not in alone) if small else 0
-        return len((pairs(cell) & wanted) - met) - 3 * dear
+        return len((pairs(cell) & wanted) - met) - 2 * dear
 
     for pair in all_pairs(small):
         if pair not in met:
             one, this, other, that = pair
+            found: list[Cell] = []
             for _ in range(MORE):
-                if found := list(random_cells(dice, **{one: this, other: that})):
-                    break
+                if small or not found:
+                    found += random_cells(dice, **{one: this, other: that})
             if found:
                 cells.append(max(found, key=gain))
                 met |= pairs(cells[-1])
                 alone.add(cells[-1].alone())
+    names = [cell.alone() for cell in cells]
+    for cell in sorted(cells, key=lambda cell: names.count(cell.alone())) if small else ():
+        others = (pairs(one) for one in cells if one != cell)
+        if pairs(cell) & wanted <= set().union(*others):
+            cells.remove(cell)
     return cells

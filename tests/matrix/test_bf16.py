@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from minillm.api.outputs import CompletionOutput, Logprobs
 from minillm.ops import cpu
 from tests.engine.small import make
-from tests.matrix.cells import Cell, Reference, check_claims, folder_of, on, run_cell, temporary
+from tests.matrix.cells import Cell, Reference, changed, check_claims, on, run_cell
 from tests.matrix.jobs import KINDS, WITHOUT_TEXT, Job, jobs_of
 from tests.matrix.test_matrix_planted import BUGS
 
@@ -38,14 +37,7 @@ CELLS = [
 @cache
 def rounded(model: str) -> Path:
     """The model with weights that are bf16 in its file, so that float32 has the same."""
-    folder = Path(temporary().name) / f"{model}-bf16"
-    folder.mkdir()
-    for file in folder_of(model).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    save_file({name: each.bfloat16() for name, each in tensors.items()},
-              folder / "model.safetensors")  # fmt: skip
-    return folder
+    return changed(model, "bf16", torch.Tensor.bfloat16)
 
 
 class Exact(Reference):

@@ -41,13 +41,10 @@ INT8_SLOW = {
 }
 
 
-def parameters() -> list:
+def parameters(with_slow: bool) -> list:
     """The cells of all tables, those with the same answers beside each other."""
-    usual = {
-        *table(0, True),
-        *INT8,
-    }
-    tables = {cell for seed in range(TABLES) for cell in table(seed)}
+    usual = {*table(0, True), *INT8}
+    tables = {cell for seed in range(TABLES if with_slow else 0) for cell in table(seed)}
     token_by_token = Cell("llama", chunk=1, cache="hash", pool="swap", overlaps=True)
     rest = (tables | INT8_SLOW | {token_by_token}) - usual
     slow = rest | {cell for cell in usual if cell.ranks in MANY}
@@ -57,7 +54,13 @@ def parameters() -> list:
     ]
 
 
-@pytest.mark.parametrize("cell", parameters())
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Slow tables take two seconds to make: only where they may be run."""
+    if "cell" in metafunc.fixturenames:
+        with_slow = "not slow" not in metafunc.config.getoption("markexpr")
+        metafunc.parametrize("cell", parameters(with_slow))
+
+
 def test_tokens_are_those_that_a_request_gets_alone(cell: Cell) -> None:
     usual = replace(cell, path="usual", graphs=False, ranks="one")
     if torch.cuda.is_available() and (cell != usual or cell.model in QUANTISED):

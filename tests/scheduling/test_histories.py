@@ -21,21 +21,7 @@ from minillm.scheduling.policies import POLICIES
 from tests.pairs import part_and_rest
 from tests.scheduling import machine
 from tests.scheduling.drafting import DRAFTS, drafting
-from tests.scheduling.machine import (
-    CROWD_EVENTS,
-    DRAFT_EVENTS,
-    EVENTS,
-    IMPOSSIBLE,
-    MIN_STEPS,
-    SETUPS,
-    SPECS,
-    SchedulerMachine,
-    Setup,
-    Spec,
-    World,
-    drawn,
-    random_history,
-)
+from tests.scheduling.machine import MIN_STEPS, SETUPS, SchedulerMachine, Setup, World
 from tests.scheduling.worlds import AheadWorld, LateStagesWorld, LateWorld, StagesWorld
 
 RULES = ("add", "follow_up", "crowd", "step", "step_with", "abort", "finish", "impossible", "drain")
@@ -44,7 +30,7 @@ RULES = ("add", "follow_up", "crowd", "step", "step_with", "abort", "finish", "i
 # claim. Fewer histories must have shown as much in proportion.
 SEEN = {  # in 2,000
     **{f"rule {name}": 100 for name in RULES},
-    **{f"refused: {kind}": 50 for kind in IMPOSSIBLE},
+    **{f"refused: {kind}": 50 for kind in machine.IMPOSSIBLE},
     **{f"blocked: {what}": 100 for what in ("batch slots", "tokens", "blocks")},
     **{f"ended: {how}": 100 for how in ("length", "computed", "aborted", "finished", "failed")},
     **{f"re-ordered by {name}": 10 for name in SETUPS["policy"] if name != "fcfs"},
@@ -90,8 +76,8 @@ class Kind:
 
 KINDS = {
     "plain": Kind(World, 50, 2000, SEEN, 2000),
-    "ahead": Kind(AheadWorld, 80, 500, SEEN_AHEAD, 500),
-    "ahead, late": Kind(LateWorld, 80, 500, SEEN_AHEAD, 500),
+    "ahead": Kind(AheadWorld, 50, 500, SEEN_AHEAD, 500),
+    "ahead, late": Kind(LateWorld, 50, 500, SEEN_AHEAD, 500),
     "stages": Kind(StagesWorld, 60, 120, SEEN_IN_STAGES, 120),
     "stages, late": Kind(LateStagesWorld, 60, 120, SEEN_IN_STAGES, 120),
     "drafts": Kind(World, 25, 2000, SEEN_DRAFTED, 250, True),
@@ -111,7 +97,9 @@ def test_seeded_histories(name: str, seeds: range, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(machine, "World", kind.world)
     for seed in seeds:
         try:
-            world = random_history(seed, coverage, **(drafting(seed) if kind.drafts else {}))
+            world = machine.random_history(
+                seed, coverage, **(drafting(seed) if kind.drafts else {})
+            )
         except Exception as error:
             error.add_note(f"history {seed}")
             raise
@@ -126,7 +114,7 @@ def test_seeded_histories(name: str, seeds: range, monkeypatch: pytest.MonkeyPat
 class DraftingMachine(SchedulerMachine):
     """The same, by Hypothesis."""
 
-    @initialize(setup=drawn(Setup, {**SETUPS, **DRAFTS}))
+    @initialize(setup=machine.drawn(Setup, {**SETUPS, **DRAFTS}))
     def begin(self, setup: Setup) -> None:
         self.world = World(setup, self.coverage)
 
@@ -175,7 +163,7 @@ def test_histories_that_shrink(name: str, slow: bool, monkeypatch: pytest.Monkey
 def test_every_policy_keeps_its_order(policy: str) -> None:
     """Also a new one, from which `SETUPS` does not draw."""
     for seed in range(5):
-        random_history(seed, Counter(), policy=policy)
+        machine.random_history(seed, Counter(), policy=policy)
 
 
 def simplest(table: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -187,7 +175,7 @@ def test_a_preempted_fork_counts_no_prefix_hits() -> None:
     what it found again after a preemption counted as a hit, and its prompt a second time."""
     setup = Setup(**{**simplest(SETUPS), "prefix_cache": "hash", "capacity": 24, "max_num_seqs": 2})
     world = World(setup, Counter())
-    world.add(Spec(**{**simplest(SPECS), "length": 8, "n": 2, "max_tokens": 12}))
+    world.add(machine.Spec(**{**simplest(machine.SPECS), "length": 8, "n": 2, "max_tokens": 12}))
     world.close()
     counters = world.scheduler.counters
     assert counters.num_preemptions_recompute > 0
@@ -204,10 +192,16 @@ def test_names_of_one_byte_cost_misses_and_nothing_else(count, monkeypatch):
         lambda self, *names: blake2b(repr(names).encode(), digest_size=1).digest(),
     )
     for seed in range(count):
-        random_history(seed, Counter(), prefix_cache="hash")
+        machine.random_history(seed, Counter(), prefix_cache="hash")
 
 
 def test_events_are_all_known() -> None:
     """A misspelt event would do nothing, and pass."""
-    assert set(EVENTS) | set(CROWD_EVENTS) == {"abort", "finish", "fail", "break", None}
-    assert set(DRAFT_EVENTS) == {*EVENTS, "cut"}
+    assert set(machine.EVENTS) | set(machine.CROWD_EVENTS) == {
+        "abort",
+        "finish",
+        "fail",
+        "break",
+        None,
+    }
+    assert set(machine.DRAFT_EVENTS) == {*machine.EVENTS, "cut"}

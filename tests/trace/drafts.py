@@ -29,7 +29,8 @@ class Truth:
         prompt = list(new.token_ids[: new.num_prompt_tokens])
         key = (*prompt, new.params.seed, new.sample_index, tuple(new.params.stop_token_ids))
         if key not in self.known:
-            params = replace(new.params, n=new.sample_index + 1, max_tokens=LONGEST, stop=[])
+            most = min(LONGEST, (new.params.max_tokens or LONGEST) + 8)
+            params = replace(new.params, n=new.sample_index + 1, max_tokens=most, stop=[])
             (output,) = self.plain.generate([prompt], params, use_tqdm=False)
             self.known[key] = list(output.outputs[new.sample_index].token_ids)
         place = len(row.token_ids) - len(prompt)

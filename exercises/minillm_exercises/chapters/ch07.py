@@ -17,7 +17,7 @@ from minillm.api.outputs import RequestOutput
 from minillm.lab.simulation import Simulation
 from minillm.models.forward_pass import Chunk
 from minillm.ops.batch import Batch
-from minillm_exercises.chapters.common import chosen
+from minillm_exercises.chapters.common import chosen, rounds
 from minillm_exercises.chapters.common import show_table as show_table
 from minillm_exercises.errors import ExerciseError
 
@@ -282,8 +282,8 @@ def _filled(size: int, sequences: int, length: int, longest: int) -> LLM:
               enable_prefix_caching=False, max_num_batched_tokens=sequences * length,
               num_gpu_blocks_override=sequences * -(-longest // size))  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=longest - length, ignore_eos=True)
-    for name in range(sequences):
-        llm.engine.add(llm.engine.make_request(f"{name}", None, [name + 1] * length, params))
+    for n in range(rounds(sequences)):
+        llm.engine.add(llm.engine.make_request(f"{n}", None, [n + 1] * rounds(length), params))
     llm.engine.step()
     return llm
 
