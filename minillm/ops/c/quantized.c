@@ -369,8 +369,8 @@ static inline __attribute__((always_inline)) void sum_tiles(const product *p, co
             if (last) factors_at(w, scale, factors);
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++) {
-                ints whole = load_ints(acc[(i - 1) & 1] + 16 * r) - totals[r * parts];
-                vec found = __builtin_convertvector(whole, vec);
+                ints total = load_ints(acc[(i - 1) & 1] + 16 * r) - totals[r * parts];
+                vec found = __builtin_convertvector(total, vec);
                 if (single) found = found * t[r * parts];
                 else found = some[r] = fused_add(some[r], found, (vec){0} + t[r * parts]);
                 if (last) sum[r] = fused_add(sum[r], found, factors[0]), some[r] = (vec){0};
