@@ -13,16 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm.api.sampling_params import (
-    SamplingParams,
-    validate_against_model,
-)
+from minillm.api.sampling_params import SamplingParams, validate_against_model
 from minillm.cli.options import add_sampling_options, sampling_params
-from minillm.errors import (
-    InvalidRequestError,
-    MinillmError,
-    UnknownArgumentError,
-)
+from minillm.errors import InvalidRequestError, MinillmError, UnknownArgumentError
 from minillm.serving.params import Limits, completion_job
 from minillm.serving.protocol import CompletionRequest, parse
 

@@ -10,10 +10,7 @@ from minillm.config import ModelConfig
 from minillm.lab.roofline import step_cost
 from minillm.models.decoder import Decoder
 from minillm_exercises import record
-from minillm_exercises.chapters.ch01 import (
-    doubling_length,
-    product_pass,
-)
+from minillm_exercises.chapters.ch01 import doubling_length, product_pass
 from minillm_exercises.errors import ExerciseError
 
 SMALL = ModelConfig(

@@ -10,14 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from minillm_exercises import doctor
-from minillm_exercises.doctor import (
-    Finding,
-    examine,
-    packages,
-    torch_works,
-    triton_works,
-    writable,
-)
+from minillm_exercises.doctor import Finding, examine, packages, torch_works, triton_works, writable
 from tests.course.small import Terminal, terminal
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,12 +10,7 @@ from minillm_exercises.checking import seeds
 from minillm_exercises.errors import ExerciseError
 from minillm_exercises.manifest import Exercise
 from minillm_exercises.mutation import mechanical_mutants
-from minillm_exercises.verify import (
-    changed_lines,
-    returning_agreeable,
-    returning_none,
-    verify,
-)
+from minillm_exercises.verify import changed_lines, returning_agreeable, returning_none, verify
 from tests.pairs import one_in
 
 CHECKS = "e90_windows/test_e90_1.py"

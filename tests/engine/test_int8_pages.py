@@ -18,10 +18,7 @@ from tests.engine.small import make
 from tests.models.tiny import MLA, Tiny
 
 REFUSED = {
-    "fp8": (
-        {"kv_cache_dtype": "fp8_e4m3"},
-        "fp8_e4m3.*int8.* tenth of its error .*0.0087",
-    ),
+    "fp8": ({"kv_cache_dtype": "fp8_e4m3"}, "fp8_e4m3.*int8.* tenth of its error .*0.0087"),
     "unknown": ({"kv_cache_dtype": "int9"}, "must be one of auto, int8. Did you mean 'int8'"),
     "no name": ({"kv_cache_dtype": 8}, "kv_cache_dtype=8 is not supported"),
     "int4": ({"kv_cache_dtype": "int8_int4"}, "values in 4 bits the KL .* 0.012, .*use int8"),

@@ -11,15 +11,7 @@ from torch import Tensor
 from minillm.layers.linear_methods import finished
 from minillm.ops import cpu, cpu_sums
 from minillm.parallel.communicator import tree_sum
-from tests.ops.c_variants import (
-    ELEMENTS,
-    PATHS,
-    Guarded,
-    built,
-    parameters,
-    poisoned,
-    with_threads,
-)
+from tests.ops.c_variants import ELEMENTS, PATHS, Guarded, built, parameters, poisoned, with_threads
 from tests.ops.test_c_decode import Attend
 from tests.ops.test_c_linear import BUILDS, F32, NAN, Panels
 from tests.ops.test_c_prefill import make_batch

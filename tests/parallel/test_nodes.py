@@ -29,14 +29,7 @@ from tests.engine.small import make
 from tests.matrix.cells import folder_of
 from tests.models.tiny import Tiny
 from tests.pairs import some
-from tests.parallel.test_processes import (
-    OTHERS,
-    alone,
-    children,
-    generate,
-    open_files,
-    wait_until,
-)
+from tests.parallel.test_processes import OTHERS, alone, children, generate, open_files, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 LIMIT = 120.0  # seconds; what takes longer hangs

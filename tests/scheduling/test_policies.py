@@ -13,13 +13,7 @@ from minillm.api.sampling_params import SamplingParams
 from minillm.cache.manager import BlockManager
 from minillm.scheduling.admission import MAX_REPEATED_REFUSALS
 from minillm.scheduling.config import SchedulerConfig
-from minillm.scheduling.policies import (
-    POLICIES,
-    WINDOW,
-    Policy,
-    reserve_max,
-    watermark,
-)
+from minillm.scheduling.policies import POLICIES, WINDOW, Policy, reserve_max, watermark
 from minillm.scheduling.request import Request, Sequence
 from minillm.scheduling.scheduler import Scheduler
 

@@ -8,12 +8,7 @@ import pytest
 from minillm.errors import ConfigError, NodeError
 from minillm.lab.benchmarks.serving.client import Client, Fields, message_of, record
 from minillm.lab.benchmarks.serving.reply import Reply
-from minillm.lab.benchmarks.serving.target import (
-    find_target,
-    find_vocabulary,
-    key_headers,
-    session,
-)
+from minillm.lab.benchmarks.serving.target import find_target, find_vocabulary, key_headers, session
 from tests.serving.load_fake import FakeServer, data, piece, running
 from tests.serving.virtual_time import run_virtual
 

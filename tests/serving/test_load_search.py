@@ -16,13 +16,7 @@ from minillm.lab.benchmarks.serving.prompts import Vocabulary, Writer
 from minillm.lab.benchmarks.serving.reply import Reply
 from minillm.lab.benchmarks.serving.slo import parse_slo
 from minillm.lab.benchmarks.serving.summary import Evaluation
-from minillm.lab.benchmarks.serving.sweep import (
-    MOST_STEPS,
-    Found,
-    highest_rate,
-    knee,
-    search,
-)
+from minillm.lab.benchmarks.serving.sweep import MOST_STEPS, Found, highest_rate, knee, search
 from minillm.lab.benchmarks.serving.target import Target
 from minillm.lab.benchmarks.serving.workload import Arrivals, parse_workload
 from tests.serving.virtual_time import run_virtual

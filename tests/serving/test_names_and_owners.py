@@ -12,10 +12,7 @@ import pytest
 
 from minillm import LLM, SamplingParams, TextPrompt, TokensPrompt
 from minillm.engine.completion import Completion
-from minillm.errors import (
-    UnknownArgumentError,
-    UnsupportedFeatureError,
-)
+from minillm.errors import UnknownArgumentError, UnsupportedFeatureError
 from minillm.execution import collect
 from minillm.sampling.logprobs import NOT_FINITE
 from minillm.serving.settings import Settings

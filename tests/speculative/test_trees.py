@@ -373,10 +373,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "standard": ({"rejection_sample_method": "standard", "tree": [[0]]}, "is verified 'strict'"),
     "no accuracies": ({"tree": "auto"}, "no valid rank_accuracy in heads.json, .* train the heads"),
-    "none for a number": (
-        {"tree": "auto", "num_speculative_tokens": 4},
-        "no valid rank_accuracy",
-    ),
+    "none for a number": ({"tree": "auto", "num_speculative_tokens": 4}, "no valid rank_accuracy"),
     "none for a size": (
         {"tree": [[0]], "num_speculative_tokens": "auto"},
         "no valid rank_accuracy",

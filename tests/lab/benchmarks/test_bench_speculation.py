@@ -8,13 +8,7 @@ import pytest
 from minillm import LLM
 from minillm.api.sampling_params import SamplingParams
 from minillm.cli import main
-from minillm.lab.benchmarks.speculation import (
-    PLAIN,
-    SpeculationWork,
-    measure,
-    prompts_of,
-    timed,
-)
+from minillm.lab.benchmarks.speculation import PLAIN, SpeculationWork, measure, prompts_of, timed
 from minillm.lab.commands import bench_speculation
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}

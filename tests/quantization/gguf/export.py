@@ -62,10 +62,7 @@ def export(
 
 
 def copied(
-    path: Path,
-    to: Path,
-    changes: Mapping[str, Any] = {},
-    more: Mapping[str, np.ndarray] = {},
+    path: Path, to: Path, changes: Mapping[str, Any] = {}, more: Mapping[str, np.ndarray] = {}
 ) -> Path:
     """Write a file anew, its tensors in float32 and `more` of them, with other metadata; None
     leaves a field out."""
