@@ -68,7 +68,8 @@ def plain(tokenizer: Tokenizer, prompt: list[int], ids: list[int], params: Sampl
 
 
 def live_request(tokenizer: Tokenizer, prompt: list[int], params: SamplingParams) -> LiveRequest:
-    request = Request("a", tuple(prompt), params, params.max_tokens or 0)
+    ends = (EOS, *params.stop_token_ids)
+    request = Request("a", tuple(prompt), params, params.max_tokens or 0, stop_ids=ends)
     return LiveRequest(request, Sequence(0, request, 0, 0, (0,)), (EOS,), tokenizer)
 
 
@@ -192,7 +193,7 @@ def test_a_text_that_fails_while_it_is_read_ends_its_completion_with_the_next_to
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Completion, may_stop: bool = True) -> None:
-        if self._prompt_token_ids[0] == 6 and len(self.token_ids) > 3:
+        if self.request.prompt_token_ids[0] == 6 and len(self.token_ids) > 3:
             raise RuntimeError("planted")
         write(self, may_stop)
 
