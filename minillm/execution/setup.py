@@ -133,7 +133,7 @@ def build_executor(
     if args.num_ranks == 1 and records(args, model.device):
         record_graphs(args, runner, plan.graph_bytes + plan.reserve_bytes // 2)
     if has_graphs(model.device) and not args.deterministic and args.num_ranks == 1:
-        warm_up(runner)
+        warm_up(runner, plan.settings.max_num_batched_tokens)
     return runner
 
 

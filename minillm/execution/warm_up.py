@@ -3,7 +3,7 @@
 A kernel compiles when it is first launched, for a fifth of a second to a second. Capturing the
 graphs compiles what they hold; the rest is launched here once: steps with prompts, logits and
 sampling. What the kernels of a model compile for is its shape, not the number of rows, except
-where they have several tiles.
+where they have several tiles, as those of experts and quantised matrices.
 """
 
 import logging
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minillm.errors import in_one_line
 from minillm.execution.runner import Runner
+from minillm.layers.linear_methods import Matrix, PlainLinearMethod
 from minillm.models.batches import make_batch
 from minillm.ops.sampling import Pack, choose
 
@@ -26,27 +27,29 @@ LOGITS = (1, 2, 9)  # rows of the output matrix: other kernels from 2 and from 9
 SAMPLED = (1, 17)  # rows of logits: kernels have other blocks from 17 on
 
 
-def warm_up(runner: Runner) -> None:
-    """Launch everything once, on block 0, which no request uses yet. A failure is logged: the
-    request that needs what failed will say it, and others may not."""
+def warm_up(runner: Runner, max_num_tokens: int) -> None:
+    """Launch everything once, in steps of up to so many tokens, on block 0, which no request uses
+    yet. A failure is logged: the request that needs what failed will say it, and others may not."""
     from minillm_kernels.launch import compiled
 
     began = perf_counter()
     with compiled() as names:
         try:
             with torch.inference_mode(), torch.accelerator.device_index(runner.device.index):
-                launch_steps(runner)
+                launch_steps(runner, max_num_tokens)
         except Exception as error:
             logger.warning("Compiling kernels at start failed: %s", in_one_line(error))
     seconds = perf_counter() - began
     logger.info("Kernels: %d more compiled or loaded in %.1f s.", len(names), seconds)
 
 
-def launch_steps(runner: Runner) -> None:
+def launch_steps(runner: Runner, max_num_tokens: int) -> None:
     """One step of each kind."""
     most, room = runner.rows.num_rows, runner.rows.tables.host.shape[1] * runner.kv.block_size
+    sizes = sizes_with_tiles(runner, max_num_tokens)
+    longer = ((room,) * (size // room) + (size % room or room,) for size in sizes)
     hidden: Tensor | None = None
-    for counts in MIXED:
+    for counts in (*MIXED, *longer):
         if len(counts) <= most and max(counts) <= room:
             rows, ids = range(len(counts)), [0] * sum(counts)
             size, starts = runner.kv.block_size, [0] * len(counts)
@@ -55,8 +58,9 @@ def launch_steps(runner: Runner) -> None:
             hidden = found if hidden is None or len(found) > len(hidden) else hidden
     if hidden is None:
         return
-    for count in (each for each in LOGITS if each <= len(hidden)):
-        logits = runner.model.logits(hidden[:count])
+    for count in (*LOGITS, *(size for size in sizes if size <= most)):
+        if count <= len(hidden):
+            logits = runner.model.logits(hidden[:count])
     for count in SAMPLED:
         every = logits[:1].expand(count, -1).contiguous()
         # Edited logits: in float32, in rows as `Edits.apply` makes them.
@@ -65,6 +69,16 @@ def launch_steps(runner: Runner) -> None:
         for each in (every, wide):
             for truncates in (False, True):
                 choose(each, pack_of(count, truncates, every.device))
+
+
+def sizes_with_tiles(runner: Runner, most: int) -> list[int]:
+    """Numbers of rows, up to `most`, beyond which kernels of experts and of quantised matrices have
+    other tiles."""
+    model = runner.model
+    methods = [matrix.method for matrix in model.modules() if isinstance(matrix, Matrix)]
+    if model.config.moe is None and all(isinstance(each, PlainLinearMethod) for each in methods):
+        return []
+    return [size for size in (2**n + 1 for n in range(4, 14)) if size <= most]
 
 
 def pack_of(count: int, truncates: bool, device: torch.device) -> Pack:

@@ -181,7 +181,11 @@ def test_a_task_walks_on_a_cpu(module, stage, task):
 
 
 @pytest.mark.slow
-def test_nothing_compiles_while_requests_run():
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("qwen3-0.6b", {}), ("qwen3-30b-a3b", {}), ("llama-3.1-8b", {"quantization": "int4"})],
+)
+def test_nothing_compiles_while_requests_run(name, options):
     """The parameters of a step's rows come in one upload, so that where each begins depends on the
     number of rows; edited logits are float32, in rows of their own length."""
     with emulated() as found:
@@ -190,9 +194,9 @@ def test_nothing_compiles_while_requests_run():
             return {(kernel.metadata.name, kernel.hash) for kernel in found}
 
         llm = LLM(
-            "preset:qwen3-0.6b", load_format="dummy", device="cpu", dtype="bfloat16",
+            f"preset:{name}", load_format="dummy", device="cpu", dtype="bfloat16",
             block_size=16, max_model_len=256, max_num_seqs=24, num_gpu_blocks_override=512,
-            async_scheduling=True,
+            async_scheduling=True, **options,
         )  # fmt: skip
         start = kinds()
         assert {"prefill_kernel", "decode_kernel", "_draw", "_cut_of_row"} <= {n for n, _ in start}
