@@ -42,13 +42,8 @@ class Size(case.Size):
 
     @property
     def bound(self) -> Bound:
-        """Memory."""
+        """Memory; few rows are in the cache."""
         return "latency" if self.num_tokens <= DECODE else "copy"
-
-    @property
-    def num_sets(self) -> int:
-        """In decode, inputs are in the cache anyway, where their producer left them."""
-        return 2 if self.num_tokens <= DECODE else super().num_sets
 
     def run(self, inputs: tuple[object, ...]) -> object:
         """The kernel."""

@@ -44,13 +44,8 @@ class Size(case.Size):
 
     @property
     def bound(self) -> Bound:
-        """Memory."""
+        """Memory; few rows are in the cache."""
         return "latency" if self.num_rows <= FEW else "copy"
-
-    @property
-    def num_sets(self) -> int:
-        """A few rows are in the cache anyway."""
-        return 2 if self.num_rows <= FEW else super().num_sets
 
     def make(self, device: str, number: int) -> tuple[Tensor, list[Tensor]]:
         """Logits [K, V], and of the rows temperature, top_k, top_p, min_p, seed, sample_index and
