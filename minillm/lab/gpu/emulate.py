@@ -1,7 +1,7 @@
 """Dry runs: on a CPU, as if it were a GPU, with every kernel compiled and none run.
 
 The engine takes the way of a GPU: Triton kernels, graphs, persistent rows. A launch compiles for
-sm_90; what a kernel would have written is zeros. A "graph" is the function again.
+sm_90; what a kernel or cuBLAS would have written is zeros. A "graph" is the function again.
 """
 
 import sys
@@ -57,6 +57,11 @@ def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda *shape, **options: make(*shape, **options).zero_()
 
 
+def no_product(x: torch.Tensor, weight: torch.Tensor, bias: object = None) -> torch.Tensor:
+    """A product that cuBLAS would compute."""
+    return x.new_zeros(*x.shape[:-1], len(weight))
+
+
 def copied(device: torch.device, *arrays: Any) -> list[torch.Tensor]:
     """`upload` as a GPU does it: views of one buffer, with the strides and alignments of these."""
     together, starts = transfers.pack(arrays)
@@ -80,6 +85,7 @@ def emulated(capability: int = ARCH) -> Iterator[list[Any]]:
         (execution_setup, "CudaCapture", Again),
         (loop, "open_model", few_layers),
         (Decoder, "initialize", lambda *others, **more: None),
+        (torch.nn.functional, "linear", no_product),
         (torch, "empty", zeroed(torch.empty)),
         (torch, "empty_like", zeroed(torch.empty_like)),
     ]
