@@ -104,7 +104,15 @@ def _uploaded(
     tables: BlockTables, block_size: int, arrays: list[NDArray], most: int, on_host: tuple[Any, Any]
 ) -> Batch:
     """The batch of ids, positions, slots, indices of last tokens, rows, query starts, lengths."""
-    device, num_blocks = tables.device.device, -(-int(max(on_host[1])) // block_size)
-    ids, positions, slots, last, row, query_start, seq_lens = upload(device, *arrays)
-    blocks, starts = tables.of(arrays[4], num_blocks, row), query_start
-    return Batch(ids, positions, slots, starts, seq_lens, blocks, last, most, on_host=on_host)
+    ids, positions, slots, last, row, starts, lengths = upload(tables.device.device, *arrays)
+    return Batch(
+        input_ids=ids,
+        positions=positions,
+        slot_mapping=slots,
+        query_start=starts,
+        seq_lens=lengths,
+        block_tables=tables.of(arrays[4], -(-int(max(on_host[1])) // block_size), row),
+        logits_indices=last,
+        max_query_len=most,
+        on_host=on_host,
+    )
