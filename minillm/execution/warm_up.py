@@ -20,10 +20,13 @@ from minillm.ops.sampling import Pack, choose
 
 logger = logging.getLogger(__name__)
 
-# Tokens of each sequence of a step: more than `FUSED_ROWS` of ops/triton.py, a prompt beside a
-# decode, a few tokens of one sequence and of several, and decodes alone, if no graph has them.
-MIXED = ((65,), (20, 1), (40,), (2, 1), (5, 5), (9, 1), (16, 1), (1,), (1,) * 2, (1,) * 9)
+# Tokens of each sequence of a step: a prompt beside a decode, a few tokens of one sequence and of
+# several, and decodes alone, if no graph has them.
+MIXED = ((20, 1), (40,), (2, 1), (5, 5), (9, 1), (16, 1), (1,), (1,) * 2, (1,) * 9)
 LOGITS = (1, 2, 9)  # rows of the output matrix: other kernels from 2 and from 9 on
+# Rows of a step, and of the output matrix: more than `FUSED_ROWS` of ops/triton.py, and those
+# beyond which experts and quantised matrices have other tiles.
+SIZES, TILES = (65,), tuple(2**n + 1 for n in range(4, 14))
 SAMPLED = (1, 17)  # rows of logits: kernels have other blocks from 17 on
 
 
@@ -46,11 +49,11 @@ def warm_up(runner: Runner, max_num_tokens: int) -> None:
 def launch_steps(runner: Runner, max_num_tokens: int) -> None:
     """One step of each kind."""
     most, room = runner.rows.num_rows, runner.rows.tables.host.shape[1] * runner.kv.block_size
-    sizes = sizes_with_tiles(runner, max_num_tokens)
-    longer = ((room,) * (size // room) + (size % room or room,) for size in sizes)
+    sizes = TILES if has_tiles(runner) else SIZES
+    longer = ([min(room, size - at) for at in range(0, size, room)] for size in sizes)
     hidden: Tensor | None = None
     for counts in (*MIXED, *longer):
-        if len(counts) <= most and max(counts) <= room:
+        if len(counts) <= most and max(counts) <= room and sum(counts) <= max_num_tokens:
             rows, ids = range(len(counts)), [0] * sum(counts)
             size, starts = runner.kv.block_size, [0] * len(counts)
             batch = make_batch(runner.rows.tables, size, rows, starts, counts, ids)
@@ -71,14 +74,11 @@ def launch_steps(runner: Runner, max_num_tokens: int) -> None:
                 choose(each, pack_of(count, truncates, every.device))
 
 
-def sizes_with_tiles(runner: Runner, most: int) -> list[int]:
-    """Numbers of rows, up to `most`, beyond which kernels of experts and of quantised matrices have
-    other tiles."""
+def has_tiles(runner: Runner) -> bool:
+    """Whether the model has experts or quantised matrices."""
     model = runner.model
-    methods = [matrix.method for matrix in model.modules() if isinstance(matrix, Matrix)]
-    if model.config.moe is None and all(isinstance(each, PlainLinearMethod) for each in methods):
-        return []
-    return [size for size in (2**n + 1 for n in range(4, 14)) if size <= most]
+    methods = (matrix.method for matrix in model.modules() if isinstance(matrix, Matrix))
+    return model.config.moe is not None or not all(type(m) is PlainLinearMethod for m in methods)
 
 
 def pack_of(count: int, truncates: bool, device: torch.device) -> Pack:
