@@ -46,8 +46,8 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 53_867, "minillm without minillm/lab": 35_909, "minillm/lab": 17_958,
-    "kernels": 12_359, "notebooks": 2_198,
+    "minillm": 53_881, "minillm without minillm/lab": 35_917, "minillm/lab": 17_964,
+    "kernels": 12_350, "notebooks": 2_198,
     "exercises/minillm_exercises": 17_872, "tests": 72_782,
 }  # fmt: skip
 DATA = frozenset({"assets"})  # the embedded models: files, no code
