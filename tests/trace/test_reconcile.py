@@ -52,7 +52,7 @@ def engine_of(folder: Path, kind: dict[str, Any]) -> Iterator[LLM]:
 def worked(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[LLM, list[LiveRequest]]]:
     """An engine after 60 requests, and what became of them."""
     with engine_of(folder, KINDS[request.param]) as llm:
-        yield llm, run(llm, request.param, 60)
+        yield llm, run(llm, min(request.param, 5), 60)  # those with known drafts have the same work
 
 
 def test_the_workload_has_all_there_is(worked: tuple[LLM, list[LiveRequest]]) -> None:
