@@ -59,7 +59,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds what pip installs from the wheel alone."""
     target = tmp_path_factory.mktemp("installed")
-    run(*PIP, "install", "--no-deps", "--no-index", "--target", target, wheel, cwd=target)
+    run(
+        *PIP,
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        "--target",
+        target,
+        wheel,
+        cwd=target,
+    )
     return target
 
 

@@ -36,7 +36,7 @@ PROMPTS = [
     list(range(100, 122)),
 ]
 PLAIN = SamplingParams(
-    temperature=0.7, seed=5, max_tokens=12, ignore_eos=True, logit_bias={MARK: -100.0}
+    temperature=0.7, seed=5, max_tokens=9, ignore_eos=True, logit_bias={MARK: -100.0}
 )
 LONG = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -44,10 +44,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
     "no prefix cache": {"enable_prefix_caching": False},
     "radix": {"prefix_cache": "radix", "max_num_batched_tokens": 9, "max_num_seqs": 9},
-    "recompute": {"num_gpu_blocks_override": 18},
-    "swap": {"num_gpu_blocks_override": 18, "swap_space": 0.001},
+    "recompute": {"num_gpu_blocks_override": 17},
+    "swap": {"num_gpu_blocks_override": 17, "swap_space": 0.001},
     "ahead": {"async_scheduling": True},
-    "ahead, recompute": {"async_scheduling": True, "num_gpu_blocks_override": 18},
+    "ahead, recompute": {"async_scheduling": True, "num_gpu_blocks_override": 17},
 }
 
 
@@ -73,7 +73,7 @@ def engine(folder: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> L
 
 def all_params(n: int = 1, **arguments: Any) -> list[SamplingParams]:
     """Everybody's parameters; the victim has `n` completions and whatever else is given."""
-    fields = {"temperature": 0.7, "seed": 5, "max_tokens": 12, "ignore_eos": True}
+    fields = {"temperature": 0.7, "seed": 5, "max_tokens": 9, "ignore_eos": True}
     fields |= {"logit_bias": {MARK: -100.0}, "n": n}
     params = [PLAIN] * len(PROMPTS)
     params[VICTIM] = SamplingParams(**(fields | arguments))
