@@ -64,9 +64,7 @@ def test_it_finds_about_the_best_number(time, batch):
         assert made.speed(200) * (1 + noise) > 0.85 * max(speeds)
 
 
-@pytest.mark.parametrize(
-    ("time", "batch", "noise"), pairwise([*TIMES], [1, 4, 16, 64], [0.0, 0.1])
-)
+@pytest.mark.parametrize(("time", "batch", "noise"), pairwise([*TIMES], [1, 4, 16, 64], [0.0, 0.1]))
 def test_wrong_drafts_cost_less_than_three_percent(time, batch, noise):
     made = machine(TIMES[time], [Habit(0.0)] * batch, noise=noise)
     made.run(500)
