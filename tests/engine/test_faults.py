@@ -20,6 +20,7 @@ from minillm.errors import EngineDeadError, Failure, InvalidRequestError
 from minillm.execution import collect, runner
 from minillm.execution.runner import Runner, SequenceRow
 from minillm.sampling.sampler import Sampler
+from minillm.scheduling import scheduler
 from minillm.scheduling.scheduler import Scheduler
 from minillm.text.detokenizer import IncrementalDetokenizer
 from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens
@@ -565,32 +566,20 @@ def test_after_ctrl_c_the_engine_serves_again(folder, expected, monkeypatch, set
     assert_idle(llm.engine)
 
 
-def test_ctrl_c_in_the_middle_of_the_books_leaves_nothing_of_a_request(
-    folder, expected, monkeypatch
+@pytest.mark.parametrize("booked", [False, True])  # in no line, or whole
+def test_ctrl_c_while_a_request_is_added_leaves_nothing_of_it(
+    folder, expected, monkeypatch, booked
 ):
-    llm = engine(folder, monkeypatch)
-
-    def interrupted(line, sequence):
-        raise KeyboardInterrupt  # the sequence is booked, but in no line
-
-    with monkeypatch.context() as patch:
-        patch.setattr("minillm.scheduling.scheduler.insert", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS, PLAIN, use_tqdm=False)
-    assert_idle(llm.engine)
-    outputs = llm.generate(PROMPTS, PLAIN, use_tqdm=False)
-    assert list(map(tokens, outputs)) == expected(all_params())
-
-
-def test_ctrl_c_just_after_a_request_was_added_leaves_nothing_of_it(folder, expected, monkeypatch):
     llm, add = engine(folder, monkeypatch), Scheduler.add
 
-    def added_and_interrupted(*args):
-        add(*args)
+    def interrupted(*args):
+        if booked:
+            add(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Scheduler, "add", added_and_interrupted)
+        owner, name = (Scheduler, "add") if booked else (scheduler, "insert")
+        patch.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, PLAIN, use_tqdm=False)
     assert_idle(llm.engine)

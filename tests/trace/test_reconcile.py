@@ -348,20 +348,6 @@ def interrupt_at(moment: int, core: Engine) -> bool:
     return True
 
 
-def test_a_request_that_ends_before_its_first_step_is_not_lost(folder: Path) -> None:
-    with make(folder) as llm:
-        core = llm.engine
-        for name in "ab":
-            core.add(core.make_request(name, None, [1, 2, 3], SamplingParams(max_tokens=2)))
-        core.abort("b")
-        while core.has_work:
-            core.step()
-        assert {one.request_id: one.ends for one in llm.trace.requests()} == {
-            "a": ("length",),
-            "b": ("abort",),
-        }
-
-
 def test_a_trace_is_read_while_another_thread_records(folder, monkeypatch):
     """Whatever falls off meanwhile: who ended is whole, and so is what is drawn. The event loop
     has a turn in each step, so that it reads between steps, too, on any machine."""
