@@ -98,7 +98,7 @@ def cases(draw: st.DrawFn) -> tuple[str, list[int], list[int], SamplingParams]:
 
 
 @given(case=cases(), data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_text_and_end_are_those_of_decoding_everything_again(
     case: Any, data: st.DataObject
 ) -> None:
