@@ -86,7 +86,7 @@ def test_pieces_join_to_the_decoded_whole(kind: str, data: st.DataObject, skip: 
 
 
 @given(data=st.data(), skip=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_bytes_and_the_window_agree_after_every_token(data: st.DataObject, skip: bool) -> None:
     """Also on when a character comes, for a stop string may end there; and in pieces of any
     size."""
