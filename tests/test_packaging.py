@@ -25,7 +25,8 @@ PACKAGES = {
     "minillm_exercises": ROOT / "exercises/minillm_exercises",
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+INSTALL = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install",
+           "--no-deps", "--no-index", "--no-compile"]  # fmt: skip
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -59,7 +60,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds what pip installs from the wheel alone."""
     target = tmp_path_factory.mktemp("installed")
-    run(*PIP, "install", "--no-deps", "--no-index", "--target", target, wheel, cwd=target)
+    run(*INSTALL, "--target", target, wheel, cwd=target)
     return target
 
 

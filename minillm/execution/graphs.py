@@ -221,8 +221,8 @@ class DecodeGraphs:
         if new:
             place, token = upload(self.rows.device, *np.array(new, dtype=np.int64).T)
             self.rows.last.index_copy_(0, place, token)
-            for _, state in states:
-                state.is_fed = True
+            # Rows are fed when they sample (`Runner._feed`): behind a token in the middle of a
+            # prompt, the next one is on the host.
 
     def decode(self, rows: Sequence[int], starts: Sequence[int], tokens: Tensor) -> Tensor | None:
         """Hidden states [R, d] of one token, int64 [R], of each row at position `starts`; None if

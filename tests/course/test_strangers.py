@@ -58,7 +58,7 @@ def strangers(exercise: Exercise) -> Iterator[tuple[str, str, Expected]]:
 
 
 def parameters() -> Iterator[Any]:
-    """All of them. Not slow is of every second exercise the first that is told something: that
+    """All of them. Not slow is of every fourth exercise the first that is told something: that
     right ones pass is seen with `alternate.py` in test_verify_exercises.py, and that mistakes are
     named with toys in test_grader.py, and with the known ones in the run of `mutation`."""
     long = "e10.2-no_guard", "e11.1-a_row_in_pieces", "e11.2-pages_gathered_on_the_host"
@@ -67,7 +67,7 @@ def parameters() -> Iterator[Any]:
         for name, source, expected in strangers(exercise):
             kind = exercise.id, name.partition("-")[0]
             is_long = f"{exercise.id}-{name.partition('-')[2]}" in long
-            marks = [pytest.mark.slow] * (kind in seen or is_long or len(seen) % 2)
+            marks = [pytest.mark.slow] * (kind in seen or is_long or len(seen) % 4)
             seen.add(kind)
             yield pytest.param(exercise, source, expected, id=f"{exercise.id}-{name}", marks=marks)
 

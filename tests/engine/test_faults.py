@@ -20,6 +20,7 @@ from minillm.errors import EngineDeadError, Failure, InvalidRequestError
 from minillm.execution import collect, runner
 from minillm.execution.runner import Runner, SequenceRow
 from minillm.sampling.sampler import Sampler
+from minillm.scheduling import scheduler
 from minillm.scheduling.scheduler import Scheduler
 from minillm.text.detokenizer import IncrementalDetokenizer
 from tests.engine.small import assert_idle, limit_steps, make, reasons, tokens
@@ -36,7 +37,7 @@ PROMPTS = [
     list(range(100, 122)),
 ]
 PLAIN = SamplingParams(
-    temperature=0.7, seed=5, max_tokens=12, ignore_eos=True, logit_bias={MARK: -100.0}
+    temperature=0.7, seed=5, max_tokens=9, ignore_eos=True, logit_bias={MARK: -100.0}
 )
 LONG = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -44,10 +45,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
     "no prefix cache": {"enable_prefix_caching": False},
     "radix": {"prefix_cache": "radix", "max_num_batched_tokens": 9, "max_num_seqs": 9},
-    "recompute": {"num_gpu_blocks_override": 18},
-    "swap": {"num_gpu_blocks_override": 18, "swap_space": 0.001},
+    "recompute": {"num_gpu_blocks_override": 17},
+    "swap": {"num_gpu_blocks_override": 17, "swap_space": 0.001},
     "ahead": {"async_scheduling": True},
-    "ahead, recompute": {"async_scheduling": True, "num_gpu_blocks_override": 18},
+    "ahead, recompute": {"async_scheduling": True, "num_gpu_blocks_override": 17},
 }
 
 
@@ -73,7 +74,7 @@ def engine(folder: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> L
 
 def all_params(n: int = 1, **arguments: Any) -> list[SamplingParams]:
     """Everybody's parameters; the victim has `n` completions and whatever else is given."""
-    fields = {"temperature": 0.7, "seed": 5, "max_tokens": 12, "ignore_eos": True}
+    fields = {"temperature": 0.7, "seed": 5, "max_tokens": 9, "ignore_eos": True}
     fields |= {"logit_bias": {MARK: -100.0}, "n": n}
     params = [PLAIN] * len(PROMPTS)
     params[VICTIM] = SamplingParams(**(fields | arguments))
@@ -565,32 +566,20 @@ def test_after_ctrl_c_the_engine_serves_again(folder, expected, monkeypatch, set
     assert_idle(llm.engine)
 
 
-def test_ctrl_c_in_the_middle_of_the_books_leaves_nothing_of_a_request(
-    folder, expected, monkeypatch
+@pytest.mark.parametrize("booked", [False, True])  # in no line, or whole
+def test_ctrl_c_while_a_request_is_added_leaves_nothing_of_it(
+    folder, expected, monkeypatch, booked
 ):
-    llm = engine(folder, monkeypatch)
-
-    def interrupted(line, sequence):
-        raise KeyboardInterrupt  # the sequence is booked, but in no line
-
-    with monkeypatch.context() as patch:
-        patch.setattr("minillm.scheduling.scheduler.insert", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS, PLAIN, use_tqdm=False)
-    assert_idle(llm.engine)
-    outputs = llm.generate(PROMPTS, PLAIN, use_tqdm=False)
-    assert list(map(tokens, outputs)) == expected(all_params())
-
-
-def test_ctrl_c_just_after_a_request_was_added_leaves_nothing_of_it(folder, expected, monkeypatch):
     llm, add = engine(folder, monkeypatch), Scheduler.add
 
-    def added_and_interrupted(*args):
-        add(*args)
+    def interrupted(*args):
+        if booked:
+            add(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Scheduler, "add", added_and_interrupted)
+        owner, name = (Scheduler, "add") if booked else (scheduler, "insert")
+        patch.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, PLAIN, use_tqdm=False)
     assert_idle(llm.engine)

@@ -102,6 +102,14 @@ def expected(folder: Path) -> list[list[list[int]]]:
     return list(map(tokens, run(make(folder))))
 
 
+def test_a_prompt_may_come_token_by_token(folder, expected):
+    """Each is on the host, also behind one that was replayed."""
+    llm = make(folder, long_prefill_token_threshold=1)
+    again = give_graphs(llm)
+    assert list(map(tokens, run(llm))) == expected
+    assert again.replays == len(llm.trace)
+
+
 def test_which_graph_is_replayed(folder, expected, monkeypatch):
     llm = make(folder, max_num_seqs=3, max_num_batched_tokens=16, num_gpu_blocks_override=20)
     limit_steps(llm, monkeypatch)

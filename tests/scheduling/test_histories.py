@@ -75,14 +75,14 @@ class Kind:
 
 
 KINDS = {
-    "plain": Kind(World, 50, 2000, SEEN, 2000),
+    "plain": Kind(World, 30, 2000, SEEN, 2000),
     "ahead": Kind(AheadWorld, 50, 500, SEEN_AHEAD, 500),
     "ahead, late": Kind(LateWorld, 50, 500, SEEN_AHEAD, 500),
     "stages": Kind(StagesWorld, 60, 120, SEEN_IN_STAGES, 120),
     "stages, late": Kind(LateStagesWorld, 60, 120, SEEN_IN_STAGES, 120),
-    "drafts": Kind(World, 25, 2000, SEEN_DRAFTED, 250, True),
-    "drafts, ahead": Kind(AheadWorld, 20, 500, SEEN_DRAFTED_AHEAD, 250, True),
-    "drafts, late": Kind(LateWorld, 20, 500, SEEN_DRAFTED_AHEAD, 250, True),
+    "drafts": Kind(World, 15, 2000, SEEN_DRAFTED, 250, True),
+    "drafts, ahead": Kind(AheadWorld, 12, 500, SEEN_DRAFTED_AHEAD, 250, True),
+    "drafts, late": Kind(LateWorld, 12, 500, SEEN_DRAFTED_AHEAD, 250, True),
 }
 PARTS = [
     pytest.param(name, *part.values, id=f"{name}-{part.id}", marks=part.marks)

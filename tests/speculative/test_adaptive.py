@@ -52,23 +52,21 @@ def fixed_speed(time, habits, most):
     return made.speed(399)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize(("time", "batch"), one_in(2, CASES))
-def test_it_finds_about_the_best_number(time, batch, noise):
+def test_it_finds_about_the_best_number(time, batch):
     habits = [Habit(0.85)] * batch
     speeds = [fixed_speed(TIMES[time], habits, most) for most in range(9)]
-    made = machine(TIMES[time], habits, noise=noise)
-    made.run(60)
-    made.run(200)
     assert max(speeds) > 1.5 * speeds[0]
-    assert made.speed(200) * (1 + noise) > 0.85 * max(speeds)
+    for noise in (0.0, 0.1):
+        made = machine(TIMES[time], habits, noise=noise)
+        made.run(60)
+        made.run(200)
+        assert made.speed(200) * (1 + noise) > 0.85 * max(speeds)
 
 
-@pytest.mark.parametrize(
-    ("time", "batch", "noise", "seed"), pairwise([*TIMES], [1, 4, 16, 64], [0.0, 0.1], range(3))
-)
-def test_wrong_drafts_cost_less_than_three_percent(time, batch, noise, seed):
-    made = machine(TIMES[time], [Habit(0.0)] * batch, seed, noise=noise)
+@pytest.mark.parametrize(("time", "batch", "noise"), pairwise([*TIMES], [1, 4, 16, 64], [0.0, 0.1]))
+def test_wrong_drafts_cost_less_than_three_percent(time, batch, noise):
+    made = machine(TIMES[time], [Habit(0.0)] * batch, noise=noise)
     made.run(500)
     plain = batch / (TIMES[time](batch, batch, False) * (1 + noise))
     assert made.speed(500) > 0.97 * plain

@@ -57,24 +57,32 @@ class Sampled:
         self.logits, self.tells_dist = logits, tells_dist
 
     def propose(self, rows):
-        return [self.draft(row) for row in rows]
-
-    def draft(self, row):
-        history, dists, params = list(row.token_ids), [], row.new.params
-        one, new = torch.ones(1), row.new
-        for _ in range(row.num_drafts):
-            stream = torch.tensor([[new.seed], [new.sample_index], [len(history)]])
-            numbers = one * params.temperature, 0 * one, one * params.top_p
+        """All rows at once; their requests have the same parameters."""
+        histories, dists = [list(row.token_ids) for row in rows], []
+        params, one = rows[0].new.params, torch.ones(len(rows))
+        numbers = one * params.temperature, 0 * one, one * params.top_p
+        for _ in range(max(row.num_drafts for row in rows)):
+            places = zip(rows, histories, strict=True)
+            streams = [(row.new.seed, row.new.sample_index, len(each)) for row, each in places]
+            stream = torch.tensor(streams).T.contiguous()
             pack = Pack(*numbers, (one * max(params.top_k, 0)).int(), *stream, True)
-            raw = self.after(history)
-            token, _ = choose(raw, pack, purpose=Purpose.DRAFT)
-            dists.append(dist(raw, pack)[0])
-            history.append(int(token))
-        tokens = history[len(row.token_ids) :]
-        return Draft(tokens, torch.stack(dists)) if self.tells_dist else tokens
+            raw = torch.stack([self.after(each) for each in histories])
+            chosen, _ = choose(raw, pack, purpose=Purpose.DRAFT)
+            dists.append(dist(raw, pack))
+            for history, token in zip(histories, chosen.tolist(), strict=True):
+                history.append(token)
+        drafts = []
+        for place, (row, history) in enumerate(zip(rows, histories, strict=True)):
+            tokens = history[len(row.token_ids) :][: row.num_drafts]
+            drafts.append(self.told(tokens, [each[place] for each in dists[: row.num_drafts]]))
+        return drafts
+
+    def told(self, tokens, dists):
+        """A draft, and perhaps what it was drawn from."""
+        return Draft(tokens, torch.stack(dists)) if self.tells_dist and tokens else tokens
 
     def after(self, history):
-        return self.logits[last_two(history)][None]
+        return self.logits[last_two(history)]
 
 
 def engine(folder: Path, proposer=None, num_drafts: int = 2, method="standard", **more) -> LLM:
@@ -167,9 +175,9 @@ def test_one_rejection_must_not_stop_the_batch(folder):
 @pytest.mark.mutation
 def test_a_draft_that_lies_about_its_dist_is_seen(folder):
     class Liar(Sampled):
-        def draft(self, row):
-            tokens, dists, _ = super().draft(row)
-            return Draft(tokens, dists.sqrt() / dists.sqrt().sum(-1, keepdim=True))
+        def told(self, tokens, dists):
+            roots = torch.stack(dists).sqrt()
+            return Draft(tokens, roots / roots.sum(-1, keepdim=True))
 
     llm = engine(folder, Liar(DRAFT), 1)
     assert excess(folder, run(llm, PLAIN, 50, 4), PLAIN) > 1.5
@@ -184,7 +192,7 @@ class Target(Sampled):
 
     def after(self, history):
         with torch.no_grad():
-            return self.model(torch.tensor([history])).logits[:, -1]
+            return self.model(torch.tensor([history])).logits[0, -1]
 
 
 def test_identical_models_accept_everything(folder):
@@ -223,9 +231,8 @@ def test_without_dists_tokens_are_those_of_plain_decoding(folder):
 )
 def test_what_is_no_dist_is_refused(folder, wrong, message, caplog):
     class Confused(Sampled):
-        def draft(self, row):
-            tokens, dists, _ = super().draft(row)
-            return Draft(tokens, wrong(dists))
+        def told(self, tokens, dists):
+            return Draft(tokens, wrong(torch.stack(dists)))
 
     llm = engine(folder, Confused(DRAFT), 3)
     with caplog.at_level(logging.WARNING):
