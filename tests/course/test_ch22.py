@@ -55,24 +55,33 @@ def shipped(**limits):
     return ch22_ship.Configuration(H100, 3.0, ranks=4, link=LINKS["nvlink"], **limits)
 
 
-def test_the_search_finds_the_last_rate_that_holds(monkeypatch):
-    asked = {}
+@pytest.mark.parametrize("late", [0, 1, 9])  # of ten requests: up to one may be late
+def test_the_search_finds_the_last_rate_that_holds_and_ends_runs_early(monkeypatch, late):
+    asked, ended = {}, {}
 
     def run(model, config, rate, requests, seed):
-        asked.setdefault(rate, []).append(requests)
-        times = (0.1, 0.2) if rate <= 34 else (9.0, 9.1)
-        return [ch22.answered(0, 0.0, times, 30), ch22.answered(1, 0.0, times, 50)]
+        asked[rate], ended[rate] = requests, 0
+        for place in range(requests):
+            slow = place % 10 < (late if rate <= 34 else late + 2)
+            ended[rate] += 1
+            yield ch22.answered(place, 0.0, (9.0, 9.1) if slow else (0.1, 0.2), 30)
 
     monkeypatch.setattr(ch22_ship, "run", run)
     sold = ch22_ship.highest_rate(LLAMA, shipped(), {"ttft": 0.5})
-    assert (sold.rate, sold.tokens) == (34, 34 * 40)
-    assert sold.dollars == ch22_ship.price(shipped(), 34 * 40)
+    assert sold.rate == (34 if late < 2 else 0)
+    if sold.rate:
+        tokens = [new for _, _, new in ch22_ship.demand(680, 0)]
+        assert sold.tokens == 34 * sum(tokens) / 680
+        assert sold.dollars == ch22_ship.price(shipped(), sold.tokens)
     assert len(asked) <= 5
-    for rate, counts in asked.items():  # a rate that is missed by far is not kept up
-        assert counts == (
-            [200] if rate > 34 else sorted({200, max(200, ch22_ship.ARRIVALS * rate)})
-        )
-    assert ch22_ship.highest_rate(LLAMA, shipped(), {"ttft": 0.05}).rate == 0
+    for rate, count in asked.items():
+        assert count == max(200, ch22_ship.ARRIVALS * rate)
+        slow = late if rate <= 34 else late + 2
+        if slow > 1:  # the first late one too many
+            full, rest = divmod(count // 10, slow)
+            assert ended[rate] == 10 * full + rest + 1
+        else:  # the last good one that is needed
+            assert 0.9 * count <= ended[rate] <= count
 
 
 def test_an_error_in_the_thread_is_raised_here():
@@ -129,7 +138,8 @@ def test_requests_at_once_and_rates_by_hand():
 def test_the_prefix_cache_saves_the_system_prompt():
     alone = {"requests": 1, "seed": 0}
     without, with_cache = (
-        ch22_ship.run(LLAMA, shipped(prefix_cache=cache), 1, **alone)[0] for cache in (False, True)
+        next(ch22_ship.run(LLAMA, shipped(prefix_cache=cache), 1, **alone))
+        for cache in (False, True)
     )
     seconds = ch22_ship.StepSeconds(LLAMA, H100, 4, LINKS["nvlink"])
     ((_, own, _),) = ch22_ship.demand(1, 0)
