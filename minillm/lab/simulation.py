@@ -14,7 +14,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from itertools import count
+from itertools import count, islice
 from numbers import Real
 from typing import Any
 
@@ -201,7 +201,7 @@ class Simulation:
             if whole and min(tokens, default=0) >= 0 and max(tokens, default=0) < MADE_UP:
                 return tuple(tokens)
         elif is_whole(tokens):
-            return tuple(next(self._tokens) for _ in range(tokens))
+            return tuple(islice(self._tokens, tokens))
         raise ConfigError(
             f"{what} is {shown(tokens)}; it must be a number of tokens, or a list of token ids, "
             f"which are whole numbers from 0 to {MADE_UP - 1:,}."

@@ -18,9 +18,10 @@ from minillm.quantization.methods import install
 from minillm.quantization.panels import pack_quantized
 from minillm.quantization.rounding import round_symmetric
 from minillm_exercises import measure
+from minillm_exercises.chapters.common import rounds
 from minillm_exercises.chapters.common import show_table as show_table
 
-ROTATED = 96 * 2**20  # bytes of each format that are read in turn, so that no cache holds them
+ROTATED = rounds(96 * 2**20)  # bytes of each format read in turn, so that no cache holds them
 SIDE = 4096  # inputs and outputs of the matrix that is timed
 
 
