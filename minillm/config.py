@@ -245,6 +245,6 @@ def unknown_fields(config: ModelConfig) -> list[str]:
     for part in (config, config.rope, config.mla, config.moe):
         for kind, known in KNOWN_FIELDS.items():
             if part is not None and isinstance(part, kind):
-                others = (each for each in fields(part) if each.name not in known.split())
-                found += [each.name for each in others if getattr(part, each.name) != each.default]
+                others = (one for one in fields(part) if one.name not in known.split())
+                found += [one.name for one in others if getattr(part, one.name) != one.default]
     return found

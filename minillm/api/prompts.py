@@ -126,7 +126,7 @@ def list_priorities(priority: Sequence[int] | None, count: int, policy: str) -> 
             f"priority is {shown(priority)}; it must be a list with one integer per prompt "
             f"({count})."
         )
-    return [check_int("priority", each, -(2**31), 2**31 - 1) for each in priority]
+    return [check_int("priority", number, -(2**31), 2**31 - 1) for number in priority]
 
 
 def split_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:

@@ -118,7 +118,7 @@ def _check_text(name: str, text: object) -> int:
 def _choices(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_ENTRIES:
         raise _wrong("choice", value, f"a list of 1 to {MAX_ENTRIES:,} texts")
-    size = sum(_check_text("choice", each) for each in value)
+    size = sum(_check_text("choice", text) for text in value)
     if size > MAX_BYTES:
         raise InvalidRequestError(
             f"structured_outputs['choice'] has {size:,} bytes; at most {MAX_BYTES:,} are allowed."
@@ -174,7 +174,7 @@ def nodes(schema: object) -> Iterator[tuple[str, int, object]]:
         for path, node in level:
             yield path, depth, node
             if isinstance(node, dict):
-                inner += [(f"{path}.{str(key)[:40]}", each) for key, each in node.items()]
+                inner += [(f"{path}.{str(key)[:40]}", child) for key, child in node.items()]
             elif isinstance(node, list):
-                inner += [(f"{path}[{place}]", each) for place, each in enumerate(node)]
-        level = [(path, each) for path, each in inner if isinstance(each, dict | list)]
+                inner += [(f"{path}[{place}]", child) for place, child in enumerate(node)]
+        level = [(path, child) for path, child in inner if isinstance(child, dict | list)]

@@ -40,7 +40,7 @@ def listed(text: str) -> list[str]:
     """The names of one argument: a plain name, or vLLM's JSON list."""
     with suppress(ValueError):
         names = json.loads(text) if text.lstrip().startswith("[") else [text]
-        if all(isinstance(each, str) for each in names):
+        if all(isinstance(name, str) for name in names):
             return list(names)
     raise ArgumentTypeError(f"{text!r} is neither a name nor a JSON list of names")
 
@@ -166,7 +166,7 @@ def check(args: Namespace) -> None:
             raise ConfigError(f"--{option} is {value}; it must be from 0 to {shown}.")
     if not args.max_event_rate > 0:
         raise ConfigError(f"--max-event-rate is {args.max_event_rate}; it must be above 0.")
-    if any(not each for each in args.api_key):
+    if any(not key for key in args.api_key):
         raise ConfigError("--api-key is empty; give a key, or leave the option out.")
 
 

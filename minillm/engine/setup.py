@@ -180,12 +180,12 @@ def kv_dtype_of(
     if args.kv_cache_dtype == "auto":
         return None
     cache_spec(config, args.kv_cache_dtype)
-    for each in (config, draft.config if draft else config):
-        if device.type != "cpu" and not has_int8_kernels(device, each.head_dim):
+    for model in (config, draft.config if draft else config):
+        if device.type != "cpu" and not has_int8_kernels(device, model.head_dim):
             raise UnsupportedFeatureError(
                 f"kv_cache_dtype='int8' on {device} needs Triton kernels, which are for GPUs from "
                 "compute capability 8.0 on and heads of at most 256 dimensions, a multiple of 8; "
-                f"here: {backend_of(device).why}, and heads have {each.head_dim}; leave it out."
+                f"here: {backend_of(device).why}, and heads have {model.head_dim}; leave it out."
             )
     try:
         if draft is not None:

@@ -155,7 +155,7 @@ class DecodeGraphs:
     def own_bytes(self) -> int:
         """Device memory of the inputs and outputs."""
         own = (self._inputs, self._lengths, self._bounds, self._ids, self.hidden)
-        return sum(each.nbytes for each in own)
+        return sum(tensor.nbytes for tensor in own)
 
     def launch(
         self,

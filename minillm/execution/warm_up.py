@@ -57,8 +57,8 @@ def launch_steps(runner: Runner, max_num_tokens: int) -> None:
             rows, ids = range(len(counts)), [0] * sum(counts)
             size, starts = runner.kv.block_size, [0] * len(counts)
             batch = make_batch(runner.rows.tables, size, rows, starts, counts, ids)
-            found = runner.model(batch, runner.kv)
-            hidden = found if hidden is None or len(found) > len(hidden) else hidden
+            states = runner.model(batch, runner.kv)
+            hidden = states if hidden is None or len(states) > len(hidden) else hidden
     if hidden is None:
         return
     for count in (*LOGITS, *(size for size in sizes if size <= most)):

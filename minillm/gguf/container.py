@@ -62,10 +62,10 @@ class GGUFFile:
 
     def floats(self, name: str) -> tuple[float, ...]:
         """The values of a small F32 tensor, such as RoPE's factors."""
-        found = self.tensors[name]
-        if found.type.name != "F32":
-            raise CheckpointError(f"{self.path}: {name} is {found.type.name}; F32 is expected.")
-        return struct.unpack_from(f"<{math.prod(found.shape)}f", self.data, found.start)
+        tensor = self.tensors[name]
+        if tensor.type.name != "F32":
+            raise CheckpointError(f"{self.path}: {name} is {tensor.type.name}; F32 is expected.")
+        return struct.unpack_from(f"<{math.prod(tensor.shape)}f", self.data, tensor.start)
 
 
 def is_gguf(path: Path) -> bool:
@@ -138,7 +138,7 @@ def tensor_info(cursor: "Cursor") -> TensorInfo:
     kind, start = cursor.number("I"), cursor.number("Q")
     if kind not in TYPES:
         called = UNSUPPORTED.get(kind, f"number {kind}")
-        known = ", ".join(each.name for each in TYPES.values())
+        known = ", ".join(tensor_type.name for tensor_type in TYPES.values())
         raise cursor.error(f"tensor {name!r} has the type {called}; supported are {known}")
     if min(sizes) < 1 or sizes[0] % TYPES[kind].weights:
         raise cursor.error(
@@ -218,10 +218,10 @@ class Cursor:
 
     def name(self, what: str) -> str:
         """A short string that is not empty."""
-        found = self.text(f"a {what}")
-        if not 0 < len(found) <= MAX_NAME:
-            raise self.error(f"a {what} has {len(found):,} characters; 1 to {MAX_NAME:,} can be")
-        return found
+        name = self.text(f"a {what}")
+        if not 0 < len(name) <= MAX_NAME:
+            raise self.error(f"a {what} has {len(name):,} characters; 1 to {MAX_NAME:,} can be")
+        return name
 
     def value(self, kind: int, key: str, depth: int = 0) -> Any:
         """A value of a field: a number, a bool, a string, or a tuple of those."""
@@ -260,5 +260,5 @@ class Cursor:
         values = struct.unpack_from(f"<{number}{SCALARS[kind]}", self.data, self.at)
         self.at += number * size
         if kind == BOOL:
-            return tuple(self.checked(each, kind, key) for each in values)
+            return tuple(self.checked(value, kind, key) for value in values)
         return values

@@ -48,5 +48,5 @@ def end_ids(fields: Mapping[str, Any]) -> list[Any]:
 
 def items(fields: Mapping[str, Any], name: str) -> tuple[Any, ...]:
     """An array of the tokenizer; empty if the file has none (`text/gguf.py` says so)."""
-    found = fields.get(f"tokenizer.ggml.{name}")
-    return found if isinstance(found, tuple) else ()
+    value = fields.get(f"tokenizer.ggml.{name}")
+    return value if isinstance(value, tuple) else ()

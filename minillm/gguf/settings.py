@@ -32,24 +32,24 @@ class Settings:
 
     def need(self, name: str) -> Any:
         """A field that must be there. An array with one value per layer must have equal values."""
-        found = self.get(name)
-        if found is None:
+        value = self.get(name)
+        if value is None:
             raise CheckpointError(
                 f"{self.file.path} has no {self.architecture}.{name}, which the architecture "
                 f"{self.architecture} needs."
             )
-        return self.same(name, found)
+        return self.same(name, value)
 
-    def same(self, name: str, found: Any) -> Any:
+    def same(self, name: str, value: Any) -> Any:
         """The value of all layers."""
-        if isinstance(found, tuple):
-            if len(set(found)) != 1:
+        if isinstance(value, tuple):
+            if len(set(value)) != 1:
                 raise UnsupportedFeatureError(
                     f"{self.file.path} gives layers different values of {name}; this version has "
                     "one value for all layers."
                 )
-            return found[0]
-        return found
+            return value[0]
+        return value
 
     def has(self, suffix: str) -> bool:
         """Whether any layer has a tensor, such as "attn_q.bias"."""
@@ -72,8 +72,8 @@ def config_fields(file: GGUFFile) -> dict[str, Any]:
             "llama.cpp's `llama-gguf-split --merge` first."
         )
     settings = Settings(file)
-    found = ARCHITECTURES.get(settings.architecture)
-    if found is None:
+    architecture = ARCHITECTURES.get(settings.architecture)
+    if architecture is None:
         raise UnsupportedFeatureError(
             f"{file.path} has the architecture {settings.architecture!r}; this version reads "
             f"{', '.join(ARCHITECTURES)}."
@@ -85,7 +85,7 @@ def config_fields(file: GGUFFile) -> dict[str, Any]:
                 f"{file.path} sets {settings.architecture}.{name}, which this version does not "
                 "support."
             )
-    return found(settings)
+    return architecture(settings)
 
 
 def shared(settings: Settings) -> dict[str, Any]:
@@ -210,15 +210,15 @@ ARCHITECTURES: Mapping[str, Callable[[Settings], dict[str, Any]]] = {
 
 def vocabulary(settings: Settings) -> int:
     """Rows of the embedding."""
-    found = settings.file.tensors.get("token_embd.weight")
-    if found is None:
+    embedding = settings.file.tensors.get("token_embd.weight")
+    if embedding is None:
         raise CheckpointError(f"{settings.file.path} has no tensor token_embd.weight.")
-    return found.shape[0]
+    return embedding.shape[0]
 
 
 def stored_dtype(file: GGUFFile) -> str:
     """The dtype to compute in: that of the plain matrices, bfloat16 if any are quantised."""
-    types = {each.type.name for each in file.tensors.values() if len(each.shape) > 1}
+    types = {tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     known = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     best = types - {"F32"} or {"F32"}
     return known.get(best.pop(), "bfloat16") if len(best) == 1 else "bfloat16"
@@ -242,7 +242,7 @@ def rope_scaling(settings: Settings) -> dict[str, Any]:
         return yarn(settings, factor)
     factor = 1.0 if kind == "none" else factor
     if own:
-        factors = [each * factor for each in file.floats("rope_freqs.weight")]
+        factors = [number * factor for number in file.floats("rope_freqs.weight")]
         longrope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
         return longrope | {"attention_factor": 1.0, "factor": 1.0}
     return {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}

@@ -17,9 +17,9 @@ def kernel_of(matrix: Matrix) -> str:
             inputs = f"in {str(method.dtype).removeprefix('torch.')}"
         return f"C panels, {_form(parts)}, activations {inputs}"
     if isinstance(method, QuantizedMethod):
-        found = method.quantized(matrix)
-        kind = "FP8" if found.codes.dtype == FLOAT8 else f"int{found.bits}"
-        return f"dense for each call, {kind}, groups of {found.group_size}"
+        weights = method.quantized(matrix)
+        kind = "FP8" if weights.codes.dtype == FLOAT8 else f"int{weights.bits}"
+        return f"dense for each call, {kind}, groups of {weights.group_size}"
     width = f"{_dtype(matrix)}, not quantised"
     if isinstance(method, PanelLinearMethod):
         return f"C panels, {width}"

@@ -62,7 +62,7 @@ class Link:
     direct: Direct | None = None
 
     def __post_init__(self) -> None:
-        sane = all(isfinite(each) and each >= 0 for each in (self.latency, self.hop))
+        sane = all(isfinite(seconds) and seconds >= 0 for seconds in (self.latency, self.hop))
         if not sane or not (isfinite(self.bandwidth) and self.bandwidth > 0):
             raise ConfigError(
                 f"Link {self.name!r} has latency {self.latency}, hop {self.hop} and bandwidth "
@@ -157,7 +157,7 @@ def all_reduce(link: Link, size: int, num_bytes: float) -> Collective:
     offered: list[Algorithm] = [*link.algorithms]
     if link.direct is not None:
         offered += ["one-shot", "two-shot"]
-    times = {each: all_reduce_seconds(link, size, num_bytes, each) for each in offered}
+    times = {way: all_reduce_seconds(link, size, num_bytes, way) for way in offered}
     fastest = min(times, key=times.__getitem__)
     return Collective(fastest, times[fastest])
 

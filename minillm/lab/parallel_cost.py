@@ -134,7 +134,7 @@ def stage_times(
         most = ceil(len(query_lens) / size)
         query_lens, seq_lens = query_lens[:most], seq_lens[:most]
         num_logits = min(num_logits, most)
-    found = []
+    stages = []
     for layers in cut_layers(config, layout.pipeline):
         is_last = layers.stop == config.num_layers
         mine = device_config(config, layout, layers)
@@ -150,8 +150,8 @@ def stage_times(
         if layout.pipeline > 1:  # the last stage sends the sampled tokens to the first
             sent = ID_BYTES * num_logits if is_last else own * config.hidden_size * value_bytes
             waiting += send_seconds(devices.stage_link or devices.link, sent)
-        found.append(StageTime(cost, time, waiting))
-    return tuple(found)
+        stages.append(StageTime(cost, time, waiting))
+    return tuple(stages)
 
 
 def _with_whole_experts(
@@ -166,7 +166,7 @@ def _with_whole_experts(
     load = moe.num_experts, moe.num_experts_per_token, size, tokens
     mean = moe.num_experts / size * (1 - (1 - load[1] / load[0]) ** tokens)
     more = most_experts_read(*load) / mean
-    products = [each for each in all_products(mine).elements() if each.part == "experts"]
+    products = [product for product in all_products(mine).elements() if product.part == "experts"]
     read = sum(p.parameters_read(tokens) * more - p.parameters_read(own) for p in products)
     rows = tokens / expert_balance(*load, moe.num_groups, moe.topk_groups) - own
     macs = rows * sum(p.used * p.inputs * p.outputs for p in products)
@@ -224,13 +224,13 @@ def decode_time(
     rows = ceil(batch / groups)
     types = precision(config, dtype, kv_dtype)
     times = stage_times(config, devices, [1] * rows, [context] * rows, types, rows)
-    through = sum(each.seconds for each in times)
+    through = sum(time.seconds for time in times)
     slowest = max(times, key=lambda each: each.seconds)
     period = max(through, groups * slowest.seconds)
     if period > through:
         share = slowest.communication / slowest.seconds
     else:
-        share = sum(each.communication for each in times) / through
+        share = sum(time.communication for time in times) / through
     return ParallelTime(period, batch, share, groups * through / (stages * period), groups, times)
 
 
@@ -261,9 +261,9 @@ def prefill_time(
         logits = int(end == num_tokens)
         times = stage_times(config, devices, [end - start], [end], types, logits)
         before = 0.0
-        for stage, each in enumerate(times):
-            before = free[stage] = max(before, free[stage]) + each.seconds
-            busy, sent = busy + each.seconds, sent + each.communication
+        for stage, time in enumerate(times):
+            before = free[stage] = max(before, free[stage]) + time.seconds
+            busy, sent = busy + time.seconds, sent + time.communication
     utilisation = busy / (devices.layout.pipeline * before)
     return ParallelTime(before, 1, sent / busy, utilisation, len(ends), times)
 

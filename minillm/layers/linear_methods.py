@@ -51,7 +51,7 @@ class TensorSlice:
     @property
     def held(self) -> tuple[int, ...]:
         """The shape of the part."""
-        return tuple(each.stop - each.start for each in self.index)
+        return tuple(span.stop - span.start for span in self.index)
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "TensorSlice":
@@ -76,9 +76,9 @@ class CheckpointTensor:
         """A whole tensor that is copied unchanged, such as a norm's weight."""
         return cls(name, target, TensorSlice.whole(target.shape), load_plain)
 
-    def load(self, found: Tensor) -> None:
+    def load(self, tensor: Tensor) -> None:
         """Store the part of the tensor that `slice` selects."""
-        self.put(self, found)
+        self.put(self, tensor)
 
 
 def joined(tensors: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
@@ -90,7 +90,7 @@ def joined(tensors: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         if len(members) == 1:
             yield members[0]
             continue
-        sides = zip(*(each.slice.index for each in members), strict=True)
+        sides = zip(*(member.slice.index for member in members), strict=True)
         cover = TensorSlice(
             members[0].slice.shape,
             tuple(slice(min(s.start for s in side), max(s.stop for s in side)) for side in sides),
@@ -100,26 +100,26 @@ def joined(tensors: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
 
 
 def load_members(
-    members: Sequence[CheckpointTensor], place: CheckpointTensor, found: Tensor
+    members: Sequence[CheckpointTensor], place: CheckpointTensor, whole: Tensor
 ) -> None:
     """Load the slice of each member from a tensor that covers all."""
     for member in members:
         sides = zip(member.slice.index, place.slice.index, strict=True)
-        member.load(found[tuple(slice(s.start - c.start, s.stop - c.start) for s, c in sides)])
+        member.load(whole[tuple(slice(s.start - c.start, s.stop - c.start) for s, c in sides)])
 
 
-def load_plain(place: CheckpointTensor, found: Tensor) -> None:
+def load_plain(place: CheckpointTensor, tensor: Tensor) -> None:
     """Copy a tensor to its target. Raises CheckpointError if its dtype is not floating-point."""
-    if found.dtype not in PLAIN:
+    if tensor.dtype not in PLAIN:
         raise CheckpointError(
-            f"{place.name} is stored as {str(found.dtype).removeprefix('torch.')}; "
-            f"plain weights are {', '.join(str(each).removeprefix('torch.') for each in PLAIN)}."
+            f"{place.name} is stored as {str(tensor.dtype).removeprefix('torch.')}; "
+            f"plain weights are {', '.join(str(kind).removeprefix('torch.') for kind in PLAIN)}."
         )
-    if found.shape != place.target.shape:  # `copy_` would broadcast
+    if tensor.shape != place.target.shape:  # `copy_` would broadcast
         raise CheckpointError(
-            f"{place.name} has shape {list(found.shape)}; {list(place.target.shape)} is expected."
+            f"{place.name} has shape {list(tensor.shape)}; {list(place.target.shape)} is expected."
         )
-    place.target.copy_(found)
+    place.target.copy_(tensor)
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class LinearMethod:
     def num_bytes(self, matrix: Matrix) -> int:
         """Memory of the layer's tensors."""
         tensors = (*matrix.parameters(recurse=False), *matrix.buffers(recurse=False))
-        return sum(each.numel() * each.element_size() for each in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class PlainLinearMethod(LinearMethod):

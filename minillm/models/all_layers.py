@@ -48,7 +48,7 @@ class AllLayers(LayersMethod):
         MLP in place. Exactly one rank owns the biases of these outputs."""
         self._sum = all_reduce
         if not owns_biases:
-            self.weights = [without_biases(each) for each in self.weights]
+            self.weights = [without_biases(weight) for weight in self.weights]
 
     @classmethod
     def of(cls, model: Decoder) -> "AllLayers | None":
@@ -92,7 +92,7 @@ class AllLayers(LayersMethod):
 def hooks_of(layers: Iterable[nn.Module]) -> Callable[[], bool]:
     """Tells whether a module has a hook, which would see nothing of one call for all layers."""
     modules = [module for layer in layers for module in layer.modules()]
-    hooks = [each for one in modules for each in (one._forward_hooks, one._forward_pre_hooks)]
+    hooks = [hook for one in modules for hook in (one._forward_hooks, one._forward_pre_hooks)]
     return lambda: any(hooks) or _has_any_global_hook()
 
 
@@ -121,9 +121,9 @@ def fits(layer: Any) -> bool:
     ):
         return False
     return all(
-        isinstance(each.method, PanelLinearMethod | PanelQuantizedMethod)
-        and not isinstance(each.method, OutlierMethod)
-        for each in products(layer)
+        isinstance(product.method, PanelLinearMethod | PanelQuantizedMethod)
+        and not isinstance(product.method, OutlierMethod)
+        for product in products(layer)
     )
 
 
@@ -131,8 +131,8 @@ def products(layer: Any) -> list[Matrix]:
     """The matrices of a layer that MLA does not absorb; of a mixed qkv its members."""
     qkv = getattr(layer.attention, "qkv_proj", None)
     mixed = qkv if qkv is not None and isinstance(qkv.method, MixedMethod) else None
-    found = (each for each in layer.modules() if isinstance(each, Matrix) and each is not mixed)
-    return [each for each in found if not each.is_absorbed]
+    matrices = (one for one in layer.modules() if isinstance(one, Matrix) and one is not mixed)
+    return [one for one in matrices if not one.is_absorbed]
 
 
 def layer_weights(layer: Any) -> LayerWeights:
@@ -163,13 +163,13 @@ def layer_weights(layer: Any) -> LayerWeights:
 
 def parts_of(matrix: Matrix | None) -> Any:
     """A matrix as C reads it, if the layer has it."""
-    found = None
-    for each in reversed([] if matrix is None else members(matrix)):
-        method, parts = each.method, MatrixParts(each.weight)
+    chain = None
+    for member in reversed([] if matrix is None else members(matrix)):
+        method, parts = member.method, MatrixParts(member.weight)
         if isinstance(method, PanelQuantizedMethod):
-            parts = method.parts(each)
-        found = replace(parts, outputs=each.out_features, next=found)
-    return found
+            parts = method.parts(member)
+        chain = replace(parts, outputs=member.out_features, next=chain)
+    return chain
 
 
 def bias_of(matrix: Linear | None) -> Tensor | None:

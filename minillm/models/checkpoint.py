@@ -120,11 +120,11 @@ def open_model(model: str | Path) -> ModelSource:
 def quantization_settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     """How a checkpoint's weights are quantised: `quantization_config` of config.json, or the
     separate file of old GPTQ checkpoints. Empty if they are not."""
-    found = section(config, "quantization_config") or section(config, "compression_config")
+    settings = section(config, "quantization_config") or section(config, "compression_config")
     old = folder / "quantize_config.json"
-    if not found and old.is_file():
+    if not settings and old.is_file():
         return {"quant_method": "gptq", **read_json(old)}
-    return found
+    return settings
 
 
 def sampling_defaults(generation: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -300,8 +300,8 @@ def shard_headers(path: Path) -> dict[str, Header]:
         size = int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(size), object_pairs_hook=partial(without_repeats, path))
     return {
-        name: Header(tuple(each["shape"]), DTYPES.get(each["dtype"]))
-        for name, each in entries.items()
+        name: Header(tuple(entry["shape"]), DTYPES.get(entry["dtype"]))
+        for name, entry in entries.items()
         if name != "__metadata__"
     }
 
@@ -309,13 +309,13 @@ def shard_headers(path: Path) -> dict[str, Header]:
 def without_repeats(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object of a header. Raises CheckpointError if it has a name twice, which safetensors
     forbids and does not check."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         twice = next(
             name for name, count in Counter(name for name, _ in pairs).items() if count > 1
         )
         raise CheckpointError(f"{path} has {twice} twice; a name stands for one tensor.")
-    return found
+    return entries
 
 
 def read_tensors(path: Path, slices: Mapping[str, TensorSlice]) -> Iterator[tuple[str, Tensor]]:

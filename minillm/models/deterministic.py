@@ -124,7 +124,7 @@ def padded(start: int, stop: int, size: int, device: torch.device) -> Tensor:
 def cut(batch: Batch, tiles: Sequence[int]) -> Iterator[Batch]:
     """The tiles of a flat batch, as batches. `slot_mapping` excludes the padding."""
     on_host = batch.on_host or (batch.query_start.cpu(), batch.seq_lens.cpu())
-    bounds, ends = (np.asarray(each).tolist() for each in on_host)
+    bounds, ends = (np.asarray(tensor).tolist() for tensor in on_host)
     device = batch.input_ids.device
     for start, stop, size in spans(len(batch.input_ids), tiles):
         rows = padded(start, stop, size, device)
@@ -150,7 +150,7 @@ def cut(batch: Batch, tiles: Sequence[int]) -> Iterator[Batch]:
             block_tables=batch.block_tables[sequences],
             logits_indices=batch.logits_indices[:0],
             max_query_len=max(high - low for _, low, high, _ in parts),
-            tails=batch.tails and Tails(*(each[sequences] for each in batch.tails)),
+            tails=batch.tails and Tails(*(tail[sequences] for tail in batch.tails)),
             on_host=(starts, seq_lens),
         )
 
@@ -187,9 +187,9 @@ def find_tiles(model: Decoder, candidates: Sequence[int] = TILES) -> tuple[int, 
 def probe(model: Decoder, size: int) -> Tensor | None:
     """Results of tiles of this size, as bytes; None if they depend on a row's index."""
     rows = [*model_outputs(model, size), *product_outputs(model, size)]
-    if any(not same_bits(each, each[:1].expand_as(each)) for each in rows):
+    if any(not same_bits(row, row[:1].expand_as(row)) for row in rows):
         return None
-    return torch.cat([each[0].clone().view(torch.uint8).flatten() for each in rows])
+    return torch.cat([row[0].clone().view(torch.uint8).flatten() for row in rows])
 
 
 def model_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
@@ -198,7 +198,7 @@ def model_outputs(model: Decoder, size: int) -> Iterator[Tensor]:
     # Computed from the config, because ranks may hold unequal shares of the vocabulary and all
     # must run the same number of steps.
     num_weights = config.vocab_size * config.hidden_size
-    num_weights += sum(each.numel() for each in model.layers.parameters())
+    num_weights += sum(parameter.numel() for parameter in model.layers.parameters())
     # A small model has fewer sums in which a difference could show, so it runs more tokens.
     count = max(PROBE_TOKENS[0], min(PROBE_TOKENS[1], PROBE_WEIGHTS // num_weights))
     spec = cache_spec(config)

@@ -142,7 +142,7 @@ def why_tiles(model: Decoder) -> str:
         return f"heads of {dim} dimensions are not a multiple of {cpu.LANES}"
     if config.hidden_size % cpu.PANEL_STEP:
         return f"hidden size {config.hidden_size} is not a multiple of {cpu.PANEL_STEP}"
-    if any(not isinstance(each.method, PlainLinearMethod) for each in list_matrices(model)):
+    if any(not isinstance(matrix.method, PlainLinearMethod) for matrix in list_matrices(model)):
         return "its weights are not plain numbers"
     return ""
 
@@ -155,7 +155,7 @@ def is_dense(layer: torch.nn.Module) -> bool:
 
 def is_part(model: Decoder) -> bool:
     """Whether a model is a rank's shard."""
-    parts = [part for each in list_matrices(model) for part in each.parts]
+    parts = [part for matrix in list_matrices(model) for part in matrix.parts]
     return any(part.shape != (len(part.rows), len(part.columns)) for part in parts)
 
 
@@ -167,7 +167,7 @@ def fix_sums(model: Decoder) -> str:
     for layer in model.layers:
         if isinstance(layer, DecoderLayer):
             rows = layer.attention.o_proj, layer.mlp.down_proj
-            summed |= {each: num_parts(each) for each in rows if isinstance(each, Linear)}
+            summed |= {module: num_parts(module) for module in rows if isinstance(module, Linear)}
 
     def method_of(layer: Matrix) -> PanelLinearMethod:
         if layer in summed:

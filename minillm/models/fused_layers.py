@@ -73,4 +73,4 @@ def fits(layer: Any) -> bool:
     if type(layer.mlp) is not MLP or layer.mlp.activation is not ops.silu_mul:
         return False
     products = layer.attention.qkv_proj, layer.mlp.gate_up_proj
-    return all(type(each.method) is PlainLinearMethod for each in products)
+    return all(type(product.method) is PlainLinearMethod for product in products)

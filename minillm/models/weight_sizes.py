@@ -76,7 +76,7 @@ class Examples:
         self.layout, self.format = layout, format
         self.model = Decoder(source.config, layout.dtype, "meta")
         pairs = rounded_matrices(self.model, quantization) if quantization else ()
-        self.roundings: dict[int, Rounding] = {id(matrix): each for matrix, each in pairs}
+        self.roundings: dict[int, Rounding] = {id(matrix): rounding for matrix, rounding in pairs}
         self.by_key: dict[Key, tuple[Matrix, Rounding | None]] = {}
         self.example_of: dict[int, Matrix] = {}
         for matrix in list_matrices(self.model):
@@ -101,44 +101,44 @@ class Examples:
         if self.format is None or self.format.is_plain(part):
             return (len(part.columns),)
         stored = self.format.tensors(part).items()
-        tensors = ((suffix, each.slice.held, each.dtype) for suffix, each in stored)
+        tensors = ((suffix, tensor.slice.held, tensor.dtype) for suffix, tensor in stored)
         return (len(part.columns), *tensors)
 
     @torch.inference_mode()
     def load(self, files: list[Path]) -> None:
         """Load the examples (random values if there are no files), and bring them into the layout
         of the engine."""
-        found = [each for each, _ in self.by_key.values()]
-        fill({place.name: place for each in found for place in each.checkpoint_tensors()}, files)
+        matrices = [matrix for matrix, _ in self.by_key.values()]
+        fill({place.name: place for each in matrices for place in each.checkpoint_tensors()}, files)
         for example, rounding in self.by_key.values():
             example.method.after_loading(example)
             if rounding is not None and not is_quantized(example):
                 example.weight.data.normal_()
                 install(example, rounding(example.values()), self.layout.dtype)
         if self.layout.packed:
-            held = [member for each in found for member in members(each)]
-            pack_quantized([each for each in held if is_quantized(each)])
-            for each in held:
-                to_dense(each)  # what C does not read
+            held = [member for matrix in matrices for member in members(matrix)]
+            pack_quantized([member for member in held if is_quantized(member)])
+            for member in held:
+                to_dense(member)  # what C does not read
 
     def sizes(self, name: str) -> WeightSizes:
         """The mean bytes of a weight in each part of the model."""
         count = parameter_count(self.model.config)
-        found = dict.fromkeys(PARTS, 0.0)
-        found["norms"] = sum(
-            each.weight.nbytes for each in self.model.modules() if isinstance(each, RMSNorm)
+        sizes = dict.fromkeys(PARTS, 0.0)
+        sizes["norms"] = sum(
+            module.weight.nbytes for module in self.model.modules() if isinstance(module, RMSNorm)
         )
         for matrix in list_matrices(self.model):
             example = self.example_of[id(matrix)]
-            found[part_of(matrix, self.model)] += bytes_like(matrix, example)
-        means = {part: found[part] / max(getattr(count, part), 1) for part in PARTS}
+            sizes[part_of(matrix, self.model)] += bytes_like(matrix, example)
+        means = {part: sizes[part] / max(getattr(count, part), 1) for part in PARTS}
         name = name if self.format is None else self.format.describe()
         return WeightSizes(name, **means, products=self._products())
 
     def _products(self) -> str | None:
         """ "int8" if products of the layers' matrices round their activations to 8 bits."""
-        examples = [self.example_of[id(each)] for each in list_matrices(self.model.layers)]
-        methods = [member.method for each in examples for member in members(each)]
+        examples = [self.example_of[id(matrix)] for matrix in list_matrices(self.model.layers)]
+        methods = [member.method for example in examples for member in members(example)]
         rounds = any(
             isinstance(each, PanelQuantizedMethod) and not each.numbers.float8 for each in methods
         )
@@ -153,27 +153,27 @@ def first_rows(part: WeightSlice) -> WeightSlice:
 def is_quantized(matrix: Matrix) -> bool:
     """Whether a loaded matrix, or a member of it, is quantised."""
     kinds = QuantizedMethod | PanelQuantizedMethod
-    return any(isinstance(each.method, kinds) for each in members(matrix))
+    return any(isinstance(member.method, kinds) for member in members(matrix))
 
 
 def bytes_like(matrix: Matrix, example: Matrix) -> float:
     """Bytes of a matrix whose rows are stored as those of the example, with its bias."""
-    bias = sum(each.nbytes for name, each in tensors(matrix) if name != "weight")
-    found, counts = members(example), [matrix.out_features]
-    if len(found) > 1:
+    bias = sum(tensor.nbytes for name, tensor in tensors(matrix) if name != "weight")
+    parts, counts = members(example), [matrix.out_features]
+    if len(parts) > 1:
         rows = iter([len(part.rows) for part in matrix.parts])
-        counts = [sum(islice(rows, len(each.parts))) for each in found]
-    return bias + sum(map(bytes_of_rows, counts, found))
+        counts = [sum(islice(rows, len(member.parts))) for member in parts]
+    return bias + sum(map(bytes_of_rows, counts, parts))
 
 
 def bytes_of_rows(rows: int, example: Matrix) -> float:
     """Bytes of this many rows that are stored as those of the example."""
     held = example.out_features
     if isinstance(example.method, PanelQuantizedMethod):
-        rows, held = (PANEL * math.ceil(each / PANEL) for each in (rows, held))
+        rows, held = (PANEL * math.ceil(count / PANEL) for count in (rows, held))
     parts = dict(tensors(example))
-    shared = sum(each.nbytes for name, each in parts.items() if name in SHARED)
-    by_row = sum(each.nbytes for name, each in parts.items() if name not in SHARED)
+    shared = sum(part.nbytes for name, part in parts.items() if name in SHARED)
+    by_row = sum(part.nbytes for name, part in parts.items() if name not in SHARED)
     return shared + by_row * rows / held
 
 

@@ -31,8 +31,8 @@ def _row_module(x: Tensor, *weights: Tensor | None) -> ModuleType:
 
 def _torch_row_module(x: Tensor, *weights: Tensor | None) -> ModuleType:
     """The same, for operations without a C function."""
-    found = _row_module(x, *weights)
-    return reference if found is cpu else found
+    module = _row_module(x, *weights)
+    return reference if module is cpu else module
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -185,9 +185,9 @@ def find_compiler() -> Path:
     if sys.platform not in ("linux", "darwin"):
         raise NoLibrary("it is for Linux and macOS")
     for name in (os.environ.get("CC"), *COMPILERS):
-        found = shutil.which(name) if name else None
-        if found:
-            return Path(found)
+        path = shutil.which(name) if name else None
+        if path:
+            return Path(path)
     raise NoLibrary("no C compiler (cc) was found")
 
 

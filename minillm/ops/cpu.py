@@ -63,19 +63,19 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
         return False
     if torch.is_autocast_enabled("cpu"):
         return False
-    if any(each is not None and each.dtype != x.dtype for each in others):
+    if any(tensor is not None and tensor.dtype != x.dtype for tensor in others):
         return False
     if not torch.is_grad_enabled():
         return True
-    return not any(each is not None and each.requires_grad for each in (x, *others))
+    return not any(tensor is not None and tensor.requires_grad for tensor in (x, *others))
 
 
 def ready(dtype: torch.dtype) -> Library:
     """The functions for tensors of this dtype, set to torch's number of threads."""
-    if (found := functions(dtype)) is None:
+    if (compiled := functions(dtype)) is None:
         raise RuntimeError(f"there are no C functions for {dtype}; check `takes` first.")
-    found.threads.follow_torch()
-    return found
+    compiled.threads.follow_torch()
+    return compiled
 
 
 # ---- rows --------------------------------------------------------------------------------------
@@ -167,8 +167,8 @@ def norm_rope_write(
     check(k_cache.shape[3] == d, "k_cache", k_cache, f"[.., .., .., {d}]")
     check(k_cache.shape == v_cache.shape, "v_cache", v_cache, str(list(k_cache.shape)))
     check(k_cache.stride() == v_cache.stride(), "v_cache", v_cache, "strided like k_cache")
-    for name, each in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check(each.dtype == qkv.dtype, name, each, f"{qkv.dtype}")
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check(tensor.dtype == qkv.dtype, name, tensor, f"{qkv.dtype}")
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             check_vector(name, weight, d, qkv.dtype)
@@ -227,7 +227,7 @@ def paged_attention(
         block_tables = block_tables.contiguous()
     check_tables(query_start, seq_lens, block_tables)
     check(fits_vectors(heads // kv_heads, d, dv), "q", q, f"[.., a multiple of {LANES}]")
-    found = ready(q.dtype)
+    compiled = ready(q.dtype)
     out = q.new_empty(count, heads, dv)
     strides = (c_int64 * 6)(*k_cache.stride()[:3], *v_cache.stride()[:3])
     arguments = (
@@ -238,10 +238,10 @@ def paged_attention(
     )  # fmt: skip
     # The first call validates the tables for both.
     tree = tails_in_c(batch.tails, len(seq_lens))
-    status = found.decode_attention(*arguments, count, num_blocks, columns, address(tree))
-    few = found.decode_queries(heads // kv_heads)
+    status = compiled.decode_attention(*arguments, count, num_blocks, columns, address(tree))
+    few = compiled.decode_queries(heads // kv_heads)
     if not status and batch.max_query_len > few:
-        status = found.prefill_attention(*arguments, few + 1)
+        status = compiled.prefill_attention(*arguments, few + 1)
     raise_for(status, k_cache, count)
     return out
 
@@ -265,8 +265,8 @@ def raise_for(status: int, cache: Tensor, num_queries: int) -> None:
 
 def panels_are_fast(dtype: torch.dtype) -> bool:
     """Whether weights are stored in panels: with AVX2 or better, unless MINILLM_PANELS is set."""
-    found, setting = functions(dtype), panels_setting()
-    return found is not None and (setting == "1" if setting else found.panel_unit() > 0)
+    compiled, setting = functions(dtype), panels_setting()
+    return compiled is not None and (setting == "1" if setting else compiled.panel_unit() > 0)
 
 
 def panels_setting() -> str:

@@ -52,7 +52,7 @@ class ExpertShape:
     def fits(self) -> bool:
         """Whether the C functions support these sizes."""
         sizes = self.hidden, self.size, self.shared_size
-        return self.experts <= MOST_EXPERTS and not any(each % cpu.PANEL_STEP for each in sizes)
+        return self.experts <= MOST_EXPERTS and not any(size % cpu.PANEL_STEP for size in sizes)
 
 
 def panel_experts(
@@ -66,7 +66,7 @@ def panel_experts(
     hidden, size = inputs_of(gate_up), inputs_of(down)
     experts = len(down.panels) * 32 // hidden
     shape = ExpertShape(hidden, experts, ids.shape[1], size)
-    plain = {each.panels.dtype for each in (gate_up, down) if each.scales is None}
+    plain = {matrix.panels.dtype for matrix in (gate_up, down) if matrix.scales is None}
     whole = len(gate_up.panels) * 32 == 2 * experts * size
     if x.shape[1:] != (hidden,) or not whole or plain - {x.dtype}:
         raise ValueError(

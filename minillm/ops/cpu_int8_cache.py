@@ -26,13 +26,13 @@ class Int8Pages:
     @classmethod
     def of(cls, key: Tensor, value: Tensor, key_scale: Tensor, value_scale: Tensor) -> "Int8Pages":
         """Those of these tensors, which C takes to be contiguous."""
-        for name, each in (
+        for name, tensor in (
             ("value", value),
             ("key_scale", key_scale),
             ("value_scale", value_scale),
         ):
-            due = key.shape[: each.dim()]
-            check(each.shape == due and each.is_contiguous(), name, each, f"contiguous {due}")
+            due = key.shape[: tensor.dim()]
+            check(tensor.shape == due and tensor.is_contiguous(), name, tensor, f"contiguous {due}")
         check(key.is_contiguous() and key.shape[2] % 4 == 0, "key", key, "[.., .., 4 n, ..]")
         return cls(key, value, key_scale, value_scale, key.shape[0], key.shape[2])
 
@@ -53,10 +53,10 @@ def norm_rope_write(
     check_rope((cos, sin), count, d)
     check(codes[0].shape[3] == d, "qkv", qkv, f"[.., .., {codes[0].shape[3]}]")
     check_integers("slot_mapping", slot_mapping, slot_mapping.long().dtype)
-    norms = [each for each in (prologue.q_norm, prologue.k_norm) if each is not None]
+    norms = [norm for norm in (prologue.q_norm, prologue.k_norm) if norm is not None]
     for weight in norms:
         check_vector("a norm", weight, d, qkv.dtype)
-    addresses = [each.data_ptr() for each in norms] if len(norms) == 2 else [None, None]
+    addresses = [norm.data_ptr() for norm in norms] if len(norms) == 2 else [None, None]
     q = qkv.new_empty(count, rows - 2 * kv_heads, d)
     wrong = cpu.ready(qkv.dtype).norm_rope_write_int8(
         qkv.data_ptr(), *addresses, prologue.eps, cos.data_ptr(), sin.data_ptr(),

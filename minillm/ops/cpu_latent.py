@@ -47,7 +47,7 @@ class LatentShape:
     def fits(self) -> bool:
         """Whether the C functions support these sizes."""
         sizes = self.rank, self.nope, self.value, self.q_rank
-        whole = not any(each % cpu.PANEL_STEP for each in sizes) and self.rope % 2 == 0
+        whole = not any(size % cpu.PANEL_STEP for size in sizes) and self.rope % 2 == 0
         within = self.rope <= cpu.MOST_HEAD_DIM
         return whole and within and cpu.fits_vectors(self.heads, self.rank + self.rope, self.rank)
 

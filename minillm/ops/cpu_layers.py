@@ -135,10 +135,10 @@ class Layers:
         self.weights, self.shape = weights, shape  # keeps the weights alive
         self.keys, self.values = keys, values
         self.dtype = weights[0].input_norm.dtype
-        codes = [codes_of(each) for each in pages] or [None] * len(weights)  # of 8-bit caches
+        codes = [codes_of(page) for page in pages] or [None] * len(weights)  # of 8-bit caches
         self._parts = [  # keeps what the layers point to alive
-            filled(replace(each, k_cache=key, v_cache=value, codes=codes and Int8Pages.of(*codes)))
-            for each, key, value, codes in zip(weights, keys, values, codes, strict=True)
+            filled(replace(layer, k_cache=key, v_cache=value, codes=codes and Int8Pages.of(*codes)))
+            for layer, key, value, codes in zip(weights, keys, values, codes, strict=True)
         ]
         self._layers = (structure_of(LayerWeights) * len(weights))(*self._parts)
         self._latent = None if shape.latent is None else filled(shape.latent)

@@ -169,8 +169,8 @@ def rows_of_codes(panels: Tensor, ids: Tensor, bits: int) -> Tensor:
     """Unsigned codes [N, in] of rows `ids` of `pack_codes`' panels."""
     if bits == 8:
         return panels[ids // PANEL, :, ids % PANEL].flatten(1)
-    found = panels[ids // PANEL, :, :, ids % PANEL]  # [N, in / 32, 4, 4]
-    return torch.stack((found & 15, found >> 4), dim=2).flatten(1)
+    pairs = panels[ids // PANEL, :, :, ids % PANEL]  # [N, in / 32, 4, 4]
+    return torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
 
 
 def rows_of_groups(values: Tensor, ids: Tensor) -> Tensor:

@@ -123,14 +123,14 @@ def draw_from_shard(
 
 def checked(count: int, *columns: Tensor) -> list[Tensor]:
     """The columns of a pack with `count` rows, checked and contiguous."""
-    found = [column.contiguous() for column in columns]
-    for (name, dtype), column in zip(COLUMNS, found, strict=True):
+    arrays = [column.contiguous() for column in columns]
+    for (name, dtype), column in zip(COLUMNS, arrays, strict=True):
         if column.shape != (count,) or column.dtype != dtype:
             raise ValueError(
                 f"{name} is {list(column.shape)}, {column.dtype}; it must be {dtype} {[count]}, "
                 "one per row."
             )
-    return found
+    return arrays
 
 
 def describe_tokens(logits: Tensor, targets: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,13 +193,13 @@ class Rows:
 
 def addresses(masks: Sequence[Tensor | None], rows: Rows) -> array:
     """The address of each row's mask, 0 if it has none; empty if there are no masks."""
-    wrong = [each for each in masks if each is not None and not _is_mask(each, rows.size)]
+    wrong = [mask for mask in masks if mask is not None and not _is_mask(mask, rows.size)]
     if wrong or len(masks) not in (0, len(rows.at)):
         raise ValueError(
-            f"masks are {[(list(each.shape), each.dtype) for each in wrong] or len(masks)}; there "
+            f"masks are {[(list(mask.shape), mask.dtype) for mask in wrong] or len(masks)}; there "
             f"must be {len(rows.at)}, each uint8 {[-(-rows.size // 8)]} or None."
         )
-    return array("q", [0 if each is None else each.data_ptr() for each in masks])
+    return array("q", [0 if mask is None else mask.data_ptr() for mask in masks])
 
 
 def _is_mask(mask: Tensor, size: int) -> bool:

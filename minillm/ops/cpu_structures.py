@@ -14,18 +14,18 @@ NUMBERS: Mapping[Any, type] = {int: c_int64, bool: c_int64, float: c_float}
 @cache
 def structure_of(kind: type) -> type[Structure]:
     """The C structure with the fields of a dataclass, in its order: numbers, and addresses."""
-    members = [(each.name, NUMBERS.get(each.type, c_void_p)) for each in fields(kind)]
+    members = [(field.name, NUMBERS.get(field.type, c_void_p)) for field in fields(kind)]
     return type(kind.__name__, (Structure,), {"_fields_": members})
 
 
 def filled(values: Any) -> Structure:
     """The C structure of a dataclass instance, whose fields may be others. The caller keeps its
     tensors alive."""
-    given = [getattr(values, each.name) for each in fields(values)]
-    inner = [filled(each) if is_dataclass(each) else None for each in given]
+    given = [getattr(values, field.name) for field in fields(values)]
+    inner = [filled(value) if is_dataclass(value) else None for value in given]
     numbers = (
-        address(part) if part else each.data_ptr() if isinstance(each, Tensor) else each
-        for each, part in zip(given, inner, strict=True)
+        address(part) if part else value.data_ptr() if isinstance(value, Tensor) else value
+        for value, part in zip(given, inner, strict=True)
     )
     kind: Any = type(values)
     found: Any = structure_of(kind)(*numbers)

@@ -24,7 +24,7 @@ def tails_in_c(tails: Tails | None, sequences: int) -> Structure | None:
     """The order of keys of token trees (`tails.h`); the caller keeps its tensors alive."""
     if tails is None:
         return None
-    for name, each in zip(Tails._fields, tails, strict=True):
-        check_integers(name, each, torch.int32)
-        check(len(each) == sequences, name, each, f"[{sequences}, ..]")
-    return structure_of(TailsInC)(*(each.data_ptr() for each in tails), tails.order.shape[1])
+    for name, tail in zip(Tails._fields, tails, strict=True):
+        check_integers(name, tail, torch.int32)
+        check(len(tail) == sequences, name, tail, f"[{sequences}, ..]")
+    return structure_of(TailsInC)(*(tail.data_ptr() for tail in tails), tails.order.shape[1])

@@ -38,10 +38,10 @@ def backend_of(device: torch.device) -> Backend:
         return Backend("reference", "plain torch: Triton is not installed")
     capability = torch.get_device_module(device).get_device_capability(device)
     if capability < OLDEST:
-        found, needed = (".".join(map(str, each)) for each in (capability, OLDEST))
+        here, needed = (".".join(map(str, version)) for version in (capability, OLDEST))
         return Backend(
             "reference",
-            f"plain torch: compute capability {found} is older than {needed}, which the Triton "
+            f"plain torch: compute capability {here} is older than {needed}, which the Triton "
             "kernels need",
         )
     return Backend("triton", "Triton kernels of our own")
@@ -67,4 +67,4 @@ def uses_kernels(x: Tensor, *weights: Tensor | None) -> bool:
         return False
     if not torch.is_grad_enabled():
         return True
-    return not any(each is not None and each.requires_grad for each in (x, *weights))
+    return not any(tensor is not None and tensor.requires_grad for tensor in (x, *weights))

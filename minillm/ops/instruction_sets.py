@@ -48,10 +48,10 @@ def available() -> tuple[InstructionSet, ...]:
     if kind in ("arm64", "aarch64"):
         return (NEON_BF16, NEON) if machine.arm_has_bf16() and not limited() else (NEON,)
     flags = set(machine.cpu_instructions().split())
-    found = [each for each in X86 if each.needs <= flags]
+    sets = [isa for isa in X86 if isa.needs <= flags]
     if limited():
-        found = [each for each in found if each.name == "avx2"]
-    return tuple(found) or (OTHER_X86 if kind in ("x86_64", "AMD64") else OTHER,)
+        sets = [isa for isa in sets if isa.name == "avx2"]
+    return tuple(sets) or (OTHER_X86 if kind in ("x86_64", "AMD64") else OTHER,)
 
 
 def limited() -> bool:
@@ -66,13 +66,13 @@ def chosen() -> InstructionSet | None:
         ConfigError: `MINILLM_C_ISA` is unknown, or this processor does not have it.
     """
     name = os.environ.get(VARIABLE, "")
-    sets = {each.name: each for each in available()}
+    sets = {isa.name: isa for isa in available()}
     if not name:
         return next(iter(sets.values()))
     if name == NONE:
         return None
     if name not in sets:
-        known = [*(each for each in sets if each != OTHER.name), NONE]
+        known = [*(isa for isa in sets if isa != OTHER.name), NONE]
         why = f"with {LIMIT}={os.environ[LIMIT]}, " if limited() else ""
         raise ConfigError(f"{VARIABLE} is {name!r}; {why}this processor allows {', '.join(known)}.")
     return sets[name]

@@ -26,8 +26,8 @@ def move_slot(cache: Tensor, source: int, target: int) -> None:
     num_blocks, size = cache.shape[1], cache.shape[3]
     pages = cache.flatten(0, 1)
     (_, read), (view, write) = (
-        slots_of(pages, slice(each // size, None, num_blocks), each % size)
-        for each in (source, target)
+        slots_of(pages, slice(slot // size, None, num_blocks), slot % size)
+        for slot in (source, target)
     )
     view[write] = view[read]
 
@@ -55,7 +55,7 @@ def untangled(pages: Pages, batch: Batch) -> tuple[Pages, Batch]:
         to[where] = view[source]
         return new
 
-    key, scales = copied(pages.key), [each if each is None else copied(each) for each in pages[2:]]
+    key, scales = copied(pages.key), [page if page is None else copied(page) for page in pages[2:]]
     mla = pages.value.data_ptr() == pages.key.data_ptr()  # a value is the first part of its key
     found = Pages(key, key[..., : pages.value.shape[-1]] if mla else copied(pages.value), *scales)
     return found, replace(batch, block_tables=own.view(count, width), tails=None)

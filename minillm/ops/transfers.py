@@ -19,7 +19,7 @@ def put(target: Tensor, values: NDArray) -> None:
 def upload(device: torch.device, *arrays: NDArray) -> list[Tensor]:
     """Copy arrays to the device as tensors, all in one asynchronous copy."""
     if device.type == "cpu":
-        return [torch.from_numpy(each) for each in arrays]
+        return [torch.from_numpy(array) for array in arrays]
     together, starts = pack(arrays)
     there = torch.from_numpy(together).pin_memory().to(device, non_blocking=True)
     return unpack(there, arrays, starts)
@@ -36,11 +36,11 @@ def read_later(*tensors: Tensor) -> Callable[[], list[Tensor]]:
     Tensors of one memory, such as `together` makes, are copied at once, with what is between."""
     first = tensors[0]
     if first.device.type == "cpu":
-        copies = [each.clone() for each in tensors]
+        copies = [tensor.clone() for tensor in tensors]
         return lambda: copies
     memory = first.untyped_storage()._cdata
-    alone = any(each.untyped_storage()._cdata != memory for each in tensors)
-    pinned = [_start_copy(each) for each in tensors] if alone else _copy_together(tensors)
+    alone = any(tensor.untyped_storage()._cdata != memory for tensor in tensors)
+    pinned = [_start_copy(tensor) for tensor in tensors] if alone else _copy_together(tensors)
     arrived = torch.Event(first.device)
     arrived.record()
 
@@ -53,14 +53,14 @@ def read_later(*tensors: Tensor) -> Callable[[], list[Tensor]]:
 
 def _copy_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The copies of tensors of one memory, by one copy of the part of it that holds them."""
-    starts = [each.storage_offset() * each.itemsize for each in tensors]
-    ends = [start + each.nbytes for start, each in zip(starts, tensors, strict=True)]
+    starts = [tensor.storage_offset() * tensor.itemsize for tensor in tensors]
+    ends = [start + tensor.nbytes for start, tensor in zip(starts, tensors, strict=True)]
     begin, size = min(starts) // 8 * 8, tensors[0].itemsize
     part = tensors[0].as_strided((-(-(max(ends) - begin) // size),), (1,), begin // size)
     here = _start_copy(part).view(torch.uint8)
     return [
-        here[start - begin : end - begin].view(each.dtype).view(each.shape)
-        for start, end, each in zip(starts, ends, tensors, strict=True)
+        here[start - begin : end - begin].view(tensor.dtype).view(tensor.shape)
+        for start, end, tensor in zip(starts, ends, tensors, strict=True)
     ]
 
 
@@ -72,7 +72,7 @@ def _start_copy(there: Tensor) -> Tensor:
 
 def together(count: int, device: torch.device, *dtypes: torch.dtype) -> list[Tensor]:
     """Uninitialised tensors [count] in one memory; the dtypes must not become larger."""
-    sizes = [count * each.itemsize for each in dtypes]
+    sizes = [count * dtype.itemsize for dtype in dtypes]
     memory = torch.empty(-(-sum(sizes) // 8) * 8, dtype=torch.uint8, device=device)
     parts = memory[: sum(sizes)].split(sizes)
     return [part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
@@ -81,19 +81,19 @@ def together(count: int, device: torch.device, *dtypes: torch.dtype) -> list[Ten
 def pack(arrays: Sequence[NDArray]) -> tuple[NDArray[np.uint8], list[int]]:
     """Concatenate the bytes of all arrays. Returns them and each start, a multiple of 8 because
     tensors must be aligned."""
-    ends = np.cumsum([-(-each.nbytes // 8) * 8 for each in arrays]).tolist()
+    ends = np.cumsum([-(-array.nbytes // 8) * 8 for array in arrays]).tolist()
     # Never empty: torch gives an empty tensor strides that have no view as another type.
     together, starts = np.zeros(max(ends[-1], 8), dtype=np.uint8), [0, *ends[:-1]]
-    for start, each in zip(starts, arrays, strict=True):
-        together[start : start + each.nbytes] = np.ascontiguousarray(each).view(np.uint8).ravel()
+    for start, array in zip(starts, arrays, strict=True):
+        together[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
     return together, starts
 
 
 def unpack(there: Tensor, arrays: Sequence[NDArray], starts: Sequence[int]) -> list[Tensor]:
     """Views of packed bytes as tensors with the types and shapes of `arrays`."""
     return [
-        there[start : start + each.nbytes]
-        .view(torch.from_numpy(np.empty(0, each.dtype)).dtype)
-        .view(each.shape)
-        for start, each in zip(starts, arrays, strict=True)
+        there[start : start + array.nbytes]
+        .view(torch.from_numpy(np.empty(0, array.dtype)).dtype)
+        .view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
     ]

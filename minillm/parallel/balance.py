@@ -65,8 +65,8 @@ class BalancedExperts(nn.Module):
         """Make `placement` the current one."""
         size, most = len(placement.slots[0]), max(map(len, placement.copies))
         table = [
-            [rank * size + slot for rank, slot in each] + [-1] * (most - len(each))
-            for each in placement.copies
+            [rank * size + slot for rank, slot in copy] + [-1] * (most - len(copy))
+            for copy in placement.copies
         ]
         self.placement = placement
         self._table = torch.tensor(table, device=self.device)  # [E, most]
@@ -95,14 +95,14 @@ class BalancedExperts(nn.Module):
     def better(self, loads: list[int]) -> Placement:
         """The placement for these loads, or the current one where that is as balanced."""
         now = self.placement
-        found = place(loads, len(now.slots), now.num_slots - len(loads))
-        return found.settled(now) if found.balance(loads) > now.balance(loads) else now
+        better = place(loads, len(now.slots), now.num_slots - len(loads))
+        return better.settled(now) if better.balance(loads) > now.balance(loads) else now
 
     def move(self, placement: Placement) -> None:
         """Exchange weights until they lie as in `placement`; copies one matrix at a time."""
         for matrix in (self.held.gate_up, self.held.down):
-            for each in (*matrix.parameters(recurse=False), *matrix.buffers(recurse=False)):
-                rows = each.view(len(placement.slots[0]), -1)
+            for tensor in (*matrix.parameters(recurse=False), *matrix.buffers(recurse=False)):
+                rows = tensor.view(len(placement.slots[0]), -1)
                 move(rows, self.placement, placement, self.communicator)
         self.use(placement)
 
@@ -112,7 +112,7 @@ def balance_experts(model: Decoder, placement: Placement, place: Place, window_s
     communicator, first_row = place.experts or place.communicator, place.copy
     for layer in list(model.modules()):
         if isinstance(layer, MoE):
-            (held,) = (each for each in layer.experts.modules() if isinstance(each, Experts))
+            (held,) = (module for module in layer.experts.modules() if isinstance(module, Experts))
             parts = layer.experts, held, placement, communicator, window_size, first_row
             layer.experts = BalancedExperts(*parts)  # type: ignore[assignment]
 
@@ -124,7 +124,7 @@ def move(own: Tensor, now: Placement, to: Placement, communicator: Communicator)
     pairs = zip(now.slots[rank], to.slots[rank], strict=True)
     come = [slot for slot, (old, new) in enumerate(pairs) if old != new]
     place_of = {to.slots[rank][slot]: place for place, slot in enumerate(come)}
-    found = own.new_empty(len(come), own.shape[1])
+    received = own.new_empty(len(come), own.shape[1])
     for turn in turns(now.sent(to)):
         row = own[turn[rank]]
         for start in range(0, len(row), PIECE):
@@ -132,14 +132,14 @@ def move(own: Tensor, now: Placement, to: Placement, communicator: Communicator)
             for sender, slot in enumerate(turn):
                 at = place_of.get(now.slots[sender][slot])
                 if at is not None:
-                    found[at, start : start + PIECE] = parts[sender]
-    own[come] = found
+                    received[at, start : start + PIECE] = parts[sender]
+    own[come] = received
 
 
 def turns(sent: list[list[int]]) -> Iterator[list[int]]:
     """The slot that each rank sends, turn by turn; a rank that has sent all sends slot 0."""
     for turn in range(max(map(len, sent))):
-        yield [each[turn] if turn < len(each) else 0 for each in sent]
+        yield [tensor[turn] if turn < len(tensor) else 0 for tensor in sent]
 
 
 @torch.inference_mode()
@@ -150,39 +150,39 @@ def rebalance(model: nn.Module, version: int) -> None:
     Raises:
         EngineDeadError: the placements of the ranks differ.
     """
-    layers = [each for each in model.modules() if isinstance(each, BalancedExperts)]
+    layers = [module for module in model.modules() if isinstance(module, BalancedExperts)]
     if not layers:
         return
     communicator = layers[0].communicator
-    own = torch.stack([each.loads() for each in layers])  # [L, E]
+    own = torch.stack([moe.loads() for moe in layers])  # [L, E]
     loads = communicator.gather(own).sum(0).tolist()
-    now = [each.placement for each in layers]
-    found = [each.better(load) for each, load in zip(layers, loads, strict=True)]
-    version_here, text = layers[0].version + 1, repr([now, found]).encode()
+    now = [moe.placement for moe in layers]
+    better = [moe.better(load) for moe, load in zip(layers, loads, strict=True)]
+    version_here, text = layers[0].version + 1, repr([now, better]).encode()
     told = communicator.gather(torch.tensor([version_here, crc32(text)])).tolist()
     check_placements(told, version)
-    for layer, placement in zip(layers, found, strict=True):
+    for layer, placement in zip(layers, better, strict=True):
         if placement != layer.placement:
             layer.move(placement)
         layer.version = version
     if communicator.rank == 0:
-        report(now, found, loads)
+        report(now, better, loads)
 
 
 def check_placements(told: list[list[int]], version: int) -> None:
     """EngineDeadError unless all ranks have the same placement and the driver's version."""
-    for rank, each in enumerate(told):
-        if each != [version, told[0][1]]:
+    for rank, answer in enumerate(told):
+        if answer != [version, told[0][1]]:
             raise EngineDeadError(
                 f"Rank {rank} has placed experts otherwise than rank 0 in placement {version}, so "
                 "nothing that follows can be trusted; make a new engine, and report this."
             )
 
 
-def report(now: list[Placement], found: list[Placement], loads: list[list[int]]) -> None:
+def report(now: list[Placement], better: list[Placement], loads: list[list[int]]) -> None:
     """Log how balanced these loads were, and how balanced they are in the new placements."""
-    before, after = (fmean(map(Placement.balance, some, loads)) for some in (now, found))
-    old, new = ([each for one in some for each in chain(*one.slots)] for some in (now, found))
+    before, after = (fmean(map(Placement.balance, some, loads)) for some in (now, better))
+    old, new = ([expert for one in some for expert in chain(*one.slots)] for some in (now, better))
     logger.info(
         "Experts are placed by load: mean over largest load of a rank %.2f before, %.2f now; %d of "
         "%d slots have another expert.",

@@ -118,7 +118,7 @@ class Communicator(ABC):
 
     def waited(self, seconds: float, missing: Sequence[int]) -> CommunicationError:
         """The error for a timeout; `missing` lists the absent ranks, where known."""
-        names = " and ".join(f"rank {each}" for each in missing) or "the other ranks"
+        names = " and ".join(f"rank {rank}" for rank in missing) or "the other ranks"
         return CommunicationError(
             f"Rank {self.rank} of {self.size} waited {seconds:g} s for {names}."
         )
@@ -141,9 +141,9 @@ class Communicator(ABC):
 
     def _timed(self, transport: Callable[..., Any], *given: Tensor) -> Any:
         start = perf_counter()
-        found = transport(*given)
+        result = transport(*given)
         self.seconds += perf_counter() - start
-        return found
+        return result
 
 
 def tree_sum(parts: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class ThreadCommunicator(Communicator):
         group.parts[self.rank] = part
         try:
             group.barrier.wait()
-            parts = torch.stack([each for each in group.parts if each is not None])
+            parts = torch.stack([tensor for tensor in group.parts if tensor is not None])
             group.barrier.wait()  # all ranks have read the parts before one overwrites its own
         except BrokenBarrierError:
             raise self.stopped() from None

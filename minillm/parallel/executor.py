@@ -70,8 +70,8 @@ def carried_out(data: bytes, runner: Runner, place: Place) -> Answer:
 
 def check_agreement(hashes: Sequence[str]) -> None:
     """EngineDeadError if ranks chose different tokens."""
-    for rank, each in enumerate(hashes):
-        if each != hashes[0]:
+    for rank, own in enumerate(hashes):
+        if own != hashes[0]:
             raise EngineDeadError(
                 f"Rank {rank} chose other tokens than rank 0 in the same step, so nothing that "
                 "follows can be trusted; make a new engine, and report this."
@@ -113,8 +113,8 @@ class Ranks(ABC):
     def stats(self) -> dict[str, int]:
         """Bytes of all ranks together."""
         total: Counter[str] = Counter()
-        for each in self._stats():
-            total.update(each)
+        for stats in self._stats():
+            total.update(stats)
         return dict(total)
 
     def bodies(self, plan: StepPlan) -> list[bytes]:
@@ -123,9 +123,9 @@ class Ranks(ABC):
             plan.learned, self._learned = self._learned, {}
         number, rest = divmod(self._num_plans, self.step_interval or 2**63)
         self._num_plans += 1
-        for each in plan.shares or [plan]:
-            each.rebalance = 0 if rest else number
-        bodies = [to_bytes(each) for each in plan.shares or [plan]]
+        for share in plan.shares or [plan]:
+            share.rebalance = 0 if rest else number
+        bodies = [to_bytes(share) for share in plan.shares or [plan]]
         return [body for body in bodies for _ in range(self.topology.num_ranks // len(bodies))]
 
     def joined(self, plan: StepPlan, answers: Sequence[Answer]) -> StepResult:
@@ -173,22 +173,22 @@ class RankThreads(Ranks):
         self._is_closed = False
         self.runners: list[Runner] = []
         try:
-            self.runners = self._on_all([partial(build, each) for each in places])
-            self._capacities = [each.capacity() for each in self.runners]
+            self.runners = self._on_all([partial(build, place) for place in places])
+            self._capacities = [runner.capacity() for runner in self.runners]
         except BaseException:
             self.close()
             raise
 
     def reset(self) -> None:
         super().reset()
-        self._on_all([each.reset for each in self.runners])
+        self._on_all([runner.reset for runner in self.runners])
 
     def close(self) -> None:
         """End the threads. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            for each in self.places:
-                each.abort()
+            for place in self.places:
+                place.abort()
             for pool in self._pools:
                 pool.shutdown()
             self.runners = []
@@ -198,20 +198,20 @@ class RankThreads(Ranks):
         return partial(self._wait, self._submit([partial(carried_out, *rank) for rank in ranks]))
 
     def _stats(self) -> list[dict[str, int]]:
-        return self._on_all([each.stats for each in self.runners])
+        return self._on_all([runner.stats for runner in self.runners])
 
     def _on_all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         return self._wait(self._submit(calls))
 
     def _submit(self, calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
         pairs = zip(self._pools, self.places, calls, strict=True)
-        return [pool.submit(guarded, each, call) for pool, each, call in pairs]
+        return [pool.submit(guarded, place, call) for pool, place, call in pairs]
 
     @staticmethod
     def _wait(futures: Sequence[Future[T]]) -> list[T]:
         """The results of all ranks, or the error of the rank that failed first: the others raise
         CommunicationError because of it."""
-        errors = [each.exception() for each in futures]
+        errors = [future.exception() for future in futures]
         for rank, error in enumerate(errors):
             if error is None or isinstance(error, CommunicationError):
                 continue
@@ -219,7 +219,7 @@ class RankThreads(Ranks):
                 raise error  # about the model or the arguments
             size = len(futures)
             raise EngineDeadError(f"Rank {rank} of {size} failed: {in_one_line(error)}") from error
-        return [each.result() for each in futures]
+        return [future.result() for future in futures]
 
 
 def guarded(place: Place, call: Callable[[], T]) -> T:

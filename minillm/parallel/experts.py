@@ -83,15 +83,15 @@ class DispatchedExperts(nn.Module):
 
 def packed(*columns: Tensor) -> Tensor:
     """Tensors [M, ..] as bytes, side by side: [M, b]"""
-    views = [each.contiguous().view(torch.uint8) for each in columns]
+    views = [column.contiguous().view(torch.uint8) for column in columns]
     return torch.cat(views, 1)
 
 
 def unpacked(rows: Tensor, *like: Tensor) -> Iterator[Tensor]:
     """The inverse of `packed`, with the widths and dtypes of `like`."""
-    widths = [each.shape[1] * each.element_size() for each in like]
-    for column, each in zip(rows.split(widths, 1), like, strict=True):
-        yield column.clone(memory_format=torch.contiguous_format).view(each.dtype)
+    widths = [tensor.shape[1] * tensor.element_size() for tensor in like]
+    for column, tensor in zip(rows.split(widths, 1), like, strict=True):
+        yield column.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
 
 
 def dispatch_experts(model: Decoder, num_slots: int, communicator: Communicator) -> None:

@@ -90,8 +90,8 @@ def open_processes(set_up: SetUp, variables: Mapping[str, str]) -> RankProcesses
         address, store = Address("127.0.0.1", 0, "minillm").open(hosts=True)
         own = {rank: partial(start, rank, (), variables) for rank in every}
         return open_nodes(set_up, address, store, own)
-    for each in set_up.sources.values():
-        weight_files(each)  # downloaded once, before the ranks read them
+    for source in set_up.sources.values():
+        weight_files(source)  # downloaded once, before the ranks read them
     opened, group = ExitStack(), group_of(set_up)
     try:
         fds = connect_ranks(Topology.of(set_up.args), opened)

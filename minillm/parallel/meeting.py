@@ -116,8 +116,8 @@ class Meeting:
     def close(self) -> None:
         """Close the listener and unused connections. Idempotent."""
         self._listener.close()
-        for each in self._arrived.values():
-            each.close()
+        for connection in self._arrived.values():
+            connection.close()
 
 
 def get(store: "Store", name: str, whose: str) -> bytes:

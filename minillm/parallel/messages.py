@@ -119,7 +119,7 @@ class SetUp:
 
     def to_bytes(self) -> bytes:
         """As JSON."""
-        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
         plain["args"] = args_to_plain(self.args)
         plain["source"] = source_to_plain(self.source)
         plain["plan"] = asdict(self.plan)
@@ -151,7 +151,7 @@ def args_to_plain(args: EngineArgs) -> dict[str, Any]:
     Raises:
         UnsupportedFeatureError: a proposer is an object, which cannot be sent.
     """
-    plain = {each.name: getattr(args, each.name) for each in fields(EngineArgs)}
+    plain = {field.name: getattr(args, field.name) for field in fields(EngineArgs)}
     if (config := speculation_of(args)) is not None:
         if not isinstance(config.method, str):
             raise UnsupportedFeatureError(
@@ -175,10 +175,10 @@ def source_from_plain(name: str, where: str, hub_id: str | None) -> ModelSource:
     """The same model; `where` names the same commit of a model from a hub. On a node that does not
     have that folder, the model of the same name."""
     try:
-        found = open_model(where if Path(where).is_dir() else hub_id or name)
+        source = open_model(where if Path(where).is_dir() else hub_id or name)
     except ModelNotFoundError as error:
         raise CheckpointError(
             f"Node {socket.gethostname()} does not have the driver's model: {error} Copy it to the "
             "same place."
         ) from None
-    return replace(found, name=name, hub_id=hub_id)
+    return replace(source, name=name, hub_id=hub_id)

@@ -65,19 +65,19 @@ class Place:
     def seconds(self) -> float:
         """Time spent so far in collective calls and waiting for the previous stage."""
         places = self.communicator, self.experts, self.before
-        return sum(each.seconds for each in places if each is not None)
+        return sum(place.seconds for place in places if place is not None)
 
     def abort(self) -> None:
         """Make ranks that wait for this one raise."""
-        for each in (self.communicator, self.experts, self.after):
-            if each is not None:
-                each.abort()
+        for link in (self.communicator, self.experts, self.after):
+            if link is not None:
+                link.abort()
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
-        for each in (self.communicator, self.experts, self.before, self.after):
-            if each is not None:
-                each.close()
+        for link in (self.communicator, self.experts, self.before, self.after):
+            if link is not None:
+                link.close()
 
 
 @dataclass(frozen=True)

@@ -51,15 +51,15 @@ class Placement:
 
     def balance(self, loads: Sequence[float]) -> float:
         """Mean over largest load of a rank: 1.0 is balanced, as is no load."""
-        found = self.rank_loads(loads)
-        return sum(found) / len(found) / max(found) if any(found) else 1.0
+        sums = self.rank_loads(loads)
+        return sum(sums) / len(sums) / max(sums) if any(sums) else 1.0
 
     def settled(self, now: "Placement") -> "Placement":
         """The same experts on each rank; those that it already has `now` keep their slots."""
         slots = []
         for wanted, held in zip(self.slots, now.slots, strict=True):
             come = iter([expert for expert in wanted if expert not in held])
-            slots.append(tuple(each if each in wanted else next(come) for each in held))
+            slots.append(tuple(expert if expert in wanted else next(come) for expert in held))
         return Placement(tuple(slots))
 
     def sent(self, to: "Placement") -> list[list[int]]:
@@ -147,7 +147,7 @@ def check_redundant(num_experts: int, num_ranks: int, num_redundant: int) -> Non
     """ConfigError unless all ranks get equally many slots, and none two copies of an expert."""
     first, most = -num_experts % num_ranks, num_experts * (num_ranks - 1)
     if num_redundant % num_ranks != first or num_redundant > most:
-        fits = [str(each) for each in range(first, most + 1, num_ranks)]
+        fits = [str(num) for num in range(first, most + 1, num_ranks)]
         some = fits if len(fits) <= SHOWN else [*fits[: SHOWN - 1], "..", fits[-1]]
         raise ConfigError(
             f"num_redundant_experts is {num_redundant}; for {num_experts} experts on {num_ranks} "

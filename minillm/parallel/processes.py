@@ -35,7 +35,7 @@ class RankProcesses(Ranks):
     ):
         self.patience, args = STEP_PATIENCE, set_ups[0].args
         super().__init__(Topology.of(args), args.step_interval)
-        bodies = [each.to_bytes() for each in set_ups]
+        bodies = [set_up.to_bytes() for set_up in set_ups]
         self._loop = RankLoop(len(set_ups), spawn, release)
         self._end = weakref.finalize(self, self._loop.stop)  # also when the interpreter ends
         self._loop.start()
@@ -44,12 +44,12 @@ class RankProcesses(Ranks):
         except BaseException:  # also Ctrl-C
             self.close()
             raise
-        self._capacities = [Capacity(*json.loads(each)) for each in answers]
+        self._capacities = [Capacity(*json.loads(answer)) for answer in answers]
 
     @property
     def process_ids(self) -> list[int]:
         """Of the ranks that this process has started."""
-        return [each.process.pid for each in self._loop.ranks if each.process is not None]
+        return [rank.process.pid for rank in self._loop.ranks if rank.process is not None]
 
     def when_dead(self, tell: Callable[[MinillmError], None]) -> None:
         """Have `tell` called, by another thread, when a rank has failed, also between steps."""
@@ -69,4 +69,4 @@ class RankProcesses(Ranks):
 
     def _stats(self) -> list[dict[str, int]]:
         answers = self._loop.order(Kind.STATS, [b""], self.patience).result()
-        return [json.loads(each) for each in answers]
+        return [json.loads(answer) for answer in answers]

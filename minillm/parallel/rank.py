@@ -87,7 +87,7 @@ def agree(tiled: TiledDecoder, communicator: Communicator) -> None:
         return
     own = find_tiles(tiled.model)
     masks = communicator.gather(torch.tensor([size in own for size in TILES], dtype=torch.uint8))
-    common = [size for size, each in zip(TILES, masks.T, strict=True) if each.all()]
+    common = [size for size, mask in zip(TILES, masks.T, strict=True) if mask.all()]
     tiled.use(common or (1,))
 
 
@@ -145,23 +145,23 @@ def initialize_slices(model: Decoder, whole: Decoder, seed: int, std: float = 0.
     """A rank's slices of the random weights that `Decoder.initialize` gives the whole model: whole
     parameters are drawn one at a time and cut."""
     generator = torch.Generator(model.device).manual_seed(seed)
-    held = {part.name: each for each in list_matrices(model) for part in each.parts}
+    held = {part.name: module for module in list_matrices(model) for part in module.parts}
     model.initialize()  # norms and biases
     for matrix in list_matrices(whole):
         drawn = torch.empty(matrix.shape, dtype=model.dtype, device=model.device)
         drawn.normal_(0.0, std, generator=generator)
         names = [part.name for part in matrix.parts]  # of a stack of experts some may be held
-        if mine := next((held[each] for each in names if each in held), None):
+        if mine := next((held[name] for name in names if name in held), None):
             mine.weight.copy_(held_of(mine, matrix, drawn))
 
 
 def held_of(mine: Matrix, whole: Matrix, drawn: Tensor) -> Tensor:
     """A rank's slices of the `drawn` values of a whole matrix [.., out, in]."""
-    found, drawn = [drawn.new_empty(0, mine.in_features)], drawn.flatten(0, -2)
+    pieces, drawn = [drawn.new_empty(0, mine.in_features)], drawn.flatten(0, -2)
     for part in mine.parts:
         for all_rows, start in zip(whole.parts, whole.starts, strict=True):
             if all_rows.name == part.name and part.rows.start in all_rows.rows:
                 first = start + part.rows.start - all_rows.rows.start
                 columns = slice(part.columns.start, part.columns.stop)
-                found.append(drawn[first : first + len(part.rows), columns])
-    return torch.cat(found).view(mine.shape)
+                pieces.append(drawn[first : first + len(part.rows), columns])
+    return torch.cat(pieces).view(mine.shape)

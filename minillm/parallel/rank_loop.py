@@ -107,7 +107,7 @@ class RankLoop(Thread):
     @property
     def _is_starting(self) -> bool:
         with self._lock:
-            waits = any(each.kind is Kind.SET_UP for each in self._waiting)
+            waits = any(order.kind is Kind.SET_UP for order in self._waiting)
             return waits or not self._num_orders
 
     def _add(self, rank: Rank) -> None:
@@ -127,13 +127,13 @@ class RankLoop(Thread):
         with self._lock:
             oldest = self._waiting[0] if self._waiting else None
         if self._decides_at is not None:
-            codes = [each.code for each in self.ranks]
-            found = None not in codes or any(code is not None and code < 0 for code in codes)
-            if found or monotonic() >= self._decides_at:
+            codes = [rank.code for rank in self.ranks]
+            is_clear = None not in codes or any(code is not None and code < 0 for code in codes)
+            if is_clear or monotonic() >= self._decides_at:
                 self._hear_out()
                 self.failure = self.failure or find_cause(self.ranks, oldest is not None)
         elif oldest is not None and oldest.due is not None and oldest.due <= monotonic():
-            missing = [each for each in self.ranks if each.number not in oldest.answers]
+            missing = [rank for rank in self.ranks if rank.number not in oldest.answers]
             self.failure = no_answer(missing, self.size)
 
     def _wait(self, seconds: float) -> None:
@@ -158,7 +158,7 @@ class RankLoop(Thread):
                 order.number, self._num_orders = self._num_orders, self._num_orders + 1
                 self._waiting.append(order)
                 self._set_due()
-            messages = [Message(order.kind, order.number, each) for each in order.bodies]
+            messages = [Message(order.kind, order.number, body) for body in order.bodies]
             for rank in self.ranks:
                 with suppress(OSError):  # its reader notices that it is gone
                     messages[rank.number if len(messages) > 1 else 0].send(rank.connection)
@@ -189,14 +189,14 @@ class RankLoop(Thread):
 
     def _note_answer(self, rank: Rank, message: Message) -> None:
         with self._lock:
-            order = next(each for each in self._waiting if each.number == message.number)
+            order = next(waiting for waiting in self._waiting if waiting.number == message.number)
             order.answers[rank.number] = message.body
             if len(order.answers) < self.size:
                 return
             self._waiting.popleft()  # ranks answer in the order of the orders
             self._set_due()
         with suppress(InvalidStateError):
-            order.future.set_result([order.answers[each] for each in range(self.size)])
+            order.future.set_result([order.answers[number] for number in range(self.size)])
 
     def _note_failure(self) -> None:
         """A rank has failed; `GRACE` later the first cause is known."""
@@ -223,9 +223,9 @@ class RankLoop(Thread):
     def _end_within(self, seconds: float) -> bool:
         """Whether all processes have ended."""
         end = monotonic() + seconds
-        while any(each.code is None for each in self.ranks) and monotonic() < end:
+        while any(rank.code is None for rank in self.ranks) and monotonic() < end:
             self._wait(POLL)
-        return all(each.code is not None for each in self.ranks)
+        return all(rank.code is not None for rank in self.ranks)
 
     def _end_all(self) -> None:
         """Kill the processes that still run, and release everything."""

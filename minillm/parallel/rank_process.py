@@ -72,7 +72,7 @@ def start(number: int, fds: Sequence[int], environment: Mapping[str, str]) -> Ra
     It imports modules from this process's paths only (-P). A session of its own keeps a terminal's
     Ctrl-C from it.
     """
-    paths = os.pathsep.join(os.path.abspath(each) for each in sys.path)
+    paths = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     ours, theirs = Pipe()
     with theirs:
         process = subprocess.Popen(
@@ -140,8 +140,8 @@ def find_cause(ranks: Sequence[Rank], in_a_step: bool) -> Failure:
 
 def no_answer(ranks: Sequence[Rank], size: int) -> Failure:
     """The failure of ranks that do not answer; names the stopped ones only, if there are any."""
-    stopped = [each for each in ranks if each.is_stopped]
-    names = " and ".join(str(each.number) for each in stopped or ranks)
+    stopped = [rank for rank in ranks if rank.is_stopped]
+    names = " and ".join(str(rank.number) for rank in stopped or ranks)
     why = " (the process is stopped)" if stopped else ""
     return Failure(f"Rank {names} of {size} did not answer in time{why}, so all ranks were ended.")
 

@@ -64,16 +64,16 @@ class RayRanks:
         for rank in range(size):
             place = PlacementGroupSchedulingStrategy(self._group, rank)
             self._actors.append(actor.options(scheduling_strategy=place).remote())
-        calls = [each.serve.remote(address, rank) for rank, each in enumerate(self._actors)]
+        calls = [started.serve.remote(address, rank) for rank, started in enumerate(self._actors)]
         self._calls = calls
 
     def look(self) -> None:
         """NodeError if an actor has ended before it connected."""
         done, _ = self._ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
-        for each in done:
-            rank = self._calls.index(each)
+        for call in done:
+            rank = self._calls.index(call)
             try:
-                self._ray.get(each)
+                self._ray.get(call)
             except Exception as error:
                 cause = getattr(error, "cause", None) or error
                 raise NodeError(
@@ -87,8 +87,8 @@ class RayRanks:
         self._actors, self._group = [], None
         if not ray.is_initialized():
             return
-        for each in actors:
-            ray.kill(each, no_restart=True)
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
         if group is not None:
             from ray.util import remove_placement_group
 

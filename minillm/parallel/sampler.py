@@ -60,16 +60,16 @@ class ShardedSampler(Sampler):
         of_all = [row in edited or row in ruled or bool(self._truncates[row]) for row in rows]
         if all(of_all):
             return super().choose(self.whole(logits), rows, positions, forks, drafts, dists)
-        counts = [1 + each for each in forks] if any(forks) else [1] * len(rows)
+        counts = [1 + fork for fork in forks] if any(forks) else [1] * len(rows)
         if not any(of_all):
             return self._choose_here(logits, rows, positions, counts)
         shape, device = sum(counts), self.device
-        found = (
+        outputs = (
             torch.empty(shape, dtype=torch.int64, device=device),
             torch.empty(shape, device=device),
         )
         for gathers in (False, True):
-            part = [i for i, each in enumerate(of_all) if each == gathers]
+            part = [i for i, of_row in enumerate(of_all) if of_row == gathers]
             some = logits[indices(device, part)]
             at = [rows[i] for i in part], [positions[i] for i in part]
             if gathers:
@@ -78,9 +78,9 @@ class ShardedSampler(Sampler):
             else:
                 chosen = self._choose_here(some, *at, [counts[i] for i in part])
             samples = np.flatnonzero(np.repeat(of_all, counts) == gathers)
-            for whole, each in zip(found, chosen, strict=True):
-                whole.index_copy_(0, indices(device, samples), each)
-        return found
+            for whole, chunk in zip(outputs, chosen, strict=True):
+                whole.index_copy_(0, indices(device, samples), chunk)
+        return outputs
 
     def _choose_here(
         self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], counts: list[int]

@@ -62,7 +62,7 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
 
     def note(model: Decoder) -> None:
-        parts = (part for each in list_matrices(model) for part in each.parts)
+        parts = (part for matrix in list_matrices(model) for part in matrix.parts)
         found.update((LAYER.sub("", part.name), part.shape) for part in parts)
 
     Decoder(first, device="meta", shard=note)  # called before parts are merged
@@ -79,7 +79,7 @@ def slice_of(name: str, whole: tuple[int, int], held: tuple[int, int], split: Sp
 
 def vocabulary_matrices(model: Decoder) -> list[Matrix]:
     """The embedding and the output matrix, as far as this stage has them."""
-    return [each for each in (model.embedding, model.lm_head) if isinstance(each, Matrix)]
+    return [matrix for matrix in (model.embedding, model.lm_head) if isinstance(matrix, Matrix)]
 
 
 # ---- communication -----------------------------------------------------------------------------
@@ -111,10 +111,10 @@ class VocabularyParallel(LinearMethod):
         mine = (own >= 0) & (own < len(self.held))
         if not self.held:
             dtype = self.inner.lookup(matrix, ids[:0]).dtype
-            found = torch.zeros(len(ids), matrix.in_features, dtype=dtype, device=ids.device)
-            return self.communicator.sum(found)
-        found = self.inner.lookup(matrix, own.clamp(0, len(self.held) - 1))
-        return self.communicator.sum(found.masked_fill(~mine[:, None], 0.0))
+            rows = torch.zeros(len(ids), matrix.in_features, dtype=dtype, device=ids.device)
+            return self.communicator.sum(rows)
+        rows = self.inner.lookup(matrix, own.clamp(0, len(self.held) - 1))
+        return self.communicator.sum(rows.masked_fill(~mine[:, None], 0.0))
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """Logits of this rank's tokens: [K, d] -> [K, V / n]"""

@@ -41,8 +41,8 @@ def why_not() -> str:
     """Why ranks cannot share memory, without a full stop; empty if they can."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return "this system has no memory files (memfd_create)"
-    found = functions()
-    return str(found) if isinstance(found, NoLibrary) else ""
+    compiled = functions()
+    return str(compiled) if isinstance(compiled, NoLibrary) else ""
 
 
 def shared_memory_works() -> bool:
@@ -112,11 +112,11 @@ class SharedMemoryCommunicator(Communicator):
 
     def add_up(self, part: Tensor) -> None:
         """In C for the dtypes that it supports."""
-        found = functions(part.dtype)
-        if isinstance(found, NoLibrary) or not part.is_cpu:
+        compiled = functions(part.dtype)
+        if isinstance(compiled, NoLibrary) or not part.is_cpu:
             super().add_up(part)
         else:
-            self._call(found.shared_sum, part.data_ptr(), part.numel())
+            self._call(compiled.shared_sum, part.data_ptr(), part.numel())
 
     def exchange(self, part: Tensor) -> Tensor:
         own = part.cpu()
@@ -139,23 +139,23 @@ class SharedMemoryCommunicator(Communicator):
         if memory is None or self._has_failed:
             raise self.stopped()
         report = (c_int64 * self.size)()
-        found = function(address(memory), self.rank, *arguments, self.patience, report)
-        if found == DONE:
+        status = function(address(memory), self.rank, *arguments, self.patience, report)
+        if status == DONE:
             return
         self._has_failed = True  # the ranks may be in different calls now
-        if found == LATE:
+        if status == LATE:
             raise self.waited(self.patience, [rank for rank, late in enumerate(report) if late])
-        if found == UNEQUAL:
-            raise self.unequal([f"{each // 4} bytes to a {KINDS[each % 4]}" for each in report])
+        if status == UNEQUAL:
+            raise self.unequal([f"{code // 4} bytes to a {KINDS[code % 4]}" for code in report])
         raise self.stopped()
 
 
 def needed_functions() -> Library:
     """The library for float32. Raises UnsupportedFeatureError where memory cannot be shared."""
-    reason, found = why_not(), functions()
-    if reason or isinstance(found, NoLibrary):
+    reason, compiled = why_not(), functions()
+    if reason or isinstance(compiled, NoLibrary):
         raise refusal(reason)
-    return found
+    return compiled
 
 
 def seal_size(fd: int) -> None:

@@ -36,8 +36,8 @@ class SocketCommunicator(Communicator):
         super().__init__(rank, len(connections))
         self.patience = patience
         self._others = {n: each for n, each in enumerate(connections) if each is not None}
-        for each in self._others.values():
-            each.setblocking(False)
+        for connection in self._others.values():
+            connection.setblocking(False)
         self._num_calls = 0
 
     def exchange(self, part: Tensor) -> Tensor:
@@ -61,10 +61,10 @@ class SocketCommunicator(Communicator):
 
     def close(self) -> None:
         others, self._others = self._others, {}
-        for each in others.values():
+        for connection in others.values():
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def _swap(self, parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
         """Send `parts[rank]` to each other rank while `places[rank]` is filled from it."""
@@ -105,12 +105,12 @@ def wait(swaps: Iterable["Swap"], seconds: float) -> list["Swap"]:
     """Those that can go on, or, of those that are done, whose peer has closed the connection; empty
     after the timeout. Raises OSError where another thread has closed one."""
     poll, known = select.poll(), {}
-    for each in swaps:
-        events = select.POLLIN | select.POLLOUT * bool(each.unsent)
-        if (number := each.connection.fileno()) < 0:
+    for swap in swaps:
+        events = select.POLLIN | select.POLLOUT * bool(swap.unsent)
+        if (number := swap.connection.fileno()) < 0:
             raise ConnectionError
-        poll.register(number, HANG_UP if each.is_done else events)
-        known[number] = each
+        poll.register(number, HANG_UP if swap.is_done else events)
+        known[number] = swap
     return [known[number] for number, _ in poll.poll(max(seconds, 0) * 1000)]
 
 

@@ -77,7 +77,7 @@ class Stage:
 def layer_costs(config: ModelConfig) -> tuple[list[float], float]:
     """Weights of each layer, and of the output matrix, that a decode step reads."""
     products = [layer_products(config, layer) for layer in range(config.num_layers)]
-    layers = [sum(each.parameters_read(DECODE_ROWS) for each in some) for some in products]
+    layers = [sum(product.parameters_read(DECODE_ROWS) for product in some) for some in products]
     return layers, config.vocab_size * config.hidden_size
 
 
@@ -99,11 +99,11 @@ def cut_layers(costs: Sequence[float], output_cost: float, count: int) -> list[r
             for first in range(end - stages + 1)
         ]
         cuts.append(best)
-    found, first = [], 0
+    spans, first = [], 0
     for best in reversed(cuts):
-        found.append(range(first, best[first][1]))
+        spans.append(range(first, best[first][1]))
         first = best[first][1]
-    return found
+    return spans
 
 
 def share_of_experts(config: ModelConfig, copies: int, spares: int = 0) -> ModelConfig:
@@ -111,7 +111,7 @@ def share_of_experts(config: ModelConfig, copies: int, spares: int = 0) -> Model
     moe = config.moe
     if moe is None or (moe.num_experts + spares) % copies:
         count = moe.num_experts if moe else 0
-        sizes = ", ".join(str(each) for each in range(2, count + 1) if not count % each)
+        sizes = ", ".join(str(size) for size in range(2, count + 1) if not count % size)
         raise ConfigError(
             f"data_parallel_size is {copies}, which does not divide {count} experts of this "
             f"{config.family} model; with enable_expert_parallel it can be {sizes}."

@@ -35,8 +35,8 @@ class FromPreviousStage(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[N] -> [N, d]"""
-        found = self.pipe.receive((len(input_ids), self.size), self.dtype)
-        return found.to(input_ids.device)
+        states = self.pipe.receive((len(input_ids), self.size), self.dtype)
+        return states.to(input_ids.device)
 
 
 class ToNextStage(RMSNorm):

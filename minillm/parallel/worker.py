@@ -168,8 +168,8 @@ def serve_rank(address: "Address", rank: int, ignored: "Sequence[signal.Signals]
     met, done = Meeting(address, rank), Event()
     try:
         with Connection(met.link(DRIVER).detach()) as connection:
-            for each in ignored:
-                signal.signal(each, signal.SIG_IGN)
+            for signal_number in ignored:
+                signal.signal(signal_number, signal.SIG_IGN)
             Thread(target=watch, args=(connection, None, done), daemon=True).start()
             error = serve(Channel(connection), lambda plain: join(plain, met))
             done.set()

@@ -271,7 +271,7 @@ def _hints(
         ("max_num_batched_tokens=256", {"max_num_batched_tokens": 256}),
         ("gpu_memory_utilization=0.95", {"gpu_memory_utilization": 0.95}),
     ]
-    if not any(each.mla or each.head_dim % 4 for each in filter(None, (config, draft))):
+    if not any(model.mla or model.head_dim % 4 for model in filter(None, (config, draft))):
         changes.insert(1, ('kv_cache_dtype="int8"', {"kv_dtype": "int8"}))
     for text, change in changes:
         if planned(replace(plan.settings, **change)).fits:

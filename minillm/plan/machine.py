@@ -56,8 +56,8 @@ def cpu_count(root: Path = ROOT) -> int:
 def cpu_quota(root: Path = ROOT) -> float:
     """Processors that the container's CPU quota is worth, for example 1.5; a large number if there
     is no quota."""
-    found = [_cpu_quota(directory) for directory in _group_directories("cpu", root)]
-    shares = [quota / period for quota, period in found if quota > 0 and period > 0]
+    quotas = [_cpu_quota(directory) for directory in _group_directories("cpu", root)]
+    shares = [quota / period for quota, period in quotas if quota > 0 and period > 0]
     return min(shares, default=NO_QUOTA)
 
 

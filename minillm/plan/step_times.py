@@ -66,8 +66,8 @@ class StepTimes:
         if these are too far away."""
         if batch in self._plain:
             return self._plain[batch].value
-        below = max((each for each in self._plain if each < batch), default=None)
-        above = min((each for each in self._plain if each > batch), default=None)
+        below = max((measured for measured in self._plain if measured < batch), default=None)
+        above = min((measured for measured in self._plain if measured > batch), default=None)
         if below is not None and above is not None and above <= 2 * below:
             low, high = self._plain[below].value, self._plain[above].value
             return low + (high - low) * (batch - below) / (above - below)
@@ -87,10 +87,10 @@ class StepTimes:
     def curve(self, batch: int) -> list[Point]:
         """Points (drafts per row, relative time), both ascending."""
         size = batch.bit_length()
-        found = self._curves.get(size)
-        if found is None:
-            found = self._curves[size] = self._make_curve(size)
-        return found
+        curve = self._curves.get(size)
+        if curve is None:
+            curve = self._curves[size] = self._make_curve(size)
+        return curve
 
     def _make_curve(self, size: int) -> list[Point]:
         if size not in self._nodes:

@@ -60,4 +60,4 @@ class WeightSizes:
         return round(total)
 
 
-PARTS = tuple(each.name for each in fields(WeightSizes) if each.name not in ("name", "products"))
+PARTS = tuple(field.name for field in fields(WeightSizes) if field.name not in ("name", "products"))

@@ -80,23 +80,23 @@ def report(names: list[str], contradiction: str) -> None:
 def unquantised_modules(settings: Mapping[str, Any]) -> list[str]:
     """The modules that the settings list as not quantised: names, parts of names, or expressions
     that begin with "re:"."""
-    found = [str(each) for name in LISTS for each in setting(settings, name, list, [])]
+    entries = [str(entry) for name in LISTS for entry in setting(settings, name, list, [])]
     rules = setting(settings, "dynamic", dict, {})
-    return found + [f"re:{rule[2:]}" for rule in rules if rule.startswith("-:")]
+    return entries + [f"re:{rule[2:]}" for rule in rules if rule.startswith("-:")]
 
 
 def is_listed(name: str, listed: Iterable[str]) -> bool:
     """Whether an entry is the name of a module, some of its whole components, or an expression
     for it."""
     return any(
-        matches(each[3:], name) if each.startswith("re:") else f".{each}." in f".{name}."
-        for each in listed
+        matches(entry[3:], name) if entry.startswith("re:") else f".{entry}." in f".{name}."
+        for entry in listed
     )
 
 
 def loosely(name: str, listed: Iterable[str]) -> set[str]:
     """The name if an entry is any part of it, as some writers compare: "gate" and "gate_proj"."""
-    return {name} if is_listed(name, listed) or any(each in name for each in listed) else set()
+    return {name} if is_listed(name, listed) or any(entry in name for entry in listed) else set()
 
 
 def matches(expression: str, name: str) -> bool:

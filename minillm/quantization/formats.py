@@ -50,12 +50,12 @@ class Format(ABC):
             return {"weight": Stored(part.slice, None)}
         return self.packed(part)
 
-    def decode(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized | Tensor:
+    def decode(self, part: WeightSlice, tensors: Mapping[str, Tensor]) -> Quantized | Tensor:
         """The part from its tensors: quantised, or dense if it is not quantised in the file or this
         engine has no resident form for it."""
         if self.is_plain(part):
-            return found["weight"]
-        return self.decode_packed(part, found)
+            return tensors["weight"]
+        return self.decode_packed(part, tensors)
 
     def is_plain(self, part: WeightSlice) -> bool:
         """Whether the file holds this part in 16 or 32 bits."""
@@ -64,25 +64,25 @@ class Format(ABC):
 
     def header(self, part: WeightSlice, suffix: str) -> Header:
         """The header of a tensor. Raises CheckpointError if the file does not have it."""
-        found = self.headers.get(f"{part.name}.{suffix}")
-        if found is None:
+        header = self.headers.get(f"{part.name}.{suffix}")
+        if header is None:
             raise CheckpointError(
                 f"{part.name} is quantised ({self.describe()}), but the files have no tensor "
                 f"{part.name}.{suffix}."
             )
-        return found
+        return header
 
     def scales(self, part: WeightSlice, suffix: str) -> Header:
         """The header of a tensor of scales. Raises CheckpointError unless it holds floating-point
         numbers, at least one."""
-        found = self.header(part, suffix)
-        if found.dtype not in PLAIN or 0 in found.shape:
-            dtype = "another type" if found.dtype is None else str(found.dtype)[6:]
+        header = self.header(part, suffix)
+        if header.dtype not in PLAIN or 0 in header.shape:
+            dtype = "another type" if header.dtype is None else str(header.dtype)[6:]
             raise CheckpointError(
-                f"{part.name}.{suffix} is {dtype} {list(found.shape)}; scales are floating-point "
+                f"{part.name}.{suffix} is {dtype} {list(header.shape)}; scales are floating-point "
                 "numbers, at least one."
             )
-        return found
+        return header
 
     def has(self, part: WeightSlice, suffix: str) -> bool:
         """Whether the files have a tensor."""
@@ -112,7 +112,7 @@ class Format(ABC):
         """`tensors` of a quantised part."""
 
     @abstractmethod
-    def decode_packed(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized | Tensor:
+    def decode_packed(self, part: WeightSlice, tensors: Mapping[str, Tensor]) -> Quantized | Tensor:
         """`decode` of a quantised part."""
 
     @abstractmethod

@@ -48,7 +48,7 @@ class Groups:
         if stored is None or bool((stored == -1).all()):  # -1: compressed-tensors' "not set"
             columns = self.part.columns
             stored = torch.arange(columns.start, columns.stop) // self.size
-        low, high = (int(each) for each in stored.aminmax()) if len(stored) else (0, 0)
+        low, high = (int(border) for border in stored.aminmax()) if len(stored) else (0, 0)
         if low < self.held.start or high >= self.held.stop:
             raise CheckpointError(
                 f"{self.part.name} has columns of groups {low} to {high}; its groups are "

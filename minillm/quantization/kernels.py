@@ -112,29 +112,29 @@ def pack_for_kernels(model: nn.Module, device: torch.device) -> int:
 
 def repack(matrix: Matrix, method: QuantizedMethod) -> bool:
     """Put a matrix into a kernel's layout; False if no kernel reads its format."""
-    found = method.quantized(matrix)
-    if not is_supported(found):
+    weights = method.quantized(matrix)
+    if not is_supported(weights):
         return False
-    names, scale_rows = tuple(found.parts()), 1
+    names, scale_rows = tuple(weights.parts()), 1
     for name in ("scales", "zeros", "minima"):
         if name in names:
-            setattr(matrix, name, getattr(found, name).T.contiguous())
-    if found.bits == 4:
-        matrix.codes = interleave(split_bytes(found.codes))
-    elif found.scales.shape[1] > 1 and (blocks := scales_of_blocks(found.scales)) is not None:
+            setattr(matrix, name, getattr(weights, name).T.contiguous())
+    if weights.bits == 4:
+        matrix.codes = interleave(split_bytes(weights.codes))
+    elif weights.scales.shape[1] > 1 and (blocks := scales_of_blocks(weights.scales)) is not None:
         matrix.scales, scale_rows = blocks, SCALE_ROWS
     matrix.method = KernelQuantizedMethod(method.dtype, names, scale_rows, method.threshold)
     return True
 
 
-def is_supported(found: Quantized) -> bool:
+def is_supported(weights: Quantized) -> bool:
     """Whether a kernel reads this format."""
-    if found.table is not None or not found.codes.numel():
+    if weights.table is not None or not weights.codes.numel():
         return False
-    if found.bits == 4:
-        return found.group_size % LEAST_GROUP == 0
-    whole = found.zeros is None and found.minima is None
-    return whole and (found.scales.shape[1] == 1 or found.group_size % LEAST_GROUP == 0)
+    if weights.bits == 4:
+        return weights.group_size % LEAST_GROUP == 0
+    whole = weights.zeros is None and weights.minima is None
+    return whole and (weights.scales.shape[1] == 1 or weights.group_size % LEAST_GROUP == 0)
 
 
 def scales_of_blocks(scales: Tensor) -> Tensor | None:

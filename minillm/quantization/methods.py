@@ -64,12 +64,12 @@ def some_copies(matrix: Matrix, chosen: Tensor) -> Tensor:
     return method.quantized(matrix).rows(rows).dense(method.dtype).view(len(chosen), out, width)
 
 
-def install(matrix: Matrix, found: Quantized, dtype: torch.dtype, threshold: float = 0.0) -> None:
+def install(matrix: Matrix, weights: Quantized, dtype: torch.dtype, threshold: float = 0.0) -> None:
     """Store a quantised matrix in a layer."""
     matrix.weight = None  # type: ignore[assignment]
-    for name, tensor in found.parts().items():
+    for name, tensor in weights.parts().items():
         matrix.register_buffer(name, tensor)
-    matrix.method = QuantizedMethod(dtype, tuple(found.parts()), threshold)
+    matrix.method = QuantizedMethod(dtype, tuple(weights.parts()), threshold)
 
 
 def to_dense(matrix: Matrix) -> bool:
@@ -119,7 +119,7 @@ class LoadingMethod(LinearMethod):
     def after_loading(self, matrix: Matrix) -> None:
         """Decode all parts; afterwards the layer computes."""
         decoded = [self._decode(part) for part in matrix.parts]
-        quantized = [each for each in decoded if isinstance(each, Quantized)]
+        quantized = [part for part in decoded if isinstance(part, Quantized)]
         whole = stacked(quantized) if len(quantized) == len(decoded) else None
         if whole is not None and not self.dense and whole.codes.numel():
             install(matrix, whole, self.dtype, self.format.threshold)
@@ -132,7 +132,7 @@ class LoadingMethod(LinearMethod):
             why = "its experts have different formats" if quantized else "its groups are cut"
             logger.info("%s: dense in memory, because %s.", names, why)
         dense = [
-            each.dense(self.dtype) if isinstance(each, Quantized) else each for each in decoded
+            part.dense(self.dtype) if isinstance(part, Quantized) else part for part in decoded
         ]
         matrix.method = PlainLinearMethod()
         matrix.weight = frozen(torch.cat(dense).to(self.dtype).view(matrix.shape))
@@ -155,7 +155,7 @@ class LoadingMethod(LinearMethod):
         return self.format.decode(part, {each: self.found.pop((part, each)) for each in suffixes})
 
     def num_bytes(self, matrix: Matrix) -> int:
-        return sum(each.nbytes for each in self.found.values())
+        return sum(tensor.nbytes for tensor in self.found.values())
 
 
 def is_divisible(matrix: Matrix) -> bool:
@@ -164,15 +164,15 @@ def is_divisible(matrix: Matrix) -> bool:
     return len(matrix.parts) > 1 and matrix.copies is None and all(p.rows for p in matrix.parts)
 
 
-def load_same(place: CheckpointTensor, found: Tensor) -> None:
+def load_same(place: CheckpointTensor, stored: Tensor) -> None:
     """Copy a tensor of the same shape and kind of number."""
-    if found.shape != place.target.shape:  # `copy_` would broadcast
+    if stored.shape != place.target.shape:  # `copy_` would broadcast
         raise CheckpointError(
-            f"{place.name} has shape {list(found.shape)}; {list(place.target.shape)} is expected."
+            f"{place.name} has shape {list(stored.shape)}; {list(place.target.shape)} is expected."
         )
-    both_float = found.is_floating_point() and place.target.is_floating_point()
-    small = {found.dtype, place.target.dtype} & {torch.float8_e4m3fn}
-    if found.dtype != place.target.dtype and (small or not both_float):
-        kinds = (str(each.dtype).removeprefix("torch.") for each in (found, place.target))
+    both_float = stored.is_floating_point() and place.target.is_floating_point()
+    small = {stored.dtype, place.target.dtype} & {torch.float8_e4m3fn}
+    if stored.dtype != place.target.dtype and (small or not both_float):
+        kinds = (str(tensor.dtype).removeprefix("torch.") for tensor in (stored, place.target))
         raise CheckpointError("{} is stored as {}; {} is expected.".format(place.name, *kinds))
-    place.target.copy_(found)
+    place.target.copy_(stored)

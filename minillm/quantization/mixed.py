@@ -21,18 +21,18 @@ class MixedMethod(LinearMethod):
 
     def apply(self, matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
         parts = members(matrix)
-        sizes = [each.out_features for each in parts]
+        sizes = [part.out_features for part in parts]
         biases = [None] * len(parts) if bias is None else bias.split(sizes)
         return torch.cat([
-            each.method.apply(each, x, own) for each, own in zip(parts, biases, strict=True)
+            part.method.apply(part, x, own) for part, own in zip(parts, biases, strict=True)
         ], dim=1)  # fmt: skip
 
     def values(self, matrix: Matrix) -> Tensor:
-        return torch.cat([each.values() for each in members(matrix)])
+        return torch.cat([member.values() for member in members(matrix)])
 
     def num_bytes(self, matrix: Matrix) -> int:
         """Memory of all members, and of the matrix's bias."""
-        return sum(each.num_bytes for each in members(matrix)) + super().num_bytes(matrix)
+        return sum(member.num_bytes for member in members(matrix)) + super().num_bytes(matrix)
 
 
 def members(matrix: Matrix) -> list[Matrix]:
@@ -40,8 +40,8 @@ def members(matrix: Matrix) -> list[Matrix]:
     mixed."""
     if not isinstance(matrix.method, MixedMethod):
         return [matrix]
-    found = matrix.get_submodule("members").children()
-    return [each for each in found if isinstance(each, Matrix)]
+    children = matrix.get_submodule("members").children()
+    return [member for member in children if isinstance(member, Matrix)]
 
 
 def holders(model: nn.Module) -> Iterator[Matrix]:

@@ -73,10 +73,10 @@ class PanelQuantizedMethod(LinearMethod):
         codes = rows_of_codes(parts.panels, ids, parts.bits)
         scales = rows_of_groups(parts.scales, ids)  # type: ignore[arg-type]
         offsets = None if parts.offsets is None else rows_of_groups(parts.offsets, ids)
-        found = as_quantized(codes, scales, offsets, parts)
+        quantized = as_quantized(codes, scales, offsets, parts)
         table = dict(matrix.named_buffers(recurse=False)).get("table")
         order = None if parts.order is None else parts.order.long()
-        return replace(found, table=table, order=order)
+        return replace(quantized, table=table, order=order)
 
     def values(self, matrix: Matrix) -> Tensor:
         return self.lookup(matrix, torch.arange(self.out_features)).view(matrix.shape)
@@ -106,21 +106,21 @@ def as_quantized(
     return Quantized(integer_codes(codes, 4), scales, zeros, minima)
 
 
-def is_int8(found: Quantized) -> bool:
+def is_int8(quantized: Quantized) -> bool:
     """Whether C has the codes as int8: also those of 4 bits in groups of other sizes than 32."""
-    if found.bits == 8:
-        return found.codes.dtype != FLOAT8
-    return found.group_size % 32 > 0
+    if quantized.bits == 8:
+        return quantized.codes.dtype != FLOAT8
+    return quantized.group_size % 32 > 0
 
 
-def in_bytes(found: Quantized) -> Quantized:
+def in_bytes(quantized: Quantized) -> Quantized:
     """4-bit codes as 8-bit codes of the same values; a table's numbers as `whole_numbers`."""
-    codes = split_bytes(found.codes)
-    if found.table is None:
-        return replace(found, codes=codes.to(torch.int8))
-    numbers, unit = whole_numbers(found.table)
+    codes = split_bytes(quantized.codes)
+    if quantized.table is None:
+        return replace(quantized, codes=codes.to(torch.int8))
+    numbers, unit = whole_numbers(quantized.table)
     whole = (numbers.to(torch.int16) - 128).to(torch.int8)[codes.long()]
-    return replace(found, codes=whole, scales=found.scales.float() * unit, table=None)
+    return replace(quantized, codes=whole, scales=quantized.scales.float() * unit, table=None)
 
 
 def runs_in_panels(matrix: Matrix) -> bool:
@@ -128,30 +128,30 @@ def runs_in_panels(matrix: Matrix) -> bool:
     method = matrix.method
     if type(method) is not QuantizedMethod or not cpu.panels_are_fast(method.dtype):
         return False
-    found = method.quantized(matrix)
-    if not fits(found.shape[1], found.group_size, is_int8(found)):
+    quantized = method.quantized(matrix)
+    if not fits(quantized.shape[1], quantized.group_size, is_int8(quantized)):
         return False
     if matrix.copies is not None and (matrix.shape[1] % PANEL or method.threshold):
         return False  # experts would share a panel, or lose their outliers
-    if found.codes.dtype == FLOAT8:
-        return found.order is None and found.zeros is None and found.minima is None
-    if found.table is not None and found.minima is not None:
+    if quantized.codes.dtype == FLOAT8:
+        return quantized.order is None and quantized.zeros is None and quantized.minima is None
+    if quantized.table is not None and quantized.minima is not None:
         return False
     return method.dtype == torch.bfloat16  # float32 activations are not rounded
 
 
-def arranged(found: Quantized) -> MatrixParts:
+def arranged(parts: Quantized) -> MatrixParts:
     """A quantised matrix in panels."""
-    if found.codes.dtype == FLOAT8:
-        return packed_float8(found.codes, found.scales)
-    if found.bits == 4 and is_int8(found):
-        found = in_bytes(found)
-    if found.bits == 4:
-        codes = split_bytes(found.codes)
+    if parts.codes.dtype == FLOAT8:
+        return packed_float8(parts.codes, parts.scales)
+    if parts.bits == 4 and is_int8(parts):
+        parts = in_bytes(parts)
+    if parts.bits == 4:
+        codes = split_bytes(parts.codes)
     else:
-        codes = (found.codes.to(torch.int16) + 128).to(torch.uint8)
-    offsets = found.zeros, found.minima
-    return packed_matrix(codes, found.bits, found.scales, *offsets, found.table, found.order)
+        codes = (parts.codes.to(torch.int16) + 128).to(torch.uint8)
+    offsets = parts.zeros, parts.minima
+    return packed_matrix(codes, parts.bits, parts.scales, *offsets, parts.table, parts.order)
 
 
 def pack_quantized(matrices: Sequence[Matrix]) -> int:
@@ -159,7 +159,7 @@ def pack_quantized(matrices: Sequence[Matrix]) -> int:
 
     Codes lie in one allocation with huge pages, in the order in which they are read.
     """
-    chosen = [each for each in matrices if runs_in_panels(each)]
+    chosen = [one for one in matrices if runs_in_panels(one)]
     if not chosen:
         return 0
     places = list(code_bytes(chosen))
@@ -173,19 +173,19 @@ def pack_quantized(matrices: Sequence[Matrix]) -> int:
 def code_bytes(matrices: Sequence[Matrix]) -> Iterator[int]:
     """Bytes of the codes of each matrix in panels."""
     for matrix in matrices:
-        found = matrix.method.quantized(matrix)  # type: ignore[attr-defined]
-        rows, width = found.shape
-        bits = 8 if is_int8(found) else found.bits
+        quantized = matrix.method.quantized(matrix)  # type: ignore[attr-defined]
+        rows, width = quantized.shape
+        bits = 8 if is_int8(quantized) else quantized.bits
         yield math.ceil(rows / PANEL) * PANEL * width * bits // 8
 
 
 def pack_one(matrix: Matrix, place: Tensor) -> None:
     """Put a matrix into panels, its codes into `place`."""
     method: QuantizedMethod = matrix.method  # type: ignore[assignment]
-    found = method.quantized(matrix)
-    rows, table = found.shape[0], None if is_int8(found) else found.table
-    parts = arranged(found)
-    del found
+    quantized = method.quantized(matrix)
+    rows, table = quantized.shape[0], None if is_int8(quantized) else quantized.table
+    parts = arranged(quantized)
+    del quantized
     panels = place.view(parts.panels.shape).copy_(parts.panels)
     parts = replace(parts, panels=panels)
     for name in method.names:

@@ -47,13 +47,13 @@ class Quantized:
 
     def parts(self) -> dict[str, Tensor]:
         """The tensors that are given, by name."""
-        named = ((each.name, getattr(self, each.name)) for each in fields(self))
+        named = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: tensor for name, tensor in named if tensor is not None}
 
     @property
     def num_bytes(self) -> int:
         """Memory of all tensors."""
-        return sum(each.nbytes for each in self.parts().values())
+        return sum(part.nbytes for part in self.parts().values())
 
     def rows(self, rows: slice | Tensor) -> "Quantized":
         """Some rows, by a slice or by indices."""
@@ -71,10 +71,10 @@ class Quantized:
         groups = groups * scales
         if self.minima is not None:
             groups = groups + self.minima.float()[..., None]
-        found = groups.flatten(1)
+        weights = groups.flatten(1)
         if self.order is not None:
-            found = torch.empty_like(found).index_copy_(1, self.order, found)
-        return found.to(dtype)
+            weights = torch.empty_like(weights).index_copy_(1, self.order, weights)
+        return weights.to(dtype)
 
 
 def integer_codes(codes: Tensor, bits: int) -> Tensor:
@@ -96,8 +96,8 @@ def joined(codes: Tensor) -> Tensor:
 def stacked(parts: Sequence[Quantized]) -> Quantized | None:
     """The rows of several matrices as one; None if their formats differ."""
     first = parts[0]
-    kinds = {(each.bits, each.group_size, frozenset(each.parts())) for each in parts}
-    dtypes = {(each.codes.dtype, each.scales.dtype) for each in parts}
+    kinds = {(part.bits, part.group_size, frozenset(part.parts())) for part in parts}
+    dtypes = {(part.codes.dtype, part.scales.dtype) for part in parts}
     if len(kinds) > 1 or len(dtypes) > 1:
         return None
     shared = {name for name in ("table", "order") if getattr(first, name) is not None}
@@ -106,5 +106,5 @@ def stacked(parts: Sequence[Quantized]) -> Quantized | None:
     ):
         return None
     names = first.parts().keys() - shared
-    rows = {name: torch.cat([getattr(each, name) for each in parts]) for name in names}
+    rows = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     return replace(first, **rows)

@@ -53,17 +53,17 @@ def round_with_minima(weight: Tensor, group: int, dtype: torch.dtype = torch.flo
     about its middle if that has a smaller squared error."""
     groups = weight.float().unflatten(1, (-1, group_of(weight.shape[1], group)))
     low, high = groups.amin(-1), groups.amax(-1)
-    least, found = torch.full_like(low, torch.inf), (groups, low, low)
+    least, best = torch.full_like(low, torch.inf), (groups, low, low)
     for shrink in SHRINKS:
         minimum = ((low + high - (high - low) * shrink) / 2).to(dtype).float()
         scale = ((high - low) * shrink / 15).clamp(min=TINY).to(dtype).float()
         codes = ((groups - minimum[..., None]) / scale[..., None]).round().clamp(0, 15)
         error = (codes * scale[..., None] + minimum[..., None] - groups).square().sum(-1)
         better, least = error < least, torch.minimum(error, least)
-        found = (
-            torch.where(better[..., None], codes, found[0]),
-            torch.where(better, scale, found[1]),
-            torch.where(better, minimum, found[2]),
+        best = (
+            torch.where(better[..., None], codes, best[0]),
+            torch.where(better, scale, best[1]),
+            torch.where(better, minimum, best[2]),
         )
-    codes, scales, minima = found
+    codes, scales, minima = best
     return Quantized(integer_codes(codes.flatten(1), 4), scales.to(dtype), None, minima.to(dtype))

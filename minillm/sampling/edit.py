@@ -47,9 +47,9 @@ class Copies:
     @cached_property
     def index(self) -> Tensor:
         """int64 [rows of the batch]: which of the P logits are a row's; -1 for none."""
-        found = np.full(self._context.num_rows, -1, dtype=np.int64)
-        found[list(self.rows)] = np.arange(len(self.rows))
-        return indices(self._context.device, found)
+        place = np.full(self._context.num_rows, -1, dtype=np.int64)
+        place[list(self.rows)] = np.arange(len(self.rows))
+        return indices(self._context.device, place)
 
     def flat(self, at: Tensor, token: Tensor) -> Tensor:
         """Flat indices into `wide` of tokens [T] of the logits `at` [T]; the last one for -1."""

@@ -117,8 +117,8 @@ class Edits(Context):
         undo = [edit.snapshot() for edit in self.edits if edit.rows]
 
         def restore() -> None:
-            for each in undo:
-                each()
+            for put_back in undo:
+                put_back()
 
         return restore
 

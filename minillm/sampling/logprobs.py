@@ -115,14 +115,14 @@ def describe(
     harnesses compare with ``==``. With `row_by_row` the number of rows cannot change the rounding.
     """
     if cpu_sampling.takes(logits):  # the C function always computes row by row
-        found: Sequence[Tensor] = cpu_sampling.describe_tokens(logits, targets, max(top_k))
+        columns: Sequence[Tensor] = cpu_sampling.describe_tokens(logits, targets, max(top_k))
     elif row_by_row:
         rows = zip(logits.split(1), targets.split(1), strict=True)
         each = [_describe(row.clone(), target, max(top_k)) for row, target in rows]
-        found = [torch.cat(column) for column in zip(*each, strict=True)]
+        columns = [torch.cat(column) for column in zip(*each, strict=True)]
     else:
-        found = _describe(logits, targets, max(top_k))
-    return LogprobTable(read_later(*found), top_k)
+        columns = _describe(logits, targets, max(top_k))
+    return LogprobTable(read_later(*columns), top_k)
 
 
 def _describe(logits: Tensor, targets: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:

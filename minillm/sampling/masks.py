@@ -32,7 +32,7 @@ class Masks(Edit):
 
     def apply(self, copies: Copies) -> None:
         at = zip(copies.rows, copies.positions, strict=True)
-        of = {i: self.mask(*each) for i, each in enumerate(at) if each[0] in self.rows}
+        of = {i: self.mask(*place) for i, place in enumerate(at) if place[0] in self.rows}
         codes = torch.cat(list(of.values())).int()
         if len(self._space) < len(codes):  # kept: fresh pages would take longer than the rest
             self._space = torch.empty(len(codes), 8, device=self.context.device)

@@ -38,10 +38,10 @@ class Ratio:
     def choose(self, given: Verification) -> Tensor:
         """Accepted drafts, and tokens from the residual for rejected ones: int64 [K]."""
         samples, logits, pack, drafted, _ = given
-        dists = [each.dist for each in drafted if each.dist is not None]
+        dists = [draft.dist for draft in drafted if draft.dist is not None]
         if not dists:
             return samples
-        where = [i for i, each in enumerate(drafted) if each.dist is not None]
+        where = [i for i, draft in enumerate(drafted) if draft.dist is not None]
         every = len(where) == len(samples)
         at = indices(samples.device, where)
         own = pack if every else pack.select(at)
@@ -63,7 +63,7 @@ def accept_probability(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
 
     Equal probabilities give exactly 1; there is no division by 0.
     """
-    target, draft = (each.gather(-1, token[..., None])[..., 0].double() for each in (p, q))
+    target, draft = (probs.gather(-1, token[..., None])[..., 0].double() for probs in (p, q))
     return torch.where(target >= draft, (target > 0).double(), target / draft)
 
 
@@ -83,8 +83,8 @@ def draw(weights: Tensor, coin: Tensor) -> Tensor:
     A token of weight 0 is never drawn. With NaN weights, the token is arbitrary.
     """
     sums = weights.cumsum(dim=-1, dtype=torch.float64)
-    found = torch.searchsorted(sums, coin[:, None] * sums[:, -1:], right=True)[:, 0]
-    return found.clamp(max=weights.shape[1] - 1)
+    places = torch.searchsorted(sums, coin[:, None] * sums[:, -1:], right=True)[:, 0]
+    return places.clamp(max=weights.shape[1] - 1)
 
 
 def ratio(p: Tensor, q: Tensor, token: int) -> tuple[Tensor, Tensor]:

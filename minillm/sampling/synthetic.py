@@ -29,8 +29,8 @@ class Synthetic:
         """The draft if accepted, otherwise a different token: int64 [K]. If no other token has a
         finite logit, the draft is accepted."""
         samples, logits, pack, drafts, model_dtype = given
-        rates_at = np.array([self.rates[each.step] for each in drafts], dtype=np.float64)
-        ids = np.array([each.token for each in drafts])
+        rates_at = np.array([self.rates[draft.step] for draft in drafts], dtype=np.float64)
+        ids = np.array([draft.token for draft in drafts])
         tokens, rates = upload(samples.device, ids, rates_at)
         others = logits.scatter(1, tokens[:, None], -torch.inf)
         other, best = choose(others, pack, model_dtype, Purpose.RESAMPLE)

@@ -30,6 +30,6 @@ class Typical:
         samples, logits, pack, drafted, _ = given
         p = dist(logits, pack).double()
         least = (torch.special.xlogy(p, p).sum(dim=-1).exp() * self.alpha).clamp(max=self.threshold)
-        tokens = indices(p.device, [each.token for each in drafted])
+        tokens = indices(p.device, [draft.token for draft in drafted])
         accepted = p.gather(1, tokens[:, None])[:, 0] > least
         return torch.where(accepted, tokens, samples)

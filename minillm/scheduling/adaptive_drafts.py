@@ -124,8 +124,8 @@ class AdaptiveDrafts(Drafts):
         plain = self.times.plain(batch)
         if plain is None:
             return
-        drafted = sum(each.num_drafted for each in record.drafted)
-        accepted = sum(each.num_accepted for each in record.drafted)
+        drafted = sum(draft.num_drafted for draft in record.drafted)
+        accepted = sum(draft.num_accepted for draft in record.drafted)
         self._cost += seconds / plain - 1 - accepted / batch
         self._is_idle = not drafted
         self._has_gained = accepted > 0
@@ -179,7 +179,7 @@ class AdaptiveDrafts(Drafts):
         seq_ids, counts = self._chosen
         if not self._since % CHOOSE_EVERY or self._balance <= 0:
             return None
-        if seq_ids != [each.seq_id for each in sequences]:
+        if seq_ids != [sequence.seq_id for sequence in sequences]:
             return None
         self._since += 1
         self._remember(sequences, counts)
@@ -187,7 +187,7 @@ class AdaptiveDrafts(Drafts):
 
     def _choose(self, sequences: list[Sequence]) -> list[int]:
         """Drafts per row at the best level; a trial or a pause if none gains."""
-        batch, seq_ids = len(sequences), [each.seq_id for each in sequences]
+        batch, seq_ids = len(sequences), [sequence.seq_id for sequence in sequences]
         curves = self.acceptance.curves(seq_ids)
         was_trying, self._level = self._level is None, self._best_level(curves)
         goes_on = was_trying and self._has_gained and self._balance > 0
@@ -227,11 +227,11 @@ class AdaptiveDrafts(Drafts):
         answered = sum([curve.answered for curve in curves]) / batch
         p_any = 1 - (1 - answered) ** batch  # probability that a step has any drafts
         idle = at(times, 0.0)
-        found = []
+        rates = []
         for count, gain in zip(counts, gains, strict=True):
             seconds = (1 - p_any) * idle + p_any * at(times, count / batch / p_any)
-            found.append((1 + gain / batch) / seconds)
-        return found
+            rates.append((1 + gain / batch) / seconds)
+        return rates
 
     def _counts(self, curves: list[Curve], seq_ids: Collection[int]) -> list[int]:
         """Drafts per row at the current level, limited to what `StepTimes.reach` allows."""
@@ -251,7 +251,7 @@ class AdaptiveDrafts(Drafts):
     def _try(self, sequences: list[Sequence]) -> list[int]:
         """Drafts per row of a step of a trial: few, for the same few rows in all of its steps. None
         beside prompts, whose steps are not timed."""
-        seq_ids = [each.seq_id for each in sequences]
+        seq_ids = [sequence.seq_id for sequence in sequences]
         if self._records[-1].num_prefill_tokens:
             return [0] * len(seq_ids)
         if not self._tried or self._trial.isdisjoint(seq_ids):
@@ -305,7 +305,7 @@ class AdaptiveDrafts(Drafts):
     def _drop_finished(self, sequences: list[Sequence]) -> None:
         """Now and then, drop the state of finished sequences."""
         if self._step % CLEAN_UP_EVERY == 0:
-            kept = {each.seq_id for each in sequences}
+            kept = {sequence.seq_id for sequence in sequences}
             self.acceptance.keep(kept)
             self._rows = {key: row for key, row in self._rows.items() if key in kept}
             self._seen = {key: seen for key, seen in self._seen.items() if key in kept}

@@ -77,7 +77,7 @@ def prepare_ahead(
         # The last new token is sampled but never computed: no more rows for this sequence.
         last = sequence.num_tokens + row.num_logits >= end_of(sequence)
         sequence.num_pending = 0 if last else row.num_logits
-    rest = [each for each in running if each.num_uncomputed and not each.awaits_commit]
+    rest = [other for other in running if other.num_uncomputed and not other.awaits_commit]
     if rest and has_room(rest, blocks, config):
         return True
     for row, sequence in reversed(rows):  # of a prompt's chunks the first is the last

@@ -56,10 +56,10 @@ class DataParallelScheduler:
         self.schedulers = list(schedulers)
         self.config, self.blocks = schedulers[0].config, schedulers[0].blocks
         numbers = count()
-        for each in schedulers:
-            each.seq_ids = numbers
-        self.sequences = ChainMap(*(each.sequences for each in schedulers))
-        self.in_flight = ChainMap(*(each.in_flight for each in schedulers))
+        for scheduler in schedulers:
+            scheduler.seq_ids = numbers
+        self.sequences = ChainMap(*(scheduler.sequences for scheduler in schedulers))
+        self.in_flight = ChainMap(*(scheduler.in_flight for scheduler in schedulers))
         self.record = StepRecord(0)
         self._num_steps = self._most_running = 0
         self._steps: deque[JointStep] = deque()  # uncommitted
@@ -71,24 +71,24 @@ class DataParallelScheduler:
     @property
     def running(self) -> list[Sequence]:
         """Running sequences of all copies."""
-        return [one for each in self.schedulers for one in each.running]
+        return [one for scheduler in self.schedulers for one in scheduler.running]
 
     @property
     def waiting(self) -> list[Sequence]:
         """Waiting sequences of all copies."""
-        return [one for each in self.schedulers for one in each.waiting]
+        return [one for scheduler in self.schedulers for one in scheduler.waiting]
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is not finished."""
-        return any(each.has_work for each in self.schedulers)
+        return any(scheduler.has_work for scheduler in self.schedulers)
 
     @property
     def counters(self) -> Counters:
         """Totals over all copies; steps are joint steps."""
         total = Counters()
-        for each in self.schedulers:
-            total = total.plus(each.counters)
+        for scheduler in self.schedulers:
+            total = total.plus(scheduler.counters)
         total.num_steps, total.max_num_running = self._num_steps, self._most_running
         return total
 
@@ -100,7 +100,7 @@ class DataParallelScheduler:
         Raises:
             InvalidRequestError: its id is in use, or it does not fit even if it runs alone.
         """
-        if any(each.knows(request.request_id) for each in self.schedulers):
+        if any(scheduler.knows(request.request_id) for scheduler in self.schedulers):
             raise InvalidRequestError(
                 f"There is an unfinished request with the id {request.request_id!r} already."
             )
@@ -108,26 +108,26 @@ class DataParallelScheduler:
 
     def abort(self, request_id: str, reason: str = "abort", time: float | None = None) -> None:
         """Finish all sequences of a request; an unknown or finished request is ignored."""
-        for each in self.schedulers:
-            each.abort(request_id, reason, time)
+        for scheduler in self.schedulers:
+            scheduler.abort(request_id, reason, time)
 
     def finish(
         self, seq_id: int, reason: str = "stop", time: float | None = None, num_cut: int = 0
     ) -> None:
         """Finish a sequence; a finished one only gets its record corrected."""
-        for each in self.schedulers:
-            if seq_id in each.sequences:
-                return each.finish(seq_id, reason, time, num_cut)
+        for scheduler in self.schedulers:
+            if seq_id in scheduler.sequences:
+                return scheduler.finish(seq_id, reason, time, num_cut)
         if (owner := self._owners.get(seq_id)) is not None:
             owner.finish(seq_id, reason, time, num_cut)
         return None
 
     def restarted(self) -> "DataParallelScheduler":
         """A new scheduler with the same limits and no requests, for use after an internal error."""
-        made = DataParallelScheduler([each.restarted() for each in self.schedulers])
+        made = DataParallelScheduler([scheduler.restarted() for scheduler in self.schedulers])
         first = self.schedulers[0].seq_ids
-        for each in made.schedulers:
-            each.seq_ids = first
+        for scheduler in made.schedulers:
+            scheduler.seq_ids = first
         made.record, made._num_steps = self.record, self._num_steps
         made._most_running = self._most_running
         return made
@@ -147,7 +147,7 @@ class DataParallelScheduler:
 
     def _plan(self, schedule: Callable[[Scheduler], StepPlan | None]) -> StepPlan | None:
         self._tell_times()
-        plans = [schedule(each) for each in self.schedulers]
+        plans = [schedule(copy) for copy in self.schedulers]
         if not any(plans):
             return None
         self._num_steps += 1
@@ -163,10 +163,10 @@ class DataParallelScheduler:
                 shares.append(Share(scheduler, plan, scheduler.record))
                 record.blocked = record.blocked or scheduler.record.blocked
                 share_events(record, scheduler.record)
-        for each in self.schedulers:
-            record.num_running += len(each.running)
-            record.num_waiting += len(each.waiting)
-            record.num_free_blocks += each.blocks.pool.num_free
+        for copy in self.schedulers:
+            record.num_running += len(copy.running)
+            record.num_waiting += len(copy.waiting)
+            record.num_free_blocks += copy.blocks.pool.num_free
         self._most_running = max(self._most_running, record.num_running)
         self.record = record
         self._steps.append(JointStep(joint, record, shares))
@@ -188,7 +188,7 @@ class DataParallelScheduler:
         for step in self._undelivered:
             for share in step.shares:
                 copy_times(step.record, share.record)
-        self._undelivered = [each for each in self._undelivered if not each.record.delivered]
+        self._undelivered = [output for output in self._undelivered if not output.record.delivered]
 
     # ---- one joint step: commit ------------------------------------------------------------
 
@@ -230,14 +230,14 @@ def schedulers_of(scheduler: "Scheduler | DataParallelScheduler") -> list[Schedu
 
 def end_all(scheduler: "Scheduler | DataParallelScheduler", reason: str, time: float) -> None:
     """Record the end of all unfinished sequences, after the engine was interrupted."""
-    for each in schedulers_of(scheduler):
-        each.log.end_all(each.sequences.values(), reason, each.in_flight, time)
+    for copy in schedulers_of(scheduler):
+        copy.log.end_all(copy.sequences.values(), reason, copy.in_flight, time)
 
 
 def reset_prefix_cache(scheduler: "Scheduler | DataParallelScheduler") -> None:
     """Empty the prefix cache of all copies."""
-    for each in schedulers_of(scheduler):
-        each.blocks.reset_prefix_cache()
+    for copy in schedulers_of(scheduler):
+        copy.blocks.reset_prefix_cache()
 
 
 def load(scheduler: Scheduler) -> int:

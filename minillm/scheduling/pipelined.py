@@ -22,8 +22,8 @@ def scheduling_order(running: Collection[Sequence], config: SchedulerConfig) -> 
     several stages, each part is sorted by the age of the last row, the oldest first."""
     if config.num_stages > 1:
         running = sorted(running, key=lambda each: each.last_step)
-    decoding = [each for each in running if each.num_uncomputed == 1]
-    prefilling = [each for each in running if each.num_uncomputed > 1]
+    decoding = [sequence for sequence in running if sequence.num_uncomputed == 1]
+    prefilling = [sequence for sequence in running if sequence.num_uncomputed > 1]
     return chain(decoding, prefilling)
 
 

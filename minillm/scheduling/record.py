@@ -211,7 +211,7 @@ class Counters:
             mine, others = getattr(self, name), getattr(other, name)
             if name == "num_accepted_at":
                 pairs = zip_longest(mine, others, fillvalue=0)
-                total = [one + sign * each for one, each in pairs]
+                total = [one + sign * addend for one, addend in pairs]
             else:
                 total = mine + sign * others
             setattr(made, name, total)

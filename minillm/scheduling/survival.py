@@ -58,7 +58,7 @@ class Curve:
     def __init__(self, answered: float, survival: Sequence[float]):
         self.answered, self.survival = answered, survival
         sums = list(accumulate(survival, initial=0.0))
-        negative = [-each for each in survival]
+        negative = [-probability for probability in survival]
         self.nums = [bisect_right(negative, -level) for level in LEVELS]
         self.counts = [answered * num for num in self.nums]
         self.gains = [answered * sums[num] for num in self.nums]

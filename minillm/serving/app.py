@@ -180,7 +180,7 @@ class Server:
             ids = made.ids(bool(special))
         else:
             ids = tokenizer.encode(body.prompt or "", special is not False)
-        texts = [tokenizer.piece(each) for each in ids] if body.return_token_strs else None
+        texts = [tokenizer.piece(token_id) for token_id in ids] if body.return_token_strs else None
         return {
             "count": len(ids),
             "max_model_len": self.engine.max_model_len,

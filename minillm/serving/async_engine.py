@@ -164,11 +164,11 @@ class AsyncLLMEngine:
 
     def unfinished(self) -> list[tuple[float, str]]:
         """Arrival and id of the unfinished requests, in the engine or outside."""
-        return [(each.arrival, each.request_id) for each in self._steps.tickets()]
+        return [(ticket.arrival, ticket.request_id) for ticket in self._steps.tickets()]
 
     def _ticket(self, request_id: str) -> Ticket | None:
-        found = (each for each in self._steps.tickets() if each.request_id == request_id)
-        return next(found, None)
+        tickets = (ticket for ticket in self._steps.tickets() if ticket.request_id == request_id)
+        return next(tickets, None)
 
     def prefix_report(self, request_id: str) -> PrefixReport | None:
         """Prefix cache hits and misses of an unfinished request, once it was admitted."""

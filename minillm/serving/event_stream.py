@@ -17,7 +17,7 @@ DONE = b"data: [DONE]\n\n"
 PING = b": keep-alive\n\n"
 ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 # Line ends to programs that split text by Unicode, as `str.splitlines` does.
-LINE_ENDS: Mapping[int, str] = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
+LINE_ENDS: Mapping[int, str] = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 PING_SECONDS = 15.0  # proxies close a connection on which nothing was sent for a minute
 
 
@@ -58,11 +58,11 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
             raise ClientGone
         return task.result()
     finally:
-        for each in (task, gone):
-            if not each.done():
-                each.cancel()
+        for waiting in (task, gone):
+            if not waiting.done():
+                waiting.cancel()
                 with suppress(asyncio.CancelledError, Exception):
-                    await each
+                    await waiting
 
 
 class EventStream(Response):
@@ -88,16 +88,16 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until their end, or until the client leaves."""
         tasks = [
-            asyncio.create_task(each)
-            for each in (self._send_all(send), until_gone(receive), self._ping(send))
+            asyncio.create_task(call)
+            for call in (self._send_all(send), until_gone(receive), self._ping(send))
         ]
         try:
             await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
             if tasks[0].done():
                 tasks[0].result()
         finally:
-            for each in tasks:
-                each.cancel()
+            for running in tasks:
+                running.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.close()
 

@@ -129,8 +129,8 @@ class Generation:
 
     async def _end(self) -> None:
         try:
-            for each in self.streams:
-                await each.aclose()
+            for stream in self.streams:
+                await stream.aclose()
         finally:
             self.when_closed()
 
@@ -156,10 +156,10 @@ class Generation:
         choices: list[dict[str, Any]] = []
         for output in outputs:
             count(self.usage, output)
-            for each in output.outputs:
-                check(each)
-                choices.append(self._choice(len(choices), each, output))
-                self.usage.completion_tokens += len(each.token_ids)
+            for completion in output.outputs:
+                check(completion)
+                choices.append(self._choice(len(choices), completion, output))
+                self.usage.completion_tokens += len(completion.token_ids)
         if self.job.hides_completion:
             self.usage.completion_tokens = 0
         whole = self.header.whole(choices, self.usage)
@@ -191,7 +191,7 @@ class Generation:
                 full = self._prompt_text(output)
                 starts = prompt_starts(tokenizer, output.prompt_token_ids, full)
             own = self._texts(tokenizer, output).starts(completion.token_ids)
-            starts += [len(text) + each for each in own]
+            starts += [len(text) + start for start in own]
         return text_choice(self.header, index, completion, starts, echo) | self._of_prompt(output)
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
@@ -254,8 +254,8 @@ class Generation:
                 async for index, output in outputs:
                     if event := self._new_events(index, output, choices, running):
                         yield event
-                    for each in output.outputs:
-                        check(each)
+                    for completion in output.outputs:
+                        check(completion)
             if with_usage:
                 yield frame(self.header.piece([], self.usage))
         except Exception as error:
@@ -337,7 +337,7 @@ async def merged(
         async for output in streams[0]:
             yield 0, output
         return
-    waiting = {asyncio.ensure_future(anext(each)): i for i, each in enumerate(streams)}
+    waiting = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

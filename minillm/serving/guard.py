@@ -19,7 +19,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str] = ()):
         self.app = app
-        self._digests = [sha256(each.encode()).digest() for each in api_keys]
+        self._digests = [sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or reply 401 or 413."""
@@ -62,7 +62,7 @@ class Guard:
         kind, _, key = headers.get("authorization", "").partition(" ")
         given = sha256(key.strip().encode("latin-1")).digest()
         # Every key is compared, and each comparison takes the same time.
-        matches = [compare_digest(given, each) for each in self._digests]
+        matches = [compare_digest(given, digest) for digest in self._digests]
         return any(matches) and kind.lower() == "bearer"
 
 

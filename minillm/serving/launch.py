@@ -147,9 +147,9 @@ class HttpServer(uvicorn.Server):
         """Handle SIGTERM and SIGINT while the server runs; afterwards the signals are not raised
         again, because draining was all that they asked for."""
         names = (signal.SIGINT, signal.SIGTERM)
-        before = {each: signal.signal(each, self.handle_exit) for each in names}
+        before = {name: signal.signal(name, self.handle_exit) for name in names}
         try:
             yield
         finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)

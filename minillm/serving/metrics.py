@@ -156,8 +156,8 @@ class Metrics(Collector):
         yield from self._responses()
         for name, (_, text) in HISTOGRAMS.items():
             family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            found = self.histograms[name]
-            family.add_metric(self.labels, found.buckets(), found.total)
+            histogram = self.histograms[name]
+            family.add_metric(self.labels, histogram.buckets(), histogram.total)
             yield family
 
     def _gauges(self, state: EngineState) -> Iterator[Metric]:
@@ -299,15 +299,15 @@ class RequestObserver:
 
     def _end(self, index: int, output: RequestOutput) -> None:
         metrics, times = self._metrics, output.metrics
-        reasons = [each.finish_reason or "abort" for each in output.outputs]
+        reasons = [completion.finish_reason or "abort" for completion in output.outputs]
         metrics.ends.update(reasons)
         metrics.num_corrupted += sum(each.error == NOT_FINITE.message for each in output.outputs)
         first, numbers = index * self._params.n, []
-        for place, each in enumerate(output.outputs, first):
+        for place, completion in enumerate(output.outputs, first):
             streamed = self._num_tokens.get(place)
-            numbers.append(len(each.token_ids) if streamed is None else streamed)
-            if streamed is None and times.tpot is not None and len(each.token_ids) > 1:
-                self._gaps.observe(times.tpot, len(each.token_ids) - 1)
+            numbers.append(len(completion.token_ids) if streamed is None else streamed)
+            if streamed is None and times.tpot is not None and len(completion.token_ids) > 1:
+                self._gaps.observe(times.tpot, len(completion.token_ids) - 1)
         self._first(output, reasons[0])
         if times.ttft is None or not WHOLE.issuperset(reasons):
             return

@@ -26,9 +26,9 @@ def document(app: FastAPI) -> dict[str, Any]:
         responses = operation["responses"]
         responses.pop("422", None)  # FastAPI's own; every error of this server has one form
         responses["default"] = {"$ref": "#/components/responses/Error"}
-        found = responses["200"].setdefault("content", {})
+        content = responses["200"].setdefault("content", {})
         if path in ("/v1/completions", "/v1/chat/completions"):
-            found["text/event-stream"] = {"schema": {"type": "string"}}
+            content["text/event-stream"] = {"schema": {"type": "string"}}
         elif path == "/metrics":
             responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
         elif path == "/debug/trace":

@@ -24,10 +24,10 @@ from minillm.text.tokenizer import Tokenizer
 
 # Fields that SamplingParams has under the same name and with the same meaning.
 SAME = tuple(
-    each.name
-    for each in fields(SamplingParams)
-    if each.name in GenerationRequest.model_fields
-    and each.name not in ("max_tokens", "logit_bias", "structured_outputs")
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in GenerationRequest.model_fields
+    and field.name not in ("max_tokens", "logit_bias", "structured_outputs")
 )
 
 
@@ -66,7 +66,7 @@ class Limits:
         """Raise ApiError for a prompt that is far too long. With `keep` (truncate_prompt_tokens) a
         text may be longer than the context, but all of it is tokenised, because its last tokens may
         depend on its beginning; so the texts of a request have at most `MAX_CHARACTERS`."""
-        texts = [len(each["prompt"]) for each in prompts if "prompt" in each]
+        texts = [len(prompt["prompt"]) for prompt in prompts if "prompt" in prompt]
         if keep is not None:
             most = max(MAX_CHARACTERS, self.characters)
             if sum(texts) > most:
@@ -114,7 +114,7 @@ def completion_job(
             given.setdefault("prompt_logprobs", request.logprobs)
     given_prompts = listed(request.prompt)
     limits.check(given_prompts, request.truncate_prompt_tokens)
-    prompts = [complete(each, request, tokenizer) for each in given_prompts]
+    prompts = [complete(prompt, request, tokenizer) for prompt in given_prompts]
     shows = request.prompt_logprobs is not None
     return Job(prompts, params_of(given, defaults, request), echo, hidden, shows)
 
@@ -210,7 +210,7 @@ def listed(prompt: str | list[Any]) -> list[dict[str, Any]]:
             f"prompt has {len(prompt)} entries; it must have from 1 to {MAX_PROMPTS}."
         )
     key = "prompt" if isinstance(prompt[0], str) else "prompt_token_ids"
-    return [{key: each} for each in prompt]
+    return [{key: text} for text in prompt]
 
 
 def complete(

@@ -65,7 +65,7 @@ def checked_prompt(value: Any) -> Any:
             raise ValueError(
                 f"prompt has {len(value)} entries; it must have from 1 to {MAX_PROMPTS}"
             )
-        inner = {kind for each in value if isinstance(each, list) for kind in set(map(type, each))}
+        inner = {kind for item in value if isinstance(item, list) for kind in set(map(type, item))}
         if kinds in (set(), {int}, {str}) or (kinds == {list} and inner <= {int}):
             return value
     elif isinstance(value, str):
@@ -308,13 +308,13 @@ def explained(error: ValidationError, kind: type[BaseModel], data: dict[str, Any
     """The errors of a body in one sentence per field."""
     fields: dict[str, tuple[str, str]] = {}
     missing: list[str] = []
-    for each in error.errors(include_url=False, include_context=False):
-        name, entry = str(each["loc"][0]) if each["loc"] else "", entry_of(data, each["loc"])
-        if each["type"] == "missing":
+    for fault in error.errors(include_url=False, include_context=False):
+        name, entry = str(fault["loc"][0]) if fault["loc"] else "", entry_of(data, fault["loc"])
+        if fault["type"] == "missing":
             missing.append(name)
         # Of a field with several types, the error of the type that was meant is inside the value.
         elif len(entry) > len(fields.get(name, ("", ""))[0]) or name not in fields:
-            fields[name] = entry, sentence(entry, each["msg"], each["input"])
+            fields[name] = entry, sentence(entry, fault["msg"], fault["input"])
     texts = [f"{name} is missing" for name in missing] + [text for _, text in fields.values()]
     if missing:
         unknown = [str(name)[:MAX_SHOWN] for name in data if name not in kind.model_fields]

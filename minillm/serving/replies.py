@@ -188,9 +188,9 @@ def text_logprobs(
             best.append(None)
             continue
         top: dict[str, float] = {}
-        for each, found in entry.items():
-            name, _ = named(header, each, found)
-            top[name] = max(top.get(name, LEAST_LOGPROB), finite(found.logprob))
+        for token, logprob in entry.items():
+            name, _ = named(header, token, logprob)
+            top[name] = max(top.get(name, LEAST_LOGPROB), finite(logprob.logprob))
         tokens.append(named(header, token_id, entry[token_id])[0])
         values.append(finite(entry[token_id].logprob))
         best.append(top)
@@ -210,7 +210,7 @@ def chat_logprobs(output: CompletionOutput, header: Header) -> dict[str, Any] | 
     for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
         # The engine lists the sampled token first, also if it is not one of the best.
         best = sorted(entry.items(), key=lambda item: item[1].rank)[: header.num_top]
-        top = [described(header, each, found) for each, found in best]
+        top = [described(header, token, logprob) for token, logprob in best]
         sampled = described(header, token_id, entry[token_id])
         content.append(sampled | {"top_logprobs": top})
     return {"content": content, "refusal": None}
@@ -231,11 +231,11 @@ def by_id(entry: Mapping[int, Logprob]) -> dict[str, Any]:
     """The log-probabilities at one position, by token id."""
     return {
         str(token_id): {
-            "logprob": finite(found.logprob),
-            "rank": found.rank,
-            "decoded_token": found.decoded_token,
+            "logprob": finite(logprob.logprob),
+            "rank": logprob.rank,
+            "decoded_token": logprob.decoded_token,
         }
-        for token_id, found in entry.items()
+        for token_id, logprob in entry.items()
     }
 
 

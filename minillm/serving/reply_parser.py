@@ -109,11 +109,11 @@ class ReplyParser:
         return True
 
     def _call(self, ended: bool) -> bool:
-        found = self._head.match(self._held)
-        if found:
-            self._held, self._step = self._held[found.end() :], self._arguments
+        match = self._head.match(self._held)
+        if match:
+            self._held, self._step = self._held[match.end() :], self._arguments
             call = {"id": f"call_{uuid4().hex[:24]}", "type": "function"}
-            self._add_call(**call, function={"name": found[1], "arguments": ""})
+            self._add_call(**call, function={"name": match[1], "arguments": ""})
             if self._held.startswith("}"):  # without arguments
                 self._add_arguments("{}")
                 self._step = self._closed
@@ -146,10 +146,10 @@ class ReplyParser:
         return False
 
     def _closed(self, ended: bool) -> bool:
-        found = self._closing.match(self._held)
-        if not found and self._may_become([self._end], self._held):
+        match = self._closing.match(self._held)
+        if not match and self._may_become([self._end], self._held):
             return False
-        self._held = self._held[found.end() if found else 0 :]
+        self._held = self._held[match.end() if match else 0 :]
         self.num_calls += 1
         self._drops = True
         self._go_on()
@@ -179,7 +179,7 @@ class ReplyParser:
     def _may_become(self, wholes: Sequence[str], text: str) -> bool:
         """Whether a text, without its blanks, begins one of these."""
         bare = re.sub(B, "", text)
-        return len(text) < MAX_HEAD and any(each.startswith(bare) for each in wholes)
+        return len(text) < MAX_HEAD and any(whole.startswith(bare) for whole in wholes)
 
     def _add(self, name: str, text: str) -> None:
         if text:

@@ -87,9 +87,9 @@ class RequestHistory:
         for place, record in enumerate(records):
             known |= {one.seq_id: one.request_id for one in record.added}
             known |= {one.seq_id: known.get(one.parent_id, "?") for one in record.forked}
-            found = [one for one in record.added if one.request_id == request_id]
-            if found:
-                first, own = place, [SequenceState(found[-1].seq_id, found[-1])]
+            arrivals = [one for one in record.added if one.request_id == request_id]
+            if arrivals:
+                first, own = place, [SequenceState(arrivals[-1].seq_id, arrivals[-1])]
         if not own:
             return None
         own.sort(key=lambda state: state.index)
@@ -181,8 +181,8 @@ def only(record: StepRecord, own: Iterable[int]) -> StepRecord:
         record,
         added=[],
         forked=forked,
-        admitted=[each for each in record.admitted if each in ids],
-        void=[each for each in record.void if each in ids],
+        admitted=[seq_id for seq_id in record.admitted if seq_id in ids],
+        void=[seq_id for seq_id in record.void if seq_id in ids],
         rows=[one for one in record.rows if one.seq_id in ids],
         preempted=[one for one in record.preempted if one.seq_id in ids],
         drafted=[one for one in record.drafted if one.seq_id in ids],
@@ -193,7 +193,7 @@ def only(record: StepRecord, own: Iterable[int]) -> StepRecord:
 def why(state: SequenceState, record: StepRecord) -> str:
     """Why a sequence has no row in a step."""
     if state.where == RUNNING:
-        found = next((each for each in record.stalled if each.seq_id == state.seq_id), None)
+        found = next((stall for stall in record.stalled if stall.seq_id == state.seq_id), None)
         return f"running, but {found}" if found else "the tokens of its last step were not known"
     head: Blocked | None = record.blocked
     if head is None:
@@ -234,10 +234,10 @@ class RequestTrace:
         """GET /debug/requests/{id}: what happened to a request in each step, and why."""
         self._check()
         request_id = await asyncio.to_thread(self._latest, request_id)
-        found = await asyncio.to_thread(RequestHistory.find, self.engine.trace, request_id)
+        history = await asyncio.to_thread(RequestHistory.find, self.engine.trace, request_id)
         report = self.engine.prefix_report(request_id) or self._reports.get(request_id)
-        if found is not None:
-            return JSONResponse(await asyncio.to_thread(found.body, report))
+        if history is not None:
+            return JSONResponse(await asyncio.to_thread(history.body, report))
         if (waiting := self.engine.waiting_outside(request_id)) is not None:
             event = Event(0, 0.0, "waiting", 0, waiting[1])
             body = {"id": request_id, "state": "waiting", "events": [rounded(event)],

@@ -120,7 +120,7 @@ class StepThread:
 
     def tickets(self) -> list[Ticket]:
         """The tickets of unfinished requests."""
-        return [each for each in self._open.copy() if isinstance(each, Ticket)]
+        return [ticket for ticket in self._open.copy() if isinstance(ticket, Ticket)]
 
     @property
     def is_full(self) -> bool:
@@ -351,7 +351,7 @@ class StepThread:
             loop.call_soon_threadsafe(deliver, results)
 
     def _drop_closed_loops(self) -> None:
-        for ticket in [each for each in self._held.values() if each.loop.is_closed()]:
+        for ticket in [held for held in self._held.values() if held.loop.is_closed()]:
             self._leave(ticket)
 
     def _next(self) -> Ticket | None:

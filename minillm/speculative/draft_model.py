@@ -73,7 +73,7 @@ class DraftModel:
         host = self.shadow.host
         return {
             "draft_weights": sum(
-                each.nbytes for each in (*self.model.parameters(), *self.model.buffers())
+                tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())
             ),
             "draft_kv_cache": self.shadow.kv.num_bytes,
             "draft_swap_space": host.num_bytes if host else 0,
@@ -101,8 +101,8 @@ class DraftModel:
         if not ready:
             return [Draft([]) for _ in rows]
         (last,) = upload(self.model.device, ends[ready])
-        found = self._draft([chunks[i].row for i in ready], hidden[last])
-        return [found.get(row.new.seq_id, Draft([])) for row in rows]
+        drafts = self._draft([chunks[i].row for i in ready], hidden[last])
+        return [drafts.get(row.new.seq_id, Draft([])) for row in rows]
 
     def _chunks(self, rows: Sequence[DraftRow]) -> list[Chunk]:
         """Missing positions of each row, the shortest first, at most `max_num_tokens` in total."""
@@ -161,11 +161,11 @@ class DraftModel:
         """Hidden states [R, d] of one more token of each row, at position `starts`; `hidden` has
         those of the tokens before."""
         places, size = [row.place for row in rows], self.shadow.kv.block_size
-        found = self.replay and self.replay(places, starts, tokens)
-        if found is None:
+        states = self.replay and self.replay(places, starts, tokens)
+        if states is None:
             batch = decode_batch(self.tables, size, places, starts, [0] * len(rows))
-            found = self.model(replace(batch, input_ids=tokens), self.shadow.kv)
-        return found
+            states = self.model(replace(batch, input_ids=tokens), self.shadow.kv)
+        return states
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[K, d] -> [K, V]"""

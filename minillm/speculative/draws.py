@@ -56,11 +56,11 @@ class Draws:
         """The drafts of each row. Waits for the device."""
         every = torch.cat(self.tokens).tolist()
         ends = list(accumulate(map(len, self.tokens)))
-        found = [every[end - len(each) : end] for each, end in zip(self.tokens, ends, strict=True)]
+        ids = [every[end - len(each) : end] for each, end in zip(self.tokens, ends, strict=True)]
         drafts = []
         for i, row in enumerate(self.rows):
-            tokens = [each[i] for each in found[: row.num_drafts]]
-            dists = [each[i] for each in self.dists[: row.num_drafts]]
+            tokens = [depth[i] for depth in ids[: row.num_drafts]]
+            dists = [depth[i] for depth in self.dists[: row.num_drafts]]
             drafts.append(Draft(tokens, torch.stack(dists) if dists else None))
         return drafts
 
@@ -68,10 +68,10 @@ class Draws:
 def pack_of(rows: Sequence[DraftRow], device: torch.device) -> Pack:
     """Sampling parameters of the rows, at the position after their last token."""
     drawn = [draw_params(row.new.params) for row in rows]
-    floats = np.array([each.floats for each in drawn], dtype=np.float32).T
-    top_k = np.array([each.top_k for each in drawn], dtype=np.int32)
+    floats = np.array([draw.floats for draw in drawn], dtype=np.float32).T
+    top_k = np.array([draw.top_k for draw in drawn], dtype=np.int32)
     keys = [(signed(row.new.seed), row.new.sample_index, len(row.token_ids)) for row in rows]
     there = upload(device, floats, top_k, np.array(keys, dtype=np.int64).T)
     (temperature, min_p, top_p), top_k_there, (seed, sample_index, position) = there
-    truncates = any(each.truncates for each in drawn)
+    truncates = any(draw.truncates for draw in drawn)
     return Pack(temperature, min_p, top_p, top_k_there, seed, sample_index, position, truncates)

@@ -178,7 +178,7 @@ class Taps(LayersMethod):
             return self.inner(x, rope, batch, kv, self.pages)
         taps: dict[int, Tensor | None] = dict.fromkeys(self.pages)
         done = run_layers(self.layers, x, rope, batch, kv, taps)
-        states = torch.cat([each for each in taps.values() if each is not None], dim=-1)
+        states = torch.cat([state for state in taps.values() if state is not None], dim=-1)
         self.features.pages.write(0, states[:, None], None, batch)
         return done
 
@@ -210,11 +210,11 @@ class Eagle(DraftModel):
 
     def allocated(self) -> dict[str, int]:
         pages = (self.shadow.kv, self.features.pages)
-        host = (each for each in (self.shadow.host, self.features.host) if each is not None)
+        host = (copies for copies in (self.shadow.host, self.features.host) if copies is not None)
         return {
-            "draft_weights": sum(each.nbytes for each in self.layer.parameters()),
-            "draft_kv_cache": sum(each.num_bytes for each in pages),
-            "draft_swap_space": sum(each.num_bytes for each in host),
+            "draft_weights": sum(parameter.nbytes for parameter in self.layer.parameters()),
+            "draft_kv_cache": sum(cache.num_bytes for cache in pages),
+            "draft_swap_space": sum(copies.num_bytes for copies in host),
         }
 
     def follow(self, plan: StepPlan) -> None:

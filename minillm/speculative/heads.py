@@ -131,7 +131,7 @@ class HeadsSource:
     def planned(self, copied: torch.dtype | None = None) -> dict[str, Any]:
         """As `DraftSource.planned`."""
         heads, values = self.build(torch.float32), self.state_size
-        weights = sum(each.numel() for each in heads.parameters())
+        weights = sum(parameter.numel() for parameter in heads.parameters())
         if isinstance(heads, DraftLayer):
             values += cache_spec(heads.config).block_values(1)
         return {"head_weights": weights, "head_values": values}
@@ -179,21 +179,21 @@ def open_heads(config: SpeculativeConfig, target: ModelSource) -> HeadsSource:
             f"{data.get('base_hash')!r}, and those of {target.name} have {mine!r}; train heads for "
             f"this model with 'minillm train {method}'."
         )
-    found = {}
+    sizes = {}
     for key, limit in SIZES[method]:
         if not is_whole(data.get(key)) or not 1 <= data[key] <= limit:
             raise CheckpointError(f"{file} has {key} {data.get(key)!r}; it must be 1 to {limit}.")
-        found[key] = data[key]
+        sizes[key] = data[key]
     depths: tuple[int, ...] = ()
     if method == "eagle":
         depths = depths_of(data.get("depths"), target.config.num_layers, file)
-    most = found.get("num_heads", MAX_DRAFTS)
+    most = sizes.get("num_heads", MAX_DRAFTS)
     if config.tree is None and not config.adapts and config.most > most:
         raise ConfigError(
             f"{name} has heads for {most} drafts and num_speculative_tokens is {config.most}; set "
             f"it to at most {most}."
         )
-    width, parallel = found.get("width", 0), data.get("parallel", False)
+    width, parallel = sizes.get("width", 0), data.get("parallel", False)
     if not isinstance(parallel, bool):
         raise CheckpointError(f"{file} has parallel {parallel!r}; it must be true or false.")
     if parallel and config.tree is not None:
@@ -211,7 +211,7 @@ def depths_of(given: Any, num_layers: int, file: Path) -> tuple[int, ...]:
     Raises:
         CheckpointError: they are no increasing numbers of layers of the target.
     """
-    whole = isinstance(given, list) and all(is_whole(each) for each in given)
+    whole = isinstance(given, list) and all(is_whole(number) for number in given)
     if (
         not whole
         or not given
@@ -296,5 +296,5 @@ def load_heads(module: nn.Module, folder: Path, packs: bool) -> None:
     check_shapes(path, shard_headers(path), wanted, f"{HEADS_FILE} with this target")
     fill(wanted, [path])
     if packs:
-        chosen = [each for each in list_matrices(module) if cpu.takes_panels(each.values())]
+        chosen = [matrix for matrix in list_matrices(module) if cpu.takes_panels(matrix.values())]
         into_panels(chosen) if chosen else None

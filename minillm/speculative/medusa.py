@@ -77,7 +77,7 @@ class Medusa:
         """Allocated bytes by part of the memory plan."""
         host = self.features.host
         return {
-            "draft_weights": sum(each.nbytes for each in self.heads.parameters()),
+            "draft_weights": sum(parameter.nbytes for parameter in self.heads.parameters()),
             "draft_kv_cache": self.features.pages.num_bytes,
             "draft_swap_space": host.num_bytes if host else 0,
         }
@@ -98,10 +98,10 @@ class Medusa:
         depth = min(ordered[0].num_drafts, len(states))
         logits = self.logits(states[:depth].flatten(0, 1)).unflatten(0, (depth, -1))  # one product
         draws = Draws(ordered, logits.device, self.coupled)
-        for each, own in enumerate(logits):
-            draws.draw(own[: sum(row.num_drafts > each for row in ordered)])
-        found = dict(zip((row.new.seq_id for row in ordered), draws.drafts(), strict=True))
-        return [found[row.new.seq_id] for row in rows]
+        for head, own in enumerate(logits):
+            draws.draw(own[: sum(row.num_drafts > head for row in ordered)])
+        drafts = dict(zip((row.new.seq_id for row in ordered), draws.drafts(), strict=True))
+        return [drafts[row.new.seq_id] for row in rows]
 
     @torch.inference_mode()
     def ranks(self, rows: Sequence[DraftRow], depth: int, width: int) -> Tensor:

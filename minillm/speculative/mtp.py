@@ -64,8 +64,8 @@ class MTPLayer(DraftLayer):
             self.norm = RMSNorm(f"{prefix}shared_head.norm", d, config.rms_norm_eps)
             length = config.max_position_embeddings
             self.rope = RotaryEmbedding(config.rope, config.rotary_dim, length, length)
-        for each in () if format is None else list_matrices(self):
-            each.method = LoadingMethod(format, dense=True)  # type: ignore[arg-type]
+        for matrix in () if format is None else list_matrices(self):
+            matrix.method = LoadingMethod(format, dense=True)  # type: ignore[arg-type]
         allocate(self, dtype, device)
 
     def feature_of(self, target: Decoder) -> nn.Module:
@@ -97,14 +97,14 @@ class MTPSource(HeadsSource):
             CheckpointError: a tensor is missing, damaged or of another shape.
         """
         files = weight_files(self.checkpoint)
-        headers = {name: each for path in files for name, each in shard_headers(path).items()}
+        headers = {name: header for path in files for name, header in shard_headers(path).items()}
         layer = MTPLayer(self.target, dtype, device, stored_format(self.checkpoint, headers))
         wanted = tensors_of(layer)
-        own = {name: each for name, each in headers.items() if name in wanted}
+        own = {name: header for name, header in headers.items() if name in wanted}
         check_shapes(self.folder, own, wanted, "config.json")
         fill(wanted, files)
-        for each in list_matrices(layer):
-            each.method.after_loading(each)
+        for matrix in list_matrices(layer):
+            matrix.method.after_loading(matrix)
         if packs:
             pack_layer(layer)
         return layer
@@ -133,9 +133,9 @@ def pack_layer(layer: MTPLayer) -> None:
     absorbed = getattr(layer.layer.attention, "kv_b_proj", None)
     pack_parts(layer)
     linears = [
-        each
-        for each in layer.modules()
-        if isinstance(each, Linear) and is_plain(each) and each is not absorbed
+        module
+        for module in layer.modules()
+        if isinstance(module, Linear) and is_plain(module) and module is not absorbed
     ]
-    if chosen := [each for each in linears if cpu.takes_panels(each.values())]:
+    if chosen := [linear for linear in linears if cpu.takes_panels(linear.values())]:
         into_panels(chosen)

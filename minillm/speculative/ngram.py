@@ -55,7 +55,7 @@ class Index:
                 ends[tuple(token_ids[end - length : end])] = end
         self._size = total
         for length, ends in self._ends:
-            found = ends.get(tuple(token_ids[total - length :])) if length < total else None
-            if found is not None:
-                return [token_ids[found + i % (total - found)] for i in range(count)]
+            place = ends.get(tuple(token_ids[total - length :])) if length < total else None
+            if place is not None:
+                return [token_ids[place + i % (total - place)] for i in range(count)]
         return []

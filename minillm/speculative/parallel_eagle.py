@@ -47,7 +47,7 @@ class ParallelEagle(Eagle):
         batch = make_batch(self.tables, size, places, starts, counts.tolist(), ids)
         device = self.layer.device
         embedded = self.target.embedding(batch.input_ids)
-        given, at = (indices(device, np.flatnonzero(is_mask == each)) for each in (False, True))
+        given, at = (indices(device, np.flatnonzero(is_mask == masked)) for masked in (False, True))
         features = torch.empty_like(embedded)
         features[given] = self._features(chunks, batch.positions[given])
         embedded[at], features[at] = self.layer.mask(torch.arange(2, device=device))[:, None]
@@ -60,5 +60,5 @@ class ParallelEagle(Eagle):
             active = sum(row.num_drafts > depth for row in asked)
             draws.draw(self._logits(hidden[indices(device, last[:active] + depth)]))
         ids_of = (row.new.seq_id for row in asked)
-        found = dict(zip(ids_of, draws.drafts(), strict=True))
-        return [found.get(row.new.seq_id, Draft([])) for row in rows]
+        drafts = dict(zip(ids_of, draws.drafts(), strict=True))
+        return [drafts.get(row.new.seq_id, Draft([])) for row in rows]

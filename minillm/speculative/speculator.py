@@ -100,7 +100,7 @@ class Speculator:
         try:
             if len(given) != len(wanted):
                 raise ValueError(f"it returned {len(given)} drafts for {len(wanted)} sequences")
-            return [self._valid(each, row) for each, row in zip(given, wanted, strict=True)]
+            return [self._valid(draft, row) for draft, row in zip(given, wanted, strict=True)]
         except Exception as error:
             self._give_up(error)
             return nothing

@@ -126,11 +126,11 @@ class Text:
         runs = [run for end in ends if (run := self.tokens[end : end + count])]
         while runs and probability >= least:
             place = len(guesses)
-            found = [run[place] for run in runs]
-            token, share = found[0], 1.0
-            if found.count(token) < len(found):
-                token = max(found, key=found.count)  # of equally frequent ones the latest
-                share = found.count(token) / len(found)
+            candidates = [run[place] for run in runs]
+            token, share = candidates[0], 1.0
+            if candidates.count(token) < len(candidates):
+                token = max(candidates, key=candidates.count)  # of equally frequent ones the latest
+                share = candidates.count(token) / len(candidates)
                 runs = [run for run in runs if run[place] == token]
             if token == END:
                 break
@@ -189,7 +189,7 @@ class Suffixes:
         for text, rates in sources:
             guesses = text.guess(tokens[-self.depth :], count, self.least, rates)
             state.guesses.append((rates, guesses))
-        best = max((each for _, each in state.guesses), key=expected_accepted)
+        best = max((guess for _, guess in state.guesses), key=expected_accepted)
         return [guess.token for guess in best if guess.probability >= self.least]
 
     def forget(self, seq_id: int) -> None:

@@ -25,13 +25,13 @@ Table = Sequence[Sequence[float]]  # [heads, ranks], the share of tokens that ea
 
 def values(paths: Sequence[Path], accuracy: Table) -> list[float]:
     """The probability that all of each path is accepted, as if heads were independent."""
-    found = []
+    rates = []
     for path in paths:
         value = 1.0
         for head, rank in enumerate(path):
             value *= accuracy[head][rank] if rank < len(accuracy[head]) else 0.0
-        found.append(value)
-    return found
+        rates.append(value)
+    return rates
 
 
 def in_order(paths: Sequence[Path], accuracy: Table | None) -> list[Path]:
@@ -90,11 +90,11 @@ def ranked(logits: Tensor, pack: Pack, width: int) -> Tensor:
 
     With noise of the pack, the target's own: the ranks of a sample at the target's temperature.
     """
-    logits, found = logits.clone(), []
+    logits, ranks = logits.clone(), []
     for _ in range(width):
-        found.append(choose(logits, pack)[0])
-        logits.scatter_(1, found[-1][:, None], -torch.inf)
-    return torch.stack(found)
+        ranks.append(choose(logits, pack)[0])
+        logits.scatter_(1, ranks[-1][:, None], -torch.inf)
+    return torch.stack(ranks)
 
 
 def keep_path(
@@ -115,6 +115,6 @@ def keep_path(
     for place, node in enumerate(path):
         if node == place:
             continue
-        (source, old), (target, new) = (divmod(start + each, size) for each in (node, place))
+        (source, old), (target, new) = (divmod(start + slot, size) for slot in (node, place))
         for cache in caches:
             move_slot(cache, int(table[source]) * size + old, int(table[target]) * size + new)

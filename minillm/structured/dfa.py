@@ -32,12 +32,12 @@ Ranges = list[tuple[int, int]]  # of characters or of bytes, both ends included
 
 def inverted(ranges: Ranges) -> Ranges:
     """The other characters."""
-    found, first = [], 0
+    gaps, first = [], 0
     for low, high in sorted(ranges):
         if first < low:
-            found.append((first, low - 1))
+            gaps.append((first, low - 1))
         first = max(first, high + 1)
-    return [*found, (first, LAST)] if first <= LAST else found
+    return [*gaps, (first, LAST)] if first <= LAST else gaps
 
 
 CLASSES: Mapping[str, Ranges] = {
@@ -51,7 +51,7 @@ def utf8_ranges(low: int, high: int) -> Iterator[Ranges]:
     """Characters `low` to `high` as sequences of byte ranges, each of which stands for all
     combinations of its bytes."""
     first, last = SURROGATES[0], SURROGATES[-1]
-    middle = next(each for each in BORDERS if low < each)  # where longer characters begin
+    middle = next(border for border in BORDERS if low < border)  # where longer characters begin
     if low <= last and high >= first:
         parts = [(low, first - 1), (last + 1, high)]
     elif high >= middle:
@@ -164,12 +164,12 @@ class Nfa:
 
     def reach(self, states: list[int]) -> frozenset[int]:
         """These states, and those that are reached from them without a byte."""
-        found, todo = set(states), list(states)
+        closure, todo = set(states), list(states)
         while todo:
-            new = [each for each in self.empty[todo.pop()] if each not in found]
-            found.update(new)
+            new = [state for state in self.empty[todo.pop()] if state not in closure]
+            closure.update(new)
             todo += new
-        return frozenset(found)
+        return frozenset(closure)
 
 
 def ranges_of(kind: Any, value: Any) -> Ranges:
@@ -184,8 +184,8 @@ def ranges_of(kind: Any, value: Any) -> Ranges:
         return inverted(ranges) if name.startswith("NOT_") else ranges
     if kind is op.IN:
         negated = value[0][0] is op.NEGATE
-        found = [each for item in value[negated:] for each in ranges_of(*item)]
-        return inverted(found) if negated else found
+        spans = [span for item in value[negated:] for span in ranges_of(*item)]
+        return inverted(spans) if negated else spans
     return inverted([(value, value)]) if kind is op.NOT_LITERAL else [(value, value)]
 
 
@@ -205,7 +205,7 @@ class Dfa:
         while len(rows) < len(sets):
             row = np.zeros(256, dtype=np.int32)
             edges = [edge for state in todo[len(rows)] for edge in nfa.bytes[state]]
-            borders = sorted({each for low, high, _ in edges for each in (low, high + 1)})
+            borders = sorted({border for low, high, _ in edges for border in (low, high + 1)})
             for low, end in pairwise(borders):
                 after = nfa.reach([state for a, b, state in edges if a <= low <= b])
                 if after not in sets:

@@ -71,8 +71,8 @@ class Grammars:
         if not isinstance(given := params.structured_outputs, StructuredOutputsParams):
             return True
         with self._lock:
-            found = self._compiled.get(given)
-        return found is not None and found.done()
+            future = self._compiled.get(given)
+        return future is not None and future.done()
 
     def matcher(self, given: StructuredOutputsParams, seconds: float | None = None) -> Matcher:
         """A matcher at the start of a text. With `seconds`, InvalidRequestError if compiling takes

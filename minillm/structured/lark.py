@@ -28,7 +28,7 @@ Thoughts = Literal["never", "may", "open"]
 
 def pattern_of(given: StructuredOutputsParams) -> str:
     """The pattern of a regex or a choice."""
-    return given.regex or "|".join(SPECIAL.sub(r"\\\1", each) for each in given.choice or ())
+    return given.regex or "|".join(SPECIAL.sub(r"\\\1", text) for text in given.choice or ())
 
 
 def schema_of(given: StructuredOutputsParams) -> dict[str, Any]:

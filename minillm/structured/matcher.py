@@ -131,8 +131,8 @@ class Guidance:
 
         self._library, self.vocabulary, self.eos_token_id = llguidance, vocabulary, len(vocabulary)
         texts = enumerate([*vocabulary.tokens, b""])
-        self.tokens = [each or f"<|{i}|>".encode() for i, each in texts]
-        others = [i for i, each in enumerate(vocabulary.tokens) if not each]
+        self.tokens = [token or f"<|{i}|>".encode() for i, token in texts]
+        others = [i for i, token in enumerate(vocabulary.tokens) if not token]
         self.special_token_ids = [*others, self.eos_token_id]
         itself: Any = self
         with ForeignCode(InvalidRequestError, "llguidance cannot use this model's tokens"):

@@ -16,13 +16,13 @@ class Vocabulary:
 
     def __init__(self, tokens: Sequence[bytes]):
         self.tokens = list(tokens)  # b"" for those without text
-        self.length = np.array([len(each) for each in self.tokens], dtype=np.int64)  # [V]
+        self.length = np.array([len(token) for token in self.tokens], dtype=np.int64)  # [V]
         self.start = np.cumsum(self.length) - self.length  # of each token in `flat`
         self.flat = np.frombuffer(b"".join(self.tokens), dtype=np.uint8)
         self.with_text = np.flatnonzero(self.length)  # ids
         self.first = np.zeros(len(self.tokens), dtype=np.uint8)  # the first byte of each
         self.first[self.with_text] = self.flat[self.start[self.with_text]]
-        self.of_byte = {each[0]: i for i, each in enumerate(self.tokens) if len(each) == 1}
+        self.of_byte = {token[0]: i for i, token in enumerate(self.tokens) if len(token) == 1}
         self.text_bits = pack(self.length > 0)  # uint8 [ceil(V / 8)]
 
     @classmethod

@@ -63,12 +63,12 @@ class ControlTokens:
         self._backend, self._wrap = backend, wrap
         added = backend.get_added_tokens_decoder()
         self._tokens = {id_: each for id_, each in added.items() if each.special and each.content}
-        texts = sorted((each.content for each in self._tokens.values()), key=len, reverse=True)
+        texts = sorted((token.content for token in self._tokens.values()), key=len, reverse=True)
         either = "|".join(map(re.escape, texts)) or "(?!)"  # (?!) matches nothing
         self._one = re.compile(either)
         firsts = sorted({text[0] for text in texts})
         self._marks = {first: chr(MARK + i) for i, first in enumerate(firsts)}
-        self._aliases = {each.content: chr(ALIAS + i) for i, each in
+        self._aliases = {token.content: chr(ALIAS + i) for i, token in
                          enumerate(self._tokens.values())}  # fmt: skip
 
     def occur_in(self, text: str) -> bool:
@@ -77,7 +77,7 @@ class ControlTokens:
 
     def may_begin_in(self, text: str) -> bool:
         """Whether a special token could begin in the text and end in another."""
-        return any(first in each for each in self._forms(text) for first in self._marks)
+        return any(first in form for form in self._forms(text) for first in self._marks)
 
     def _forms(self, text: str) -> list[str]:
         """The text, and what the tokenizer's normalizer makes of it, if tokens are found in it."""
@@ -123,7 +123,7 @@ class ControlTokens:
             )
         if add_special_tokens:
             ids = encoder.encode(text, add_special_tokens=True)
-        return [aliases.get(each, each) for each in ids]
+        return [aliases.get(token_id, token_id) for token_id in ids]
 
     @cached_property
     def _encoder(self) -> "tuple[Tokenizer, dict[int, int], frozenset[int]]":
@@ -218,10 +218,10 @@ def chat_prompt(
     texts = strings(values)
     if not any(map(control.may_begin_in, texts)):
         return ChatPrompt(tokenizer, text)
-    if found := RESERVED.search("".join(texts)):
+    if match := RESERVED.search("".join(texts)):
         raise InvalidRequestError(
             "messages contains both a character with which a special token begins and the private "
-            f"character U+{ord(found[0]):X}; remove one of them."
+            f"character U+{ord(match[0]):X}; remove one of them."
         )
     aliased = with_aliases(template, values, tag, text, control)
     if aliased is None and control.occur_in("".join(texts)):
@@ -243,7 +243,7 @@ def with_tools(
     if listed and "tools" in template.variables:
         return template.prepared(messages, {**variables, "tools": listed})
     checked = validate_messages(messages)
-    used = any(each["role"] == "tool" or "tool_calls" in each for each in checked)
+    used = any(message["role"] == "tool" or "tool_calls" in message for message in checked)
     if not (listed or used) or "tools" in template.variables:
         return template.prepared(messages, variables)
     for version in as_text(checked, listed):
@@ -332,12 +332,12 @@ def mapped(value: Any, change: Callable[[str], Any]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [mapped(each, change) for each in value]
+        return [mapped(item, change) for item in value]
     if not isinstance(value, dict):
         return value
     return {
-        name if name.isidentifier() else change(name): mapped(each, change)
-        for name, each in value.items()
+        name if name.isidentifier() else change(name): mapped(item, change)
+        for name, item in value.items()
     }
 
 

@@ -213,9 +213,9 @@ class ChatTemplate:
         shown = self._shown(listed, tags, variables)
         if shown is None:  # the template looks into contents, or takes no list, or no absence
             kinds = listed, [joined(m) for m in listed], [parted(m) for m in listed]
-            versions = [each for kind in kinds for each in (kind, [filled(m) for m in kind])]
+            versions = [version for kind in kinds for version in (kind, [filled(m) for m in kind])]
             made = [{**variables, "messages": version} for version in versions]
-            return next((each for each in made if self.attempt(each) is not None), made[0])
+            return next((version for version in made if self.attempt(version) is not None), made[0])
         if not all(shown):
             asked = zip(listed, shown, strict=True)
             others = [m if is_shown else other_kind(m) for m, is_shown in asked]

@@ -71,7 +71,7 @@ def as_text(
             else:
                 plain.append({"role": "user", "content": text})
         elif calls := message.get("tool_calls"):
-            functions = [each["function"] for each in calls]
+            functions = [call["function"] for call in calls]
             named = [{"name": f["name"], "arguments": f["arguments"]} for f in functions]
             texts = [f"{CALL}\n{json.dumps(f, ensure_ascii=False)}\n{CALL_END}" for f in named]
             kept = {name: value for name, value in message.items() if name != "tool_calls"}
@@ -81,12 +81,12 @@ def as_text(
     if not tools:
         yield plain
         return
-    told = INSTRUCTION % "\n".join(json.dumps(each, ensure_ascii=False) for each in tools)
+    told = INSTRUCTION % "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     has_system = plain[0]["role"] in ("system", "developer")
     start = "\n\n".join(filter(None, [text_of(plain[0]) if has_system else "", told]))
     others = plain[has_system:]
     yield [{"role": "system", "content": start}, *others]
-    first = next((i for i, each in enumerate(others) if each["role"] == "user"), None)
+    first = next((i for i, turn in enumerate(others) if turn["role"] == "user"), None)
     if first is not None:
         others[first] = {**others[first], "content": f"{start}\n\n{text_of(others[first])}"}
         yield others

@@ -70,19 +70,19 @@ class Vocabulary:
 
     def array(self, name: str, kind: type, default: Any = None) -> Any:
         """A field that is an array of one type."""
-        found = self.get(name, default)
-        if not isinstance(found, tuple) or not all(isinstance(each, kind) for each in found):
+        values = self.get(name, default)
+        if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
             raise self.error(f"no array of {kind.__name__} named {name}")
-        return found
+        return values
 
     def special(self, name: str) -> int | None:
         """The id of a special token, such as "bos"; None if the file has none."""
-        found = token_id(self.fields, name)
-        if found is None:
+        value = token_id(self.fields, name)
+        if value is None:
             return None
-        if not isinstance(found, int) or not 0 <= found < len(self.tokens):
-            raise self.error(f"the {name} token {found!r} for {len(self.tokens)} tokens")
-        return found
+        if not isinstance(value, int) or not 0 <= value < len(self.tokens):
+            raise self.error(f"the {name} token {value!r} for {len(self.tokens)} tokens")
+        return value
 
     def of_type(self, *kinds: int) -> list[str]:
         """The tokens of some types."""
@@ -126,7 +126,7 @@ def gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, str, dict[str, str
 def byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     """BPE over bytes, as in GPT-2."""
     splits = splits_of(vocabulary)
-    pairs = [tuple(each.split(" ")) for each in vocabulary.array("merges", str)]
+    pairs = [tuple(merge.split(" ")) for merge in vocabulary.array("merges", str)]
     model = bpe(vocabulary, pairs, ignore_merges=splits.ignore_merges)
     backend = tokenizers.Tokenizer(model)
     if splits.normalizer is not None:
@@ -173,14 +173,14 @@ def merges_by_score(vocabulary: Vocabulary, scores: tuple[float, ...]) -> list[t
     """All pairs of tokens whose union is a token, best score first; equal ones by the ids of the
     pair. Only normal tokens are merged: the text of a special token is no part of BPE."""
     ids = {t: i for t, i in vocabulary.ids.items() if vocabulary.types[i] in (NORMAL, USER_DEFINED)}
-    found = []
+    merges = []
     for token, i in ids.items():
         for cut in range(1, len(token)):
             left, right = ids.get(token[:cut]), ids.get(token[cut:])
             if left is not None and right is not None:
-                found.append((-scores[i], left, right))
+                merges.append((-scores[i], left, right))
     tokens = vocabulary.tokens
-    return [(tokens[left], tokens[right]) for _, left, right in sorted(found)]
+    return [(tokens[left], tokens[right]) for _, left, right in sorted(merges)]
 
 
 def bpe(vocabulary: Vocabulary, merges: list[Any], **options: Any) -> models.BPE:
@@ -206,8 +206,8 @@ def around(vocabulary: Vocabulary) -> Any:
     """The post-processor that adds bos and eos."""
     bos = vocabulary.special("bos") if begins(vocabulary.fields) else None
     eos = vocabulary.special("eos") if vocabulary.get("add_eos_token", False) else None
-    for name, found in (("bos", bos), ("eos", eos)):
-        if found is None and vocabulary.get(f"add_{name}_token"):
+    for name, number in (("bos", bos), ("eos", eos)):
+        if number is None and vocabulary.get(f"add_{name}_token"):
             raise vocabulary.error(f"add_{name}_token, but no {name}_token_id")
     before, after = ([] if i is None else [(vocabulary.tokens[i], i)] for i in (bos, eos))
     if not before and not after:

@@ -56,7 +56,7 @@ class StopStrings:
                 if self._state >> first + len(stop) - 1 & 1:
                     return self._finish(stop, self._held + text[: position + 1])
         text = self._held + text
-        keep = 0 if self._include else max(self._begun(*each) for each in self._stops)
+        keep = 0 if self._include else max(self._begun(*stops) for stops in self._stops)
         shown = len(text) - keep
         self._held = text[shown:]
         return text[:shown]

@@ -60,11 +60,11 @@ class TokenBytes(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         piece = self._tokenizer.piece(token_id)
         try:  # as in the decoder: with any character outside the alphabet, the token is plain text
-            found = bytes([BYTE_OF[character] for character in piece])
+            value = bytes([BYTE_OF[character] for character in piece])
         except KeyError:
-            found = piece.encode()
-        self[token_id] = found
-        return found
+            value = piece.encode()
+        self[token_id] = value
+        return value
 
 
 class Tokenizer:
@@ -373,14 +373,14 @@ def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
     """The default template: from its own file, else from the configuration."""
     if (own := _read_text(folder / "chat_template.jinja")) is not None:
         return own
-    found = config.get("chat_template")
-    if found is None:
-        found = _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list):  # [{"name": "default", "template": "..."}, ...]
-        found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-    if isinstance(found, dict):
-        found = found.get("default")
-    return found if isinstance(found, str) else None
+    given = config.get("chat_template")
+    if given is None:
+        given = _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(given, list):  # [{"name": "default", "template": "..."}, ...]
+        given = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+    if isinstance(given, dict):
+        given = given.get("default")
+    return given if isinstance(given, str) else None
 
 
 def _byte_fallback(backend: tokenizers.Tokenizer) -> dict[int, int]:

@@ -144,7 +144,7 @@ def read_header(line: str, name: str) -> Trace:
 
 def checked(line: dict[str, Any], kind: type[T]) -> T:
     """The dataclass of these values. Each has its field's type; names without a field are wrong."""
-    for name in line.keys() - {each.name for each in fields(kind)}:  # type: ignore[arg-type]
+    for name in line.keys() - {field.name for field in fields(kind)}:  # type: ignore[arg-type]
         raise ValueError(f"{shown(name)} is not a field of it")
     try:
         return convert(line, kind)
@@ -195,10 +195,10 @@ def check_blocks(blocks: Iterable[int], num_blocks: int) -> None:
 
 def check_order(record: StepRecord, replay: Replay) -> None:
     """Check that a step can follow the steps applied to `replay`, and apply it."""
-    come = [each.seq_id for each in record.added] + [each.seq_id for each in record.forked]
+    come = [seq.seq_id for seq in record.added] + [seq.seq_id for seq in record.forked]
     if len(set(come)) < len(come) or not replay.sequences.keys().isdisjoint(come):
         raise ValueError("a sequence arrives twice")
-    gone = [each.seq_id for each in record.ended]
+    gone = [seq.seq_id for seq in record.ended]
     if len(set(gone)) < len(gone):
         raise ValueError("a sequence ends twice")
     replay.apply(record)

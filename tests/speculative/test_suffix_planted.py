@@ -24,11 +24,11 @@ BUGS = {
     "positions are not moved": ("self._start += count", "pass", CUT),
     "the end matches itself": ("start + length), size)", "start + length), size + 1)", TREE),
     "shorter matches vote": ("return size, whole", "return size, ends", TREE),
-    "the oldest of equal ones": ("max(found, key", "max(found[::-1], key", TREE),
+    "the oldest of equal ones": ("max(candidates, key", "max(candidates[::-1], key", TREE),
     "kept twice": ("output[self._num_kept.get(seq_id, 0) :]", "output", KEPT_ONCE),
     "behind a wrong token": ("if guess != token:", "if False:", RATES),
     "nothing is learned": ("rates.learn(guesses, tokens[state.num_seen :])", "pass", WRONG),
-    "the worse source": ("max((each for", "min((each for", BETTER),
+    "the worse source": ("max((guess for", "min((guess for", BETTER),
     "no bound": (" if guess.probability >= self.least]", "]", BOUND),
 }
 

@@ -29,7 +29,7 @@ def _buffers(tiny: bool, count: int) -> list[Tensor]:
 
 
 def _read(tiny: bool) -> Measurement:
-    buffers = [each.to(torch.float32) for each in _buffers(tiny, 2)]
+    buffers = [buffer.to(torch.float32) for buffer in _buffers(tiny, 2)]
     return Measurement(
         FAMILY,
         "read",

@@ -109,7 +109,7 @@ class Layer(case.Size):
         x, residual, norm, *others = (
             torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in (*shapes, *weights)
         )
-        return x, residual, norm[0], *(each.mul_(each.shape[1] ** -0.5) for each in others)
+        return x, residual, norm[0], *(weight.mul_(weight.shape[1] ** -0.5) for weight in others)
 
     def run(self, inputs: tuple[Tensor, ...]) -> object:
         """Four launches."""

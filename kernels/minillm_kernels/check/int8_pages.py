@@ -129,7 +129,7 @@ def garbage(case: Case, num_blocks: int, device: str) -> Codes:
     codes = torch.randint(0, 256, shape, generator=rng)
     nan = torch.full(shape[:3], math.nan, dtype=HALF)
     pages = codes.byte(), codes.sub(128).to(torch.int8), nan, nan.clone()
-    return tuple(each.to(device) for each in pages)  # type: ignore[return-value]
+    return tuple(page.to(device) for page in pages)  # type: ignore[return-value]
 
 
 def near(codes: Tensor, scale: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def verify(case: Case, device: str = "cpu", kernels: Any = int8_pages) -> None:
     pages = garbage(case, given.pages.num_blocks, device)
     kernels.write_cache(key, value, *pages, slots)
     due = garbage(case, plain.pages.num_blocks, "cpu")
-    in_order = [each.cpu() for each in rows_of(case, plain.pages)]
+    in_order = [tensor.cpu() for tensor in rows_of(case, plain.pages)]
     int8_cache.write_cache(in_order[0], in_order[1], *due, in_order[2])
     if not case.tree:
         for name, mine, theirs in zip(NAMES, pages, due, strict=True):

@@ -64,7 +64,7 @@ def verify(case: Case, device: str = "cpu", kernels: ModuleType = quantized) -> 
     getattr(kernels, name)(**arguments, **options_of(case, kernels), out=out.view)
     out.check()
     known = {
-        key: each.cpu() if isinstance(each, Tensor) else each for key, each in arguments.items()
+        key: value.cpu() if isinstance(value, Tensor) else value for key, value in arguments.items()
     }
     run, x = getattr(quantized_reference, name), known.pop("x").double()
     expected = run(x, **known)

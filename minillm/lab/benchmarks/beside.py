@@ -94,7 +94,7 @@ def report(
     share = fair_share(threads, count, processors)
     rows = []
     for one, alone in zip(results, idle, strict=True):
-        speeds = [each["tokens_per_second"]["median"] for each in (one, alone)]
+        speeds = [result["tokens_per_second"]["median"] for result in (one, alone)]
         rows.append(
             {**one, "idle_tokens_per_second": speeds[1], "over_idle": speeds[0] / speeds[1]}
         )

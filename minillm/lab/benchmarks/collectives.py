@@ -70,8 +70,8 @@ def measure(kind: str, calls: int) -> Rows:
             stack.callback(one.wait)
             stack.callback(one.kill)
             running.append(one)
-        said = [each.communicate(timeout=TIMEOUT)[0] for each in running]
-        if any(each.returncode for each in running):
+        said = [sequence.communicate(timeout=TIMEOUT)[0] for sequence in running]
+        if any(sequence.returncode for sequence in running):
             raise MinillmError(f"A rank over {kind} failed; see its error above.")
         rows: Rows = json.loads(said[0])
         return rows
@@ -102,9 +102,9 @@ def main(kind: str, rank: int, place: int, calls: int) -> None:
         communicator = SocketCommunicator(rank, [None, other] if rank == 0 else [other, None])
     else:
         communicator = SharedMemoryCommunicator(rank, place)
-    found = communicator.gather(torch.tensor([rank])).flatten().tolist()
-    if found != list(range(RANKS)):
-        raise MinillmError(f"The ranks of {kind} answer as {found}; their order is wrong.")
+    ranks = communicator.gather(torch.tensor([rank])).flatten().tolist()
+    if ranks != list(range(RANKS)):
+        raise MinillmError(f"The ranks of {kind} answer as {ranks}; their order is wrong.")
     rows: Rows = []
     for name in ("float32", "bfloat16"):
         for num_bytes in SIZES:

@@ -73,7 +73,7 @@ def options(work: Work) -> dict[str, Any]:
     num_tokens = batch * (longest + SLACK)
     if work.what == "offline":  # each engine's own step size, and a KV cache for all requests
         ids, lengths = offline_requests(work, work.cases[0])
-        prompts, sums = 0, sorted(len(each) + n for each, n in zip(ids, lengths, strict=True))
+        prompts, sums = 0, sorted(len(prompt) + n for prompt, n in zip(ids, lengths, strict=True))
         num_tokens = sum(sums[-batch:]) + batch * SLACK
     return {
         "model": work.model,

@@ -11,25 +11,25 @@ Columns = dict[str, Callable[[Found], str]]
 Table = tuple[list[str], list[list[str]]]
 
 
-def show(found: Mapping[str, Any], terminal: Terminal) -> None:
+def show(result: Mapping[str, Any], terminal: Terminal) -> None:
     """Print a heading, the table, and the conclusions."""
     terminal.heading(
-        f"{found['benchmark']}: {found['model']}, {weights_line(found)}, "
-        f"{found['threads']} threads, {found['machine']} ({class_of(found['processor'])})"
+        f"{result['benchmark']}: {result['model']}, {weights_line(result)}, "
+        f"{result['threads']} threads, {result['machine']} ({class_of(result['processor'])})"
     )
-    if found["results"]:
-        terminal.table(*table(found))
-    if found.get("beside", {}).get("results"):
+    if result["results"]:
+        terminal.table(*table(result))
+    if result.get("beside", {}).get("results"):
         terminal.line()
-        terminal.table(*beside_table(found["beside"]))
-    for line in [*found["statement"], *remarks(found)]:
+        terminal.table(*beside_table(result["beside"]))
+    for line in [*result["statement"], *remarks(result)]:
         terminal.paragraph(line)
 
 
-def weights_line(found: Mapping[str, Any]) -> str:
+def weights_line(result: Mapping[str, Any]) -> str:
     """``bfloat16``, or ``weights in int4, bfloat16``."""
-    name = (found.get("weights") or {}).get("name")
-    return f"weights in {name}, " * (name is not None) + str(found["dtype"])
+    name = (result.get("weights") or {}).get("name")
+    return f"weights in {name}, " * (name is not None) + str(result["dtype"])
 
 
 def class_of(processor: Mapping[str, Any]) -> str:
@@ -51,10 +51,10 @@ def beside_table(beside: Found) -> Table:
     return table_of(columns, beside["results"])
 
 
-def table(found: Found) -> Table:
+def table(result: Found) -> Table:
     """The speeds, and what they are of the bound."""
     columns: Columns = {
-        "prompts" if found["benchmark"] == "prefill" else "step": lambda one: seconds(
+        "prompts" if result["benchmark"] == "prefill" else "step": lambda one: seconds(
             one["step_seconds"]["median"]
         ),
         "tok/s (min median max)": lambda one: in_brief(one["tokens_per_second"]),
@@ -66,13 +66,13 @@ def table(found: Found) -> Table:
         "of bound": lambda one: f"{one['share_of_bound']:.0%}",
         "others": lambda one: f"{one['others']:.0%}",
     }
-    if found["benchmark"] == "offline":
+    if result["benchmark"] == "offline":
         columns = {
             "time": lambda one: seconds(one["seconds"]["median"]),
             "new tok/s (min median max)": lambda one: in_brief(one["tokens_per_second"]),
             "others": columns["others"],
         }
-    return table_of(columns, found["results"])
+    return table_of(columns, result["results"])
 
 
 def table_of(columns: Columns, results: Sequence[Found]) -> Table:
@@ -90,15 +90,15 @@ def in_brief(values: Mapping[str, float]) -> str:
     return " ".join(digits(values[name]) for name in ("min", "median", "max"))
 
 
-def remarks(found: Mapping[str, Any]) -> list[str]:
+def remarks(result: Mapping[str, Any]) -> list[str]:
     """Lines about the ceilings, the engines, skipped engines, and disturbance."""
     lines = []
-    for when, one in found["ceiling"].items():
+    for when, one in result["ceiling"].items():
         ways = ", ".join(f"{name} {amount(rate, 'B/s')}" for name, rate in one["ways"].items())
         disturbed = f" (other programs used {one['others']:.0%})" * (one["others"] > DISTURBED)
         rate = amount(one["flops"], "FLOP/s")
         lines.append(f"Ceilings {when}{disturbed}: {rate} in bf16; bandwidth: {ways}.")
-    for name, facts in found["engines"].items():
+    for name, facts in result["engines"].items():
         export = facts.get("export_seconds")
         lines.append(
             f"{name} {facts['version']}: weights {facts['weights']}, KV cache {facts['kv_cache']}, "
@@ -106,7 +106,7 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
             + (f" and an export of {seconds(export)}" if export else "")
             + (f"; {facts['path']}." if "path" in facts else ".")
         )
-    beside, measured = found.get("beside"), list(found["results"])
+    beside, measured = result.get("beside"), list(result["results"])
     if beside:
         lines.append(
             f"{beside['how']} A busy process is {beside['busy_process']}; the column busy is what "
@@ -114,4 +114,4 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
         )
         measured += beside["results"]
     too_low = disturbance(measured, ", so these figures are too low")
-    return [*lines, *found["left_out"].values(), *too_low]
+    return [*lines, *result["left_out"].values(), *too_low]

@@ -195,7 +195,7 @@ class Contest:
             for one in self.active
         }
         for number in range(-1, repeats + extra):  # the first warms up
-            left = [each for each in scores.values() if each.engine not in self.failed]
+            left = [score for score in scores.values() if score.engine not in self.failed]
             if number >= repeats and all(len(undisturbed(one.runs)) >= repeats for one in left):
                 break
             for load in self._loads if number >= 0 else (0,):
@@ -207,9 +207,9 @@ class Contest:
                     if run is not None and number >= 0:
                         scores[load, one.name].runs.append(run)
         return [
-            replace(each, runs=calmest(each.runs, repeats))
-            for each in scores.values()
-            if each.engine not in self.failed
+            replace(score, runs=calmest(score.runs, repeats))
+            for score in scores.values()
+            if score.engine not in self.failed
         ]
 
     def _run(

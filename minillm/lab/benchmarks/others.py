@@ -86,7 +86,7 @@ def calmly(run: Callable[[], T]) -> Calm[T]:
 
 def calmest(rounds: Sequence[Calm[T]]) -> list[Calm[T]]:
     """The undisturbed rounds; if there are none, the least disturbed round."""
-    calm = [each for each in rounds if each.others <= DISTURBED]
+    calm = [round_ for round_ in rounds if round_.others <= DISTURBED]
     return calm or [min(rounds, key=lambda each: each.others)]
 
 

@@ -60,17 +60,17 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def fit_sums(rows: Rows) -> list[dict[str, Any]]:
     """For each communicator and dtype: latency, bandwidth, and ratios of measurement to model."""
-    found = []
+    fits = []
     for kind, dtype in dict.fromkeys((row["kind"], row["dtype"]) for row in rows):
         mine = [row for row in rows if (row["kind"], row["dtype"]) == (kind, dtype)]
         points = [(row["bytes"], row["sum"] * 1e-6) for row in mine]
         latency, per_byte = fitted(points)
         ratios = [seconds / (latency + per_byte * size) for size, seconds in points]
-        found.append({
+        fits.append({
             "kind": kind, "dtype": dtype, "latency": latency, "bandwidth": 1 / per_byte,
             "ratios": ratios,
         })  # fmt: skip
-    return found
+    return fits
 
 
 def show_collectives(rows: Rows, fits: list[dict[str, Any]], terminal: Terminal) -> None:
@@ -83,7 +83,7 @@ def show_collectives(rows: Rows, fits: list[dict[str, Any]], terminal: Terminal)
         which = fit["kind"], fit["dtype"]
         mine = [row["sum"] for row in rows if (row["kind"], row["dtype"]) == which]
         spread = f"{min(fit['ratios']):.2f} to {max(fit['ratios']):.2f}"
-        table.append([" ".join(which), *(f"{each:,.1f}" for each in mine), spread])
+        table.append([" ".join(which), *(f"{time:,.1f}" for time in mine), spread])
     terminal.table(columns, table)
     for fit in fits:
         terminal.line(
@@ -98,8 +98,8 @@ def kinds_of_ranks(has_experts: bool) -> dict[str, dict[str, Any]]:
     model; "ep" distributes whole experts; "dp, ep" has copies that share the experts."""
     split, copies = {"tensor_parallel_size": RANKS}, {"data_parallel_size": RANKS}
     whole = {"enable_expert_parallel": True}
-    found = {"tp": split, "pp": {"pipeline_parallel_size": RANKS}, "dp": copies}
-    return found | ({"ep": split | whole, "dp, ep": copies | whole} if has_experts else {})
+    ways = {"tp": split, "pp": {"pipeline_parallel_size": RANKS}, "dp": copies}
+    return ways | ({"ep": split | whole, "dp, ep": copies | whole} if has_experts else {})
 
 
 def opened(model: str, **kind: Any) -> LLM:
@@ -122,7 +122,7 @@ def measure(model: str, quick: bool) -> list[dict[str, Any]]:
     """Times of one rank with all processors, and of several that share the processors. Engines run
     in turn; a speed-up compares neighbouring turns, because disturbances affect both."""
     kinds = kinds_of_ranks(find_config(model).moe is not None)
-    found = []
+    cases = []
     with ExitStack() as stack:
         alone = stack.enter_context(opened(model))
         engines = {name: stack.enter_context(opened(model, **kind)) for name, kind in kinds.items()}
@@ -136,16 +136,16 @@ def measure(model: str, quick: bool) -> list[dict[str, Any]]:
             base, *others = zip(*turns[1:], strict=True)
             for name, own in zip(engines, others, strict=True):
                 speed_ups = [one / other for one, other in zip(base, own, strict=True)]
-                found.append({"case": str(case), "ranks": name, "alone": base, "seconds": own,
+                cases.append({"case": str(case), "ranks": name, "alone": base, "seconds": own,
                               "speed_up": quantiles(speed_ups)})  # fmt: skip
-    return found
+    return cases
 
 
-def show_times(model: str, found: list[dict[str, Any]], terminal: Terminal) -> None:
+def show_times(model: str, cases: list[dict[str, Any]], terminal: Terminal) -> None:
     """Print the medians and the quartiles of the speed-ups."""
     terminal.heading(f"{model}: milliseconds of one rank and of {RANKS} ranks")
     rows = []
-    for one in found:
+    for one in cases:
         low, middle, high = one["speed_up"]
         times = (f"{median(one[name]) * 1e3:,.1f}" for name in ("alone", "seconds"))
         spread = f"{low:.2f} to {high:.2f}"
@@ -167,11 +167,11 @@ def run(args: Namespace, terminal: Terminal) -> int:
         times = measure(model, args.quick)
     show_times(model, times, terminal)
     cases = [asdict(case) for case in (QUICK if args.quick else CASES)]
-    found = about_machine("parallel") | {
+    data = about_machine("parallel") | {
         "model": model, "processors": cpu_count(), "threads": torch.get_num_threads(),
         "collectives": rows, "fits": fits, "cases": cases, "times": times,
     }  # fmt: skip
-    return finish(found, args, terminal, lambda *shown: None)
+    return finish(data, args, terminal, lambda *shown: None)
 
 
 if __name__ == "__main__":

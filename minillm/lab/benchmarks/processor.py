@@ -43,8 +43,8 @@ NO_AVX512 = "-AVX512F,-AVX512VL,-AVX512BW,-AVX512DQ,-AVX512CD"
 def processor_class(flags: str | None = None) -> str:
     """The class of this processor: the highest of `FLAGS`, neon, or other."""
     known = set((machine.cpu_instructions() if flags is None else flags).split())
-    found = [name for name, needed in FLAGS.items() if needed <= known]
-    return found[-1] if found else "neon" if known & {"asimd", "neon"} else "other"
+    settings = [name for name, needed in FLAGS.items() if needed <= known]
+    return settings[-1] if settings else "neon" if known & {"asimd", "neon"} else "other"
 
 
 def processor(isa: str | None) -> dict[str, Any]:
@@ -71,17 +71,17 @@ def check_isa(name: str, own: str) -> None:
 
 def variables_of(isa: str) -> dict[str, str]:
     """The environment variables that limit all engines to an instruction set."""
-    found = {
+    settings = {
         ISA: isa,
         "ONEDNN_MAX_CPU_ISA": ONEDNN[isa],
         "OV_CPU_MAX_ISA": ONEDNN[isa],
         "ATEN_CPU_CAPABILITY": "avx2" if isa == "avx2" else "avx512",
     }
     if isa in MARCH:
-        found["TORCHINDUCTOR_CPP_MARCH"] = MARCH[isa]
+        settings["TORCHINDUCTOR_CPP_MARCH"] = MARCH[isa]
     if isa == "avx2":
-        found["GLIBC_TUNABLES"] = f"glibc.cpu.hwcaps={NO_AVX512}"
-    return found
+        settings["GLIBC_TUNABLES"] = f"glibc.cpu.hwcaps={NO_AVX512}"
+    return settings
 
 
 @contextmanager

@@ -226,7 +226,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
     """Measure, print the table, and write JSON."""
     with terminal.progress("Measuring steps and lookups"):
         series = list(measure(QUICK if args.quick else Sizes()))
-    found = about_machine("scheduler") | {
+    data = about_machine("scheduler") | {
         "block_size": BLOCK_SIZE,
         "series": [{**asdict(one), "growth": one.growth()} for one in series],
     }
@@ -235,7 +235,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         terminal.heading("Scheduling steps and lookups in the prefix cache")
         terminal.table(["", "size", "microseconds", "per item", "growth"], table(series))
 
-    return finish(found, args, terminal, show)
+    return finish(data, args, terminal, show)
 
 
 if __name__ == "__main__":

@@ -95,8 +95,8 @@ def measure(work: SpeculationWork, say: Callable[[str], None]) -> dict[str, Any]
             runs = in_turn(engines, work.repeats, f"{workload} B={batch}", say, run)
             for name, config in work.variants.items():
                 free = config is not None and "model" not in config
-                found = {"workload": workload, "batch": batch, "variant": name, "free_drafts": free}
-                results.append(found | result(runs[name], runs[PLAIN], batch))
+                row = {"workload": workload, "batch": batch, "variant": name, "free_drafts": free}
+                results.append(row | result(runs[name], runs[PLAIN], batch))
     return about_machine("speculation") | {
         "model": work.model,
         "threads": work.threads,
@@ -134,9 +134,9 @@ def in_turn(
     for number in range(repeats + 1):
         for name in rotated(list(variants), number):
             say(f"{what}: {name}, run {number} of {repeats}")
-            found = run(variants[name])
+            result = run(variants[name])
             if number:
-                runs[name].append(found)
+                runs[name].append(result)
     return runs
 
 
@@ -170,7 +170,7 @@ def timed(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Run:
         num_tokens=num_tokens() - start_tokens,
         counts={name: after[name] - before[name] for name in COUNTS},
         accepted_at=[new - old for new, old in places],
-        step_seconds={computed: median(each) for computed, each in times.items()},
+        step_seconds={computed: median(time) for computed, time in times.items()},
         others=watch.share,
         token_ids=[list(one.completions[0].token_ids) for one in lives],
     )
@@ -179,7 +179,7 @@ def timed(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Run:
 def result(own: Sequence[Run], plain: Sequence[Run], batch: int) -> dict[str, Any]:
     """The results of one variant: throughput, its ratio to plain decoding in the same repeats, and
     acceptance."""
-    rates, bases = ([run.num_tokens / run.seconds for run in each] for each in (own, plain))
+    rates, bases = ([run.num_tokens / run.seconds for run in runs] for runs in (own, plain))
     ratios = [rate / base for rate, base in zip(rates, bases, strict=True)]
     counts = {name: sum(run.counts[name] for run in own) for name in COUNTS}
     accepted = [sum(each) for each in zip(*(run.accepted_at for run in own), strict=False)]
@@ -198,10 +198,10 @@ def result(own: Sequence[Run], plain: Sequence[Run], batch: int) -> dict[str, An
     }
 
 
-def verification_cost(found: Mapping[str, Any]) -> list[tuple[int, float]]:
+def verification_cost(result: Mapping[str, Any]) -> list[tuple[int, float]]:
     """Verification cost at batch 1: (number of positions, step time relative to a plain step), the
     median over all variants without a draft model."""
-    results = [one for one in found["results"] if one["batch"] == 1]
+    results = [one for one in result["results"] if one["batch"] == 1]
     plain = {one["workload"]: one for one in results if one["variant"] == PLAIN}
     costs: dict[int, list[float]] = {}
     for one in results:
@@ -209,7 +209,7 @@ def verification_cost(found: Mapping[str, Any]) -> list[tuple[int, float]]:
         for computed, seconds in one["step_seconds"].items():
             if base and one["free_drafts"] and int(computed) > 1:
                 costs.setdefault(int(computed), []).append(seconds / base)
-    return [(computed, median(each)) for computed, each in sorted(costs.items())]
+    return [(computed, median(ratios)) for computed, ratios in sorted(costs.items())]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -234,7 +234,7 @@ def params_of(workload: str, new_tokens: int) -> SamplingParams:
 def prompts_of(workload: str, batch: int, llm: LLM) -> list[list[int]]:
     """`batch` prompts as token ids."""
     ids = code(batch, llm, PROMPT_TOKENS)
-    return [copy_prompt(each) for each in ids] if workload == "copy" else ids
+    return [copy_prompt(prompt) for prompt in ids] if workload == "copy" else ids
 
 
 def copy_prompt(ids: list[int]) -> list[int]:

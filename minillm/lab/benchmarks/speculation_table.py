@@ -8,9 +8,9 @@ from minillm.cli.terminal import Terminal
 from minillm.lab.benchmarks.speculation import PLAIN, verification_cost
 
 
-def show(found: Mapping[str, Any], terminal: Terminal) -> None:
+def show(result: Mapping[str, Any], terminal: Terminal) -> None:
     """Print a row for each variant and batch, and the cost of verification."""
-    terminal.heading(f"speculation: {found['model']}, {found['dtype']}, {found['machine']}")
+    terminal.heading(f"speculation: {result['model']}, {result['dtype']}, {result['machine']}")
     rows = [
         [
             one["workload"],
@@ -24,17 +24,17 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
             re.sub("( 0.00)+$", "", " ".join(f"{rate:.2f}" for rate in one["acceptance"])) or "-",
             f"{one['others']:.0%}",
         ]
-        for one in found["results"]
+        for one in result["results"]
     ]
     terminal.table(
         ["workload", "batch", "variant", "tok/s", "over plain", "tokens per step",
          "drafted per accepted", "acceptance of draft 1, 2, ...", "others"],
         rows,
     )  # fmt: skip
-    costs = [f"{n} positions {cost:.2f}x" for n, cost in verification_cost(found)]
+    costs = [f"{n} positions {cost:.2f}x" for n, cost in verification_cost(result)]
     if costs:
         terminal.paragraph(f"Verification step over plain step, batch 1: {', '.join(costs)}.")
-    for line in [*found["statement"], *found["left_out"].values()]:
+    for line in [*result["statement"], *result["left_out"].values()]:
         terminal.paragraph(line)
 
 

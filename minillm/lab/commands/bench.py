@@ -70,7 +70,7 @@ def progress(terminal: Terminal) -> Iterator[Callable[[str], None]]:
 
 
 def finish(
-    found: dict[str, Any],
+    result: dict[str, Any],
     args: Namespace,
     terminal: Terminal,
     show: Callable[[Mapping[str, Any], Terminal], None],
@@ -78,11 +78,11 @@ def finish(
     """Print the table and write the JSON; returns exit code 1 if minillm itself failed."""
     from minillm.lab.benchmarks.engine_process import OWN
 
-    show(found, terminal)
+    show(result, terminal)
     if args.json is not None:
-        text = json.dumps(found, separators=(",", ":") if args.what == "serve" else None)
+        text = json.dumps(result, separators=(",", ":") if args.what == "serve" else None)
         Path(args.json).write_text(text + "\n", "utf-8")
-    return 1 if OWN in found.get("left_out", {}) else 0
+    return 1 if OWN in result.get("left_out", {}) else 0
 
 
 def engines_of(

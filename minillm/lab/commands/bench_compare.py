@@ -28,8 +28,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
         from minillm.lab.benchmarks.compare_table import show
 
         with progress(terminal) as say:
-            found = measure(work, say)
-    return finish(found, args, terminal, show)
+            result = measure(work, say)
+    return finish(result, args, terminal, show)
 
 
 def isa_of(name: str | None, device: str) -> str | None:

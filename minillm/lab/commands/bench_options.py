@@ -25,7 +25,7 @@ def within(
 
     def parse(text: str) -> Any:
         try:
-            values = tuple(kind(each) for each in (text.split(",") if many else [text]))
+            values = tuple(kind(part) for part in (text.split(",") if many else [text]))
         except ValueError:
             values = ()
         if not values or not all(low <= x <= high and not (above and x == low) for x in values):
@@ -138,7 +138,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
                               **ENGINE}),
     "serve": Benchmark("latency and throughput of a server under load",
                        "minillm.lab.commands.bench_serve",
-                       {name: each for name, each in SERVE.items() if name not in ONLY_OTHERS}),
+                       {name: option for name, option in SERVE.items() if name not in ONLY_OTHERS}),
     "scheduler": Benchmark("scheduler alone, without a model", f"{OWN}.scheduler", {}, False),
     "parallel": Benchmark("collectives and ranks on this machine", f"{OWN}.parallel", {}, False),
 }  # fmt: skip

@@ -49,11 +49,11 @@ def run(args: Namespace, terminal: Terminal) -> int:
         dtype=args.dtype,
     )
     with progress(terminal) as say, server_of(args, say) as url:
-        found = asyncio.run(measure(wanted, url, say, terminal.err.isatty()))
-    finish(found, args, terminal, show)
+        result = asyncio.run(measure(wanted, url, say, terminal.err.isatty()))
+    finish(result, args, terminal, show)
     if args.plot is not None:
-        draw(found, args.plot)
-    return 0 if any(run["summary"]["ok"] for run in found["runs"]) else 1
+        draw(result, args.plot)
+    return 0 if any(run["summary"]["ok"] for run in result["runs"]) else 1
 
 
 def preset_vocabulary(model: str | None) -> int | None:

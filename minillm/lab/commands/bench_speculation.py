@@ -24,8 +24,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
     """Run the benchmark, print the table, write JSON."""
     work = work_of(args)
     with progress(terminal) as say:
-        found = measure(work, say)
-    return finish(found, args, terminal, show)
+        result = measure(work, say)
+    return finish(result, args, terminal, show)
 
 
 def work_of(args: Namespace) -> SpeculationWork:

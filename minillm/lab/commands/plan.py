@@ -99,11 +99,11 @@ def run(args: Namespace, terminal: Terminal) -> int:
             args.speculative_config["model"], None, args.dtype, place.is_cpu
         )
     plan = memory_plan(config, place.memory_bytes, weights=weights, **settings_of(args), **drafts)
-    found = Found(args.model, config, place, weights, plan)
+    answer = Found(args.model, config, place, weights, plan)
     if args.json:
-        terminal.line(json.dumps(as_json(found)))
+        terminal.line(json.dumps(as_json(answer)))
     else:
-        show(found, terminal)
+        show(answer, terminal)
     return 0
 
 
@@ -149,30 +149,30 @@ def best_dtype(config: ModelConfig, place: Place) -> str:
     return choose_dtype("auto", config, torch.device("cpu"))
 
 
-def predictions(found: Found, hardware: Hardware) -> dict[str, tuple[StepCost, StepTime]]:
+def predictions(answer: Found, hardware: Hardware) -> dict[str, tuple[StepCost, StepTime]]:
     """The cost and the time of a decode step and of the prefill of a prompt."""
-    settings, length = found.plan.settings, found.length
+    settings, length = answer.plan.settings, answer.length
     cost_of = partial(
         step_cost,
-        found.config,
+        answer.config,
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
-        weights=found.weights,
+        weights=answer.weights,
     )
     costs = {"decode": cost_of([1], [length]), "prefill": cost_of([length], [length])}
     return {what: (cost, step_time(cost, hardware)) for what, cost in costs.items()}
 
 
-def as_json(found: Found) -> dict[str, Any]:
+def as_json(answer: Found) -> dict[str, Any]:
     """The plan as JSON data: bytes, seconds, operations."""
-    hardware = found.place.hardware
-    speed = {} if hardware is None else predictions(found, hardware)
+    hardware = answer.place.hardware
+    speed = {} if hardware is None else predictions(answer, hardware)
     return {
-        "model": found.model,
+        "model": answer.model,
         "hardware": hardware and asdict(hardware),
-        "fits": found.plan.fits,
-        "plan": asdict(found.plan),
-        "weights": found.weights and asdict(found.weights),
+        "fits": answer.plan.fits,
+        "plan": asdict(answer.plan),
+        "weights": answer.weights and asdict(answer.weights),
         "predictions": {
             what: asdict(cost) | asdict(time) | {"seconds": time.seconds, "bound": time.bound}
             for what, (cost, time) in speed.items()
@@ -180,17 +180,17 @@ def as_json(found: Found) -> dict[str, Any]:
     }
 
 
-def show(found: Found, terminal: Terminal) -> None:
+def show(answer: Found, terminal: Terminal) -> None:
     """Print the plan as text."""
-    plan, settings = found.plan, found.plan.settings
-    terminal.heading(f"{found.model} on {found.place.what}")
+    plan, settings = answer.plan, answer.plan.settings
+    terminal.heading(f"{answer.model} on {answer.place.what}")
     drafter = "draft heads" if settings.head_weights else "draft model"  # or an EAGLE layer
     rows = [
         ("memory", f"{size(plan.memory_bytes)} = {amount(plan.memory_bytes, 'B')}"),
         ("reserve", f"{size(plan.reserve_bytes)}  ("
          f"{1 - settings.gpu_memory_utilization:.0%}) for the runtime and workspaces"),
         ("weights", f"{size(plan.weight_bytes - plan.draft_weight_bytes)}  in "
-         f"{settings.dtype if found.weights is None else found.weights.name}"),
+         f"{settings.dtype if answer.weights is None else answer.weights.name}"),
         (drafter, f"{size(plan.draft_weight_bytes)}  of weights, and "
          f"{size(plan.draft_block_bytes // settings.block_size)} of each cached token"),
         ("activations", f"{size(plan.activation_bytes)}  for "
@@ -209,9 +209,9 @@ def show(found: Found, terminal: Terminal) -> None:
         terminal.line("  It fits with any one of:")
         for hint in plan.hints:
             terminal.line(f"    {as_option(hint)}")
-    if found.place.hardware is not None:
+    if answer.place.hardware is not None:
         terminal.line()
-        show_speed(found, found.place.hardware, terminal)
+        show_speed(answer, answer.place.hardware, terminal)
 
 
 def cache_line(plan: MemoryPlan) -> str:
@@ -231,23 +231,23 @@ def show_combinations(plan: MemoryPlan, terminal: Terminal) -> None:
         terminal.paragraph(f"At most {most:,} of them run at once (--max-num-seqs).")
 
 
-def show_speed(found: Found, hardware: Hardware, terminal: Terminal) -> None:
+def show_speed(answer: Found, hardware: Hardware, terminal: Terminal) -> None:
     """Print the upper bounds of speed and the resource that limits each."""
     source = "measured" if hardware.source.startswith("measured") else "datasheet"
-    dtype, unit, weights = found.plan.settings.dtype, "FLOP/s", found.weights
+    dtype, unit, weights = answer.plan.settings.dtype, "FLOP/s", answer.weights
     if weights and weights.products and hardware.rate(weights.products) > hardware.rate(dtype):
         dtype, unit = weights.products, "OP/s"
     terminal.paragraph(
-        f"Upper bounds{'' if found.plan.fits else ', if it did fit'}, at {source} rates of "
+        f"Upper bounds{'' if answer.plan.fits else ', if it did fit'}, at {source} rates of "
         f"{amount(hardware.bandwidth, 'B/s')} and {amount(hardware.rate(dtype), unit)} "
         f"({dtype}):"
     )
     rows = []
-    for what, (cost, time) in predictions(found, hardware).items():
+    for what, (cost, time) in predictions(answer, hardware).items():
         value = f"{seconds(time.seconds)} for {plural(cost.num_tokens, 'token')}"
         if what == "decode":
             value = f"{digits(1 / time.seconds)} tokens/s, {seconds(time.seconds)} per token"
-            value += f" (batch 1, context {found.length:,})"
+            value += f" (batch 1, context {answer.length:,})"
         rows.append((what, f"{value}; {why(cost, time)}"))
     terminal.rows(rows)
 

@@ -58,7 +58,7 @@ def layouts(config: ModelConfig, asked: Layout) -> list[Layout]:
     """The requested layout and the possible ones with 1, 2, 4 and 8 GPUs (or stages)."""
     vary_stages = asked.tensor == 1 and asked.pipeline > 1
     own = asked.pipeline if vary_stages else asked.tensor
-    found = []
+    predictions = []
     for number in sorted({*SIZES, own}):
         each = replace(asked, pipeline=number) if vary_stages else replace(asked, tensor=number)
         try:
@@ -67,8 +67,8 @@ def layouts(config: ModelConfig, asked: Layout) -> list[Layout]:
             if number == own:
                 raise
             continue
-        found.append(each)
-    return found
+        predictions.append(each)
+    return predictions
 
 
 def run(
@@ -99,28 +99,28 @@ def run(
     return 0
 
 
-def as_json(model: str, found: Sequence[Prediction]) -> dict[str, Any]:
+def as_json(model: str, predictions: Sequence[Prediction]) -> dict[str, Any]:
     """The predictions as JSON data: bytes, seconds, fractions."""
     return {
         "model": model,
-        "hardware": asdict(found[0].devices.hardware),
-        "context": found[0].context,
-        "links": {each.devices.link.name: asdict(each.devices.link) for each in found},
+        "hardware": asdict(predictions[0].devices.hardware),
+        "context": predictions[0].context,
+        "links": {layout.devices.link.name: asdict(layout.devices.link) for layout in predictions},
         "parallel": [
             {
-                "layout": asdict(each.devices.layout),
-                "devices": each.devices.layout.devices,
-                "link": link_name(each),
-                "fits": each.holds(1),
-                "memory": asdict(each.memory),
-                "cached_tokens": each.cache_tokens,
+                "layout": asdict(prediction.devices.layout),
+                "devices": prediction.devices.layout.devices,
+                "link": link_name(prediction),
+                "fits": prediction.holds(1),
+                "memory": asdict(prediction.memory),
+                "cached_tokens": prediction.cache_tokens,
                 "decode": {
-                    str(batch): {"fits": each.holds(batch)} | timed(time)
-                    for batch, time in each.decode.items()
+                    str(batch): {"fits": prediction.holds(batch)} | timed(time)
+                    for batch, time in prediction.decode.items()
                 },
-                "prefill": {"fits": each.holds(1)} | timed(each.prefill),
+                "prefill": {"fits": prediction.holds(1)} | timed(prediction.prefill),
             }
-            for each in found
+            for prediction in predictions
         ],
     }
 
@@ -146,11 +146,11 @@ def show(
     model: str,
     config: ModelConfig,
     asked: Layout,
-    found: Sequence[Prediction],
+    predictions: Sequence[Prediction],
     terminal: Terminal,
 ) -> None:
     """Print the predictions as text."""
-    mine = [each for each in found if each.devices.layout == asked]
+    mine = [prediction for prediction in predictions if prediction.devices.layout == asked]
     hardware, memory, weights = mine[0].devices.hardware, mine[0].memory, mine[0].devices.weights
     terminal.heading(f"{model} on {asked.devices} x {hardware.name}: predictions")
     rows = [
@@ -169,9 +169,9 @@ def show(
             f"--max-model-len {memory.num_tokens} does."
         )
     terminal.line()
-    show_table(found, terminal)
+    show_table(predictions, terminal)
     terminal.paragraph(explanation(mine[0]))
-    if any(not each.holds(batch) for each in found for batch in BATCHES):
+    if any(not prediction.holds(batch) for prediction in predictions for batch in BATCHES):
         terminal.paragraph(f'"{NO_ROOM}": that many sequences do not fit.')
 
 
@@ -179,7 +179,7 @@ def explanation(prediction: Prediction) -> str:
     """What the columns mean, and which rates the predictions use."""
     hardware, dtype = prediction.devices.hardware, prediction.memory.settings.dtype
     context = plural(prediction.context, "token")
-    launches = sum(each.device.overhead_seconds for each in prediction.decode[1].stages)
+    launches = sum(stage.device.overhead_seconds for stage in prediction.decode[1].stages)
     return (
         "Columns: tokens that fit into the KV cache; decode tokens per second at batch 1 and batch "
         f"64, with a context of {context}, and in brackets the fraction of the time spent on "
@@ -199,34 +199,34 @@ def cache_line(memory: MemoryPlan) -> str:
     return f"{left} on each GPU, for {memory.num_tokens:,} tokens of {each}"
 
 
-def sums_line(config: ModelConfig, found: Sequence[Prediction]) -> str:
+def sums_line(config: ModelConfig, predictions: Sequence[Prediction]) -> str:
     """Number, size and duration of the all-reduces of a decode step of one layout on each link."""
-    num_bytes = config.hidden_size * dtype_bytes(found[0].memory.settings.dtype)
+    num_bytes = config.hidden_size * dtype_bytes(predictions[0].memory.settings.dtype)
     times = []
-    for each in found:
-        how = all_reduce(each.devices.link, each.devices.layout.tensor, num_bytes)
-        times.append(f"{seconds(how.seconds)} on {each.devices.link.name} ({how.algorithm})")
+    for prediction in predictions:
+        how = all_reduce(prediction.devices.link, prediction.devices.layout.tensor, num_bytes)
+        times.append(f"{seconds(how.seconds)} on {prediction.devices.link.name} ({how.algorithm})")
     count = 2 * config.num_layers + 1
     return f"{count} in a step; at batch 1, {size(num_bytes)} each: {', '.join(times)}"
 
 
-def show_table(found: Sequence[Prediction], terminal: Terminal) -> None:
+def show_table(predictions: Sequence[Prediction], terminal: Terminal) -> None:
     """Print a row for each layout and link; the share of communication is in brackets."""
     header = ("GPUs", "link", "weights", "KV tokens", "batch 1", "batch 64", "prefill")
     rows = []
-    for each in found:
-        layout, link = each.devices.layout, link_name(each)
+    for prediction in predictions:
+        layout, link = prediction.devices.layout, link_name(prediction)
         speeds = [
             f"{digits(time.tokens_per_second)}{f' ({time.communication:.0%})' if link else ''}"
-            if each.holds(batch) else NO_ROOM
-            for batch, time in each.decode.items()
+            if prediction.holds(batch) else NO_ROOM
+            for batch, time in prediction.decode.items()
         ]  # fmt: skip
         rows.append((
             f"{layout.tensor} x {layout.pipeline}" if layout.pipeline > 1 else f"{layout.tensor}",
             link or NO_ROOM,
-            size(each.memory.weight_bytes),
-            f"{each.cache_tokens:,}" if each.holds(1) else "does not fit",
+            size(prediction.memory.weight_bytes),
+            f"{prediction.cache_tokens:,}" if prediction.holds(1) else "does not fit",
             *speeds,
-            seconds(each.prefill.seconds) if each.holds(1) else NO_ROOM,
+            seconds(prediction.prefill.seconds) if prediction.holds(1) else NO_ROOM,
         ))  # fmt: skip
     terminal.table(header, rows)

@@ -77,7 +77,7 @@ def check_options(args: Namespace) -> None:
         ("--interval", args.interval is not None, ("follow",)),
     ):
         if given and args.action not in owners:
-            names = [each for each in owners if each != "follow"] or ["URL"]
+            names = [action for action in owners if action != "follow"] or ["URL"]
             raise ConfigError(
                 f"{option} is for 'minillm trace {' or '.join(names)}'; leave it out."
             )

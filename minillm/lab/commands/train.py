@@ -66,5 +66,5 @@ def run(args: Namespace, terminal: Terminal) -> int:
     rates = card["accuracy"]
     each = "head" if args.method == "medusa" else "draft"
     columns = ("temperature", *(f"{each} {i}" for i in range(len(rates["0"]))))
-    terminal.table(columns, [(t, *(f"{r:.3f}" for r in each)) for t, each in rates.items()])
+    terminal.table(columns, [(t, *(f"{r:.3f}" for r in head)) for t, head in rates.items()])
     return 0

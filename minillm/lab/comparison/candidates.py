@@ -238,18 +238,18 @@ def facts(opened: Opened) -> dict[str, Any]:
     model, candidate = opened.model, opened.candidate
     matrices = [member for each in layer_matrices(model) for member in members(each)]
     parts = [m.method.quantized(m) for m in matrices if isinstance(m.method, QuantizedMethod)]
-    bits = sorted({each.bits for each in parts})
+    bits = sorted({part.bits for part in parts})
     if candidate.recipe is not None:
         bits = [candidate.recipe.width]
-    rows = {each.shape[1] for each in parts}
-    groups = sorted({each.group_size for each in parts})
+    rows = {part.shape[1] for part in parts}
+    groups = sorted({part.group_size for part in parts})
     inputs = any(isinstance(m.method, RoundedInputs) for m in matrices)
     return {
         "weight_bits": bits or [16],
         "input_bits": 8 if inputs else 16,
         "group_sizes": ["row"] if parts and {*groups} == rows else groups,
         "zero_points": "none" if not parts else offsets(parts[0].parts().keys()),
-        "scale_dtype": sorted({str(each.scales.dtype).removeprefix("torch.") for each in parts}),
+        "scale_dtype": sorted({str(part.scales.dtype).removeprefix("torch.") for part in parts}),
         "sixteen_bit": sixteen_bit(model, matrices),
         "calibration_tokens": opened.calibration_tokens,
     }

@@ -21,10 +21,10 @@ SIZE, LARGE, MANY = (5.8, 4.8), (10.0, 7.5), 15  # inches of a panel, of many mo
 LEAST_KL = 1e-5  # a logarithmic axis has no zero
 
 
-def draw(found: Found, name: str | Path) -> None:
+def draw(result: Found, name: str | Path) -> None:
     """Plot a comparison to a file."""
     plt = need("matplotlib.pyplot", "--plot needs matplotlib")
-    rows = found["results"]
+    rows = result["results"]
     kinds = [kind for kind, wanted in (("quality", "quality"), ("speed", "speed"))
              if wanted in rows[0]]  # fmt: skip
     width, height = LARGE if len(rows) > MANY else SIZE
@@ -39,7 +39,7 @@ def draw(found: Found, name: str | Path) -> None:
             ax.grid(alpha=0.25, linewidth=0.5)
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6))
-        figure.suptitle(str(found["model"]))
+        figure.suptitle(str(result["model"]))
         figure.savefig(name, dpi=110)
         plt.close(figure)
 
@@ -76,8 +76,8 @@ def quality_panel(ax: "Axes", rows: Sequence[Found]) -> None:
 
 def reach(row: Found) -> tuple[float, float]:
     """The ends of a bar: a standard error each way, or all calibration samples."""
-    values = [each["kl"]["value"] for each in row["quality"]]
-    error, middle = max(each["kl"]["error"] for each in row["quality"]), average(row, "kl")
+    values = [sample["kl"]["value"] for sample in row["quality"]]
+    error, middle = max(sample["kl"]["error"] for sample in row["quality"]), average(row, "kl")
     return min([*values, middle - error]), max([*values, middle + error])
 
 

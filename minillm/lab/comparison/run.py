@@ -190,18 +190,16 @@ def base_result(work: Work, base: Base, say: Callable[[str], Any]) -> dict[str, 
     source, known = base.source, base.reference
     model = load_base(source, torch.bfloat16) if known is None else known.model
     opened = Opened(Candidate(BASE), model, source)
-    found = row(opened, "measured" if source.folder and not base.quantized else "computed")
+    data = row(opened, "measured" if source.folder and not base.quantized else "computed")
     if known is not None:
         run, _ = as_run(work, base, model)
         if base.speed is not None and base.quantized:
             base.speed.base = run  # in place of the file as the engine loads it
         measured = quality_json(known.scores, known, None)
-        found["quality"] = [
-            measured | run_divergence(work, known.windows, run, model, known.hidden)
-        ]
+        data["quality"] = [measured | run_divergence(work, known.windows, run, model, known.hidden)]
     if base.speed is not None:
-        found["speed"] = base.speed.measure(None, say)
-    return found
+        data["speed"] = base.speed.measure(None, say)
+    return data
 
 
 def candidate_result(
@@ -215,22 +213,22 @@ def candidate_result(
     seeds = work.seeds if candidate.recipe and candidate.recipe.calibrated else work.seeds[:1]
     known = base.reference
     dtype = torch.bfloat16 if known is None else torch.float32
-    found: dict[str, Any] = {}
+    data: dict[str, Any] = {}
     for seed in seeds:
         say(f"{candidate.name}" + f", calibration {seed}" * (len(seeds) > 1))
         opened = open_candidate(candidate, base.source, dtype, calibrations.get(seed))
         check_same_shape(base, opened)
-        found = found or row(opened, "computed" if candidate.is_method else "measured")
-        run, found["packing"] = as_run(work, base, opened.model)
+        data = data or row(opened, "computed" if candidate.is_method else "measured")
+        run, data["packing"] = as_run(work, base, opened.model)
         if known is not None:
             hidden = hidden_states(opened.model, known.windows)
             scores = score(opened.model, hidden, known.windows, (known.model, known.hidden))
             measured = quality_json(scores, known, seed)
             measured |= run_divergence(work, known.windows, run, opened.model, hidden)
-            found.setdefault("quality", []).append(measured)
+            data.setdefault("quality", []).append(measured)
     if base.speed is not None:
-        found["speed"] = base.speed.measure(run, say)
-    return found
+        data["speed"] = base.speed.measure(run, say)
+    return data
 
 
 def as_run(work: Work, base: Base, model: Decoder) -> tuple[Decoder, str]:
@@ -292,8 +290,8 @@ def row(opened: Opened, disk: str) -> dict[str, Any]:
 
 def quality_json(scores: Scores, known: Reference, seed: int | None) -> dict[str, Any]:
     """The metrics of a model with one calibration."""
-    found = quality(scores, known.scores, known.windows)
-    metrics = {name: asdict(each) for name, each in found.items()}
+    data = quality(scores, known.scores, known.windows)
+    metrics = {name: asdict(metric) for name, metric in data.items()}
     return {"seed": seed, "perplexity": perplexity(scores, known.windows), **metrics}
 
 

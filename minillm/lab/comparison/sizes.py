@@ -82,7 +82,7 @@ def packed_sizes(opened: Opened) -> Sizes:
             sizes.scales += found.zeros.numel() * bits / 8
         if found.order is not None:
             sizes.scales += 4 * found.order.numel()
-    sizes.scales += sum(each.codes.nbytes + each.scales.nbytes for each in nested)
+    sizes.scales += sum(inner.codes.nbytes + inner.scales.nbytes for inner in nested)
     sizes.other += 2 * other_parameters(model)
     return sizes
 

@@ -71,12 +71,12 @@ class Speed:
         rounds: dict[str, list[Calm[float]]] = {"base": [], "own": []}
         for number in range(ROUNDS):
             say(f"speed, batch {batch}, round {number + 1}")
-            for name, each in (("base", self.base), ("own", model)):
-                if each is not None:
-                    rounds[name].append(calmly(partial(self._seconds, each, batch)))
+            for name, timed in (("base", self.base), ("own", model)):
+                if timed is not None:
+                    rounds[name].append(calmly(partial(self._seconds, timed, batch)))
         own, measured = rounds["own"] or rounds["base"], model or self.base
-        seconds = median(each.value for each in calmest(own))
-        base = median(each.value for each in calmest(rounds["base"]))
+        seconds = median(run.value for run in calmest(own))
+        base = median(run.value for run in calmest(rounds["base"]))
         read = bytes_read(measured)
         return {
             "batch": batch,
@@ -85,7 +85,7 @@ class Speed:
             "over_16_bit": base / seconds,
             "bytes_per_step": read,
             "of_read_ceiling": read / seconds / ceiling.bandwidth,
-            "others": max(each.others for each in calmest(own)),
+            "others": max(run.others for run in calmest(own)),
         }
 
     def _seconds(self, model: Decoder, batch: int) -> float:

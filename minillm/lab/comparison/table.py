@@ -49,15 +49,15 @@ def megabytes(num_bytes: int) -> str:
 
 def average(row: Found, metric: str) -> float:
     """The mean over calibration samples."""
-    return mean(each[metric]["value"] for each in row["quality"])
+    return mean(sample[metric]["value"] for sample in row["quality"])
 
 
 def with_error(row: Found, metric: str, sign: str = "") -> str:
     """A metric with its standard error, and with the spread over calibration samples."""
     if metric not in row["quality"][0]:
         return ""
-    values = [each[metric]["value"] for each in row["quality"]]
-    error = max(each[metric]["error"] for each in row["quality"])
+    values = [sample[metric]["value"] for sample in row["quality"]]
+    error = max(sample[metric]["error"] for sample in row["quality"])
     text = f"{significant(average(row, metric), 3, sign)} ±{significant(error, 2)}"
     spread = f" ({significant(min(values), 3)} to {significant(max(values), 3)})"
     return text + spread * (len(values) > 1)
@@ -95,17 +95,17 @@ def settings_cells(row: Found) -> list[str]:
 # ---- on a terminal ----------------------------------------------------------------------------
 
 
-def show(found: Found, terminal: Terminal) -> None:
+def show(result: Found, terminal: Terminal) -> None:
     """Print all tables."""
-    rows = found["results"]
-    terminal.heading(heading(found))
+    rows = result["results"]
+    terminal.heading(heading(result))
     terminal.table(QUALITY, [quality_cells(row) for row in rows])
     if "speed" in rows[0]:
         terminal.heading(f"\n{speed_heading(rows)}")
         terminal.table(SPEED, [speed_cells(row) for row in rows])
     terminal.heading("\nHow the weights are stored; made in seconds of processor time")
     terminal.table(SETTINGS, [settings_cells(row) for row in rows])
-    for note in found["notes"]:
+    for note in result["notes"]:
         terminal.remark(note)
 
 

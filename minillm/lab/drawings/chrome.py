@@ -91,7 +91,7 @@ def sequence_events(data: dict[str, Any]) -> Iterator[Event]:
 def draft_counts(drafts: list[list[int]], first: int, last: int) -> dict[str, int]:
     """The numbers of drafted and accepted tokens in these columns; empty if none were drafted."""
     begin = bisect_left(drafts, first, key=itemgetter(0))
-    counts = [each[1:] for each in drafts[begin : bisect_right(drafts, last, key=itemgetter(0))]]
+    counts = [draft[1:] for draft in drafts[begin : bisect_right(drafts, last, key=itemgetter(0))]]
     drafted, accepted = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
     return {"drafted": drafted, "accepted": accepted} if drafted else {}
 

@@ -107,16 +107,16 @@ def rank_lanes(records: Sequence[StepRecord]) -> list[dict[str, Any]]:
     Communication includes waiting for other ranks. A step without rank times, such as an
     interrupted one, has 0 seconds. The list is empty if there are fewer than two ranks.
     """
-    number = max((each.rank + 1 for record in records for each in record.ranks), default=0)
+    number = max((rank.rank + 1 for record in records for rank in record.ranks), default=0)
     if number < 2:
         return []
     lanes = [{name: [0.0] * len(records) for name in ("computing", "communicating")}
              for _ in range(number)]  # fmt: skip
     for column, record in enumerate(records):
-        for each in record.ranks:
-            lane = lanes[each.rank]
-            lane["computing"][column] = max(each.seconds - each.communicating, 0.0)
-            lane["communicating"][column] = each.communicating
+        for rank in record.ranks:
+            lane = lanes[rank.rank]
+            lane["computing"][column] = max(rank.seconds - rank.communicating, 0.0)
+            lane["communicating"][column] = rank.communicating
     return [{"rank": rank} | lane for rank, lane in enumerate(lanes)]
 
 

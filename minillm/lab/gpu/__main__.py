@@ -128,7 +128,7 @@ class Run:
         import threading
 
         paths = (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", ""))
-        os.environ["PYTHONPATH"] = os.pathsep.join(each for each in paths if each)
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         os.environ["PATH"] += f"{os.pathsep}/usr/local/cuda/bin"  # of compute-sanitizer
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
@@ -151,11 +151,11 @@ class Run:
         self.parent.stopped.set()
         for thread in beside:
             thread.join()
-        found = self.write()
-        sys.stdout.write(summary.printed(found))
+        data = self.write()
+        sys.stdout.write(summary.printed(data))
         if self.results.lost:
             sys.stdout.write(f"A file could not be written: {self.results.lost}\n")
-        return 128 + self.signal if self.signal else int(bool(found["wrong"] or self.results.lost))
+        return 128 + self.signal if self.signal else int(bool(data["wrong"] or self.results.lost))
 
     def _can_go_on(self) -> bool:
         for record in self.results.records:
@@ -171,10 +171,10 @@ class Run:
 
     def write(self) -> dict[str, Any]:
         """Replace the summaries."""
-        found = summary.summary(self.results.records, self.before, self.seconds)
-        self.results.replace("summary.json", summary.as_json(found))
-        self.results.replace("summary.md", summary.markdown(found))
-        return found
+        data = summary.summary(self.results.records, self.before, self.seconds)
+        self.results.replace("summary.json", summary.as_json(data))
+        self.results.replace("summary.md", summary.markdown(data))
+        return data
 
 
 if __name__ == "__main__":

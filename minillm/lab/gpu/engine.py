@@ -94,8 +94,8 @@ def generate(llm: LLM, most: int) -> list[RequestOutput]:
     """Outputs of `requests`."""
     texts, given = zip(*requests(), strict=True)
     params = [
-        SamplingParams(seed=7 + i, max_tokens=most, ignore_eos=True, **each)
-        for i, each in enumerate(given)
+        SamplingParams(seed=7 + i, max_tokens=most, ignore_eos=True, **options)
+        for i, options in enumerate(given)
     ]
     return llm.generate(list(texts), params, use_tqdm=False)
 
@@ -128,9 +128,9 @@ def tokens(device: str, most: int, **arguments: Any) -> tuple[list[list[list[int
         for _ in range(2):
             outputs = generate(llm, most)
             for output in outputs:
-                for each in output.outputs:
-                    if each.finish_reason == "error":
-                        raise AssertionError(f"request {output.request_id}: {each.error}")
+                for completion in output.outputs:
+                    if completion.finish_reason == "error":
+                        raise AssertionError(f"request {output.request_id}: {completion.error}")
             found += [[list(each.token_ids) for each in output.outputs] for output in outputs]
         return found, sum(len(record.preempted) for record in llm.trace)
 
@@ -193,7 +193,7 @@ def routes(known: list[tuple[Tensor, Tensor]] | None = None) -> Iterator[list]:
         if known is None:
             return own
         given = known[len(found) - 1]
-        (weights, ids), (own_weights, own_ids) = (in_order(*each) for each in (given, own))
+        (weights, ids), (own_weights, own_ids) = (in_order(*top) for top in (given, own))
         same = (ids == own_ids).all(-1)
         if not same.float().mean() >= SAME_EXPERTS:
             raise AssertionError(f"routers choose other experts for {int((~same).sum())} tokens")

@@ -59,15 +59,15 @@ def ceilings(dry: bool) -> dict[str, Any]:
     from minillm_kernels.bench.ceilings import ceilings as limits
 
     if dry:
-        for each in limits(tiny=True):
-            each.run(0)
+        for limit in limits(tiny=True):
+            limit.run(0)
         return {}
     from minillm_kernels.bench.gpu import Gpu
     from minillm_kernels.bench.measure import Effort, measure
 
     gpu, rows = Gpu(), []
-    for each in limits():
-        rows.append(measure(each, gpu, Effort(least=5, most=40, seconds=2.0)))
+    for limit in limits():
+        rows.append(measure(limit, gpu, Effort(least=5, most=40, seconds=2.0)))
     figures = {}
     for row in rows:
         fastest = min(t for t in (row["time_us"], *(p["time_us"] for p in row["peers"])) if t)

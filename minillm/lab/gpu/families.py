@@ -33,11 +33,11 @@ def cases(context: Context) -> list[Case]:
     if context.stage == "rest":
         left = max(context.end - time.monotonic(), 0.0)
         return [Case("random cases", lambda: others(module, context), left)]
-    found = [Case(named(each), checked(module.verify, each, context)) for each in some]
+    cases = [Case(named(each), checked(module.verify, each, context)) for each in some]
     if invariant := getattr(module, "verify_invariant", None):
         bitwise = [(f"bitwise {named(each)}", each) for each in some]
-        found += [Case(name, checked(invariant, each, context)) for name, each in bitwise]
-    return found
+        cases += [Case(name, checked(invariant, each, context)) for name, each in bitwise]
+    return cases
 
 
 def named(case: Any) -> str:
@@ -52,8 +52,8 @@ def size(case: Any) -> int:
         if isinstance(value, int):
             yield int(value)
         elif isinstance(value, tuple | list):
-            for each in value:
-                yield from numbers(each)
+            for item in value:
+                yield from numbers(item)
 
     return sum(numbers(astuple(case)))
 
@@ -87,9 +87,9 @@ def others(module: Any, context: Context) -> dict[str, Any]:
 def measurements(context: Context) -> list[Case]:
     """Of one family, those with a target first, each in its share of the time. Each is forgotten
     with its tensors once it was timed."""
-    found = families.measurements(context.task, tiny=context.dry)
-    found.sort(key=lambda each: each.target is None and not each.peer_targets)
-    names, todo = [each.name for each in found], dict(enumerate(found))
+    cases = families.measurements(context.task, tiny=context.dry)
+    cases.sort(key=lambda each: each.target is None and not each.peer_targets)
+    names, todo = [case.name for case in cases], dict(enumerate(cases))
     for done in range(context.start):
         del todo[done]
     return [Case(name, partial(timed, todo, i, context)) for i, name in enumerate(names)]

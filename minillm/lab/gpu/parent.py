@@ -141,8 +141,8 @@ class Worker:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=5)
         self._drained.join(timeout=1)  # not longer: a child of the worker may hold the pipe open
-        words = [each.strip() for each in self.last.decode(errors="replace").split("\n")]
-        said = next((each for each in reversed(words) if each), "")
+        words = [line.strip() for line in self.last.decode(errors="replace").split("\n")]
+        said = next((word for word in reversed(words) if word), "")
         code = f"the worker ended with code {self.process.returncode}"
         return f"{code}: {said[:300]}" if said else code
 

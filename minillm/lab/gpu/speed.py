@@ -125,15 +125,15 @@ def nano(context: Context, more: Mapping[str, Any]) -> dict[str, Any]:
     """Output tokens per second, after 16 short requests that compile and load what is left."""
     prompts, lengths = nano_requests()
     if context.dry:
-        prompts, lengths = [each[:40] for each in prompts[:4]], [3] * 4
+        prompts, lengths = [prompt[:40] for prompt in prompts[:4]], [3] * 4
         more = {**more, "num_gpu_blocks_override": 512}
     arguments = {"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 4096} | dict(more)
     with LLM("preset:qwen3-0.6b", device=context.device, async_scheduling=True, **arguments) as llm:
 
         def run(prompts: list[list[int]], lengths: list[int]) -> float:
             params = [
-                SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=each)
-                for each in lengths
+                SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length)
+                for length in lengths
             ]
             start = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
@@ -188,9 +188,9 @@ def kernel_table(spans: list[tuple[float, float, str]], count: int) -> dict[str,
     busy = sum(map(sum, total.values()))
     largest = sorted(total.items(), key=lambda each: -sum(each[1]))[:20]
     kernels = [
-        {"kernel": name[:80], "calls": len(each) / count, "us": sum(each) / len(each),
-         "share": sum(each) / busy}
-        for name, each in largest
+        {"kernel": name[:80], "calls": len(times) / count, "us": sum(times) / len(times),
+         "share": sum(times) / busy}
+        for name, times in largest
     ]  # fmt: skip
     figures = {"kernels per step": len(spans) / count, "us busy": busy / count,
                "us gaps": gaps / count}  # fmt: skip

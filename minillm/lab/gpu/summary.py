@@ -22,24 +22,24 @@ def summary(
     """
     ceilings = ceilings_of(records)
     machine = machine_of(records)
-    done = [dict(each) for each in records if "status" in each]
-    for each in done:
-        figures = each.get("figures")
-        if figures and ceilings and each["stage"] == "decode":
+    done = [dict(record) for record in records if "status" in record]
+    for record in done:
+        figures = record.get("figures")
+        if figures and ceilings and record["stage"] == "decode":
             for kind in ("read", "copy"):
                 figures |= {f"of {kind}": figures["GB/s"] / ceilings[f"{kind} GB/s"]}
-    kernels = [each | {"share": share(each, ceilings)} for each in done
-               if each["stage"] == "kernels" and each.get("time_us")]  # fmt: skip
+    kernels = [record | {"share": share(record, ceilings)} for record in done
+               if record["stage"] == "kernels" and record.get("time_us")]  # fmt: skip
     return {
         "benchmark": BENCHMARK, "schema": SCHEMA, "date": date.today().isoformat(),
         "gpu": machine, "ceilings": ceilings,
         "stages": {
             stage: {"cases": dict(Counter(e["status"] for e in done if e["stage"] == stage)),
                     "seconds": seconds.get(stage)}
-            for stage in dict.fromkeys(each["stage"] for each in done)
+            for stage in dict.fromkeys(record["stage"] for record in done)
         },
-        "wrong": [each for each in done if each["status"] in BAD],
-        "found": [each for each in done if each.get("figures")],
+        "wrong": [record for record in done if record["status"] in BAD],
+        "found": [record for record in done if record.get("figures")],
         "rows": kernels,
         "compared": compared(done, before, machine),
     }  # fmt: skip
@@ -47,13 +47,13 @@ def summary(
 
 def machine_of(records: Iterable[Record]) -> dict[str, Any]:
     """The facts of the machine."""
-    return next((dict(each["machine"]) for each in records if each.get("machine")), {})
+    return next((dict(record["machine"]) for record in records if record.get("machine")), {})
 
 
 def ceilings_of(records: Iterable[Record]) -> dict[str, float]:
     """The measured ceilings, by kind."""
-    return next((dict(each["figures"]) for each in records
-                 if each["stage"] == "facts" and each.get("figures")), {})  # fmt: skip
+    return next((dict(record["figures"]) for record in records
+                 if record["stage"] == "facts" and record.get("figures")), {})  # fmt: skip
 
 
 def share(row: Record, ceilings: Mapping[str, float]) -> float | None:
@@ -73,12 +73,12 @@ def compared(
         return [
             {"case": "cards differ", "old": old_machine.get("name"), "new": machine.get("name")}
         ]
-    old = {key(each): each["figures"] for each in before if each.get("figures")}
+    old = {key(record): record["figures"] for record in before if record.get("figures")}
     return [
-        {"case": ", ".join(key(each)), "figure": name, "old": old[key(each)][name], "new": value,
-         "ratio": value / old[key(each)][name]}
-        for each in now if each.get("figures") and key(each) in old
-        for name, value in each["figures"].items() if old[key(each)].get(name)
+        {"case": ", ".join(key(one)), "figure": name, "old": old[key(one)][name], "new": value,
+         "ratio": value / old[key(one)][name]}
+        for one in now if one.get("figures") and key(one) in old
+        for name, value in one["figures"].items() if old[key(one)].get(name)
     ]  # fmt: skip
 
 
@@ -87,28 +87,27 @@ def key(record: Record) -> tuple[str, str, str]:
     return record["stage"], record["task"], record.get("case", "")
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
+def lines(data: Mapping[str, Any]) -> list[str]:
     """The summary as lines of text, the most important first."""
-    gpu = found["gpu"]
-    told = [
-        f"{gpu.get('name', 'no GPU')}, torch {gpu.get('torch')}, Triton {gpu.get('triton')}, "
-        f"driver {gpu.get('driver')}; " + figures(found["ceilings"])
-    ]
-    for stage, each in found["stages"].items():
-        counts = ", ".join(f"{count} {status}" for status, count in each["cases"].items())
-        took = f" in {each['seconds']:.0f} s" if each["seconds"] else ""
+    gpu = data["gpu"]
+    machine = f"{gpu.get('name', 'no GPU')}, torch {gpu.get('torch')}, Triton {gpu.get('triton')}"
+    driver = [f"driver {gpu['driver']}"] if gpu.get("driver") else []
+    told = ["; ".join(filter(None, (", ".join([machine, *driver]), figures(data["ceilings"]))))]
+    for stage, row in data["stages"].items():
+        counts = ", ".join(f"{count} {status}" for status, count in row["cases"].items())
+        took = f" in {row['seconds']:.0f} s" if row["seconds"] else ""
         told.append(f"{stage:<9} {counts}{took}")
     told += [f"WRONG {', '.join(key(e))}: {e['status']}: {str(e.get('error'))[:160]}"
-             for e in found["wrong"][:25]]  # fmt: skip
-    for each in found["compared"]:
-        text = f"{each['case']}: {each.get('figure', '')} {each['old']} -> {each['new']}"
-        if "ratio" in each:
-            text = (f"{each['case']}, {each['figure']}: {each['old']:.4g} -> {each['new']:.4g}, "
-                    f"x {each['ratio']:.3f}")  # fmt: skip
+             for e in data["wrong"][:25]]  # fmt: skip
+    for row in data["compared"]:
+        text = f"{row['case']}: {row.get('figure', '')} {row['old']} -> {row['new']}"
+        if "ratio" in row:
+            text = (f"{row['case']}, {row['figure']}: {row['old']:.4g} -> {row['new']:.4g}, "
+                    f"x {row['ratio']:.3f}")  # fmt: skip
         told.append(text)
-    told += [f"{', '.join(key(e))}: {figures(e['figures'])}" for e in found["found"]
+    told += [f"{', '.join(key(e))}: {figures(e['figures'])}" for e in data["found"]
              if e["stage"] not in ("facts", "kernels")]  # fmt: skip
-    told += [kernel_line(row) for row in found["rows"]]
+    told += [kernel_line(row) for row in data["rows"]]
     return told
 
 
@@ -128,25 +127,25 @@ def kernel_line(row: Record) -> str:
     return f"{row['family']}, {row['name']}: {row['time_us']:.1f} us{reached}{peers}"
 
 
-def markdown(found: Mapping[str, Any]) -> str:
+def markdown(data: Mapping[str, Any]) -> str:
     """summary.md: all lines, and the kernels of each profile."""
-    told = [f"- {line}" for line in lines(found)]
-    for each in found["found"]:
-        if each.get("kernels"):
-            told += ["", f"{', '.join(key(each))}:", "", "| kernel | calls | us | share |",
+    told = [f"- {line}" for line in lines(data)]
+    for row in data["found"]:
+        if row.get("kernels"):
+            told += ["", f"{', '.join(key(row))}:", "", "| kernel | calls | us | share |",
                      "|---|---|---|---|"]  # fmt: skip
             told += [f"| {k['kernel']} | {k['calls']:g} | {k['us']:.2f} | {k['share']:.1%} |"
-                     for k in each["kernels"]]  # fmt: skip
-    return "\n".join((f"# {found['date']}", "", *told)) + "\n"
+                     for k in row["kernels"]]  # fmt: skip
+    return "\n".join((f"# {data['date']}", "", *told)) + "\n"
 
 
-def printed(found: Mapping[str, Any]) -> str:
+def printed(data: Mapping[str, Any]) -> str:
     """What the command prints last: at most `PRINTED` lines."""
-    told = lines(found)
+    told = lines(data)
     more = [f"... and {len(told) - PRINTED + 1} more lines in summary.md"]
     return "\n".join(told if len(told) <= PRINTED else told[: PRINTED - 1] + more) + "\n"
 
 
-def as_json(found: Mapping[str, Any]) -> str:
+def as_json(data: Mapping[str, Any]) -> str:
     """summary.json."""
-    return json.dumps(found, indent=1) + "\n"
+    return json.dumps(data, indent=1) + "\n"

@@ -76,9 +76,9 @@ def main(arguments: Sequence[str]) -> None:
                 if time.monotonic() > end - SPARE:
                     break  # what is left would be cut off
                 say("begin", index=index, patience=case.patience)
-                status, found = tried(case, kernels)
-                say("done", status=status, found=found)
-                if "CUDA error" in found.get("error", ""):
+                status, figures = tried(case, kernels)
+                say("done", status=status, found=figures)
+                if "CUDA error" in figures.get("error", ""):
                     return  # every later call would fail: a new worker goes on
     say("end")
 
@@ -93,15 +93,15 @@ def tried(case: Case, kernels: list | None) -> tuple[str, dict[str, Any]]:
     """Status and findings of a case. In a dry run `kernels` grows with every launch."""
     before = len(kernels or ())
     try:
-        found = dict(case.run() or {})
+        figures = dict(case.run() or {})
     except AssertionError as error:
         return "failed", {"error": described(error)}
     except Exception as error:
         return "error", {"error": described(error)}
     if kernels is not None:
-        found["launches"] = len(kernels) - before
+        figures["launches"] = len(kernels) - before
         kernels.clear()
-    return "passed", found
+    return "passed", figures
 
 
 def described(error: BaseException) -> str:

@@ -101,9 +101,9 @@ def quantizable(layer: Block) -> list[Matrix]:
     discretely, and the matrix that MLA absorbs."""
     absorbed = {id(each.kv_b_proj) for each in layer.modules() if isinstance(each, MLAttention)}
     return [
-        each
-        for each in layer.modules()
-        if isinstance(each, Matrix) and not isinstance(each, Router) and id(each) not in absorbed
+        one
+        for one in layer.modules()
+        if isinstance(one, Matrix) and not isinstance(one, Router) and id(one) not in absorbed
     ]
 
 

@@ -36,5 +36,5 @@ def block_maximum(weight: Tensor) -> Tensor:
     """The largest |w| of the block of each row: [out, in] -> [out, in / 128]"""
     out, width = weight.shape
     padded = F.pad(weight.abs(), (0, 0, 0, -out % BLOCK))
-    found = padded.view(-1, BLOCK, width // BLOCK, BLOCK).amax((1, 3))
-    return found.repeat_interleave(BLOCK, 0)[:out]
+    largest = padded.view(-1, BLOCK, width // BLOCK, BLOCK).amax((1, 3))
+    return largest.repeat_interleave(BLOCK, 0)[:out]

@@ -95,19 +95,19 @@ def write_model(
     types: Counter[str] = Counter()
     for tensor in tensors:
         types[tensor.type.name] += tensor.num_bytes
-    before = sum(each.stat().st_size for each in files)
+    before = sum(file.stat().st_size for file in files)
     return GGUFReport(path, path.stat().st_size, before, types)
 
 
 def planned(source: ModelSource, files: list[Path], kind: str) -> list[Planned]:
     """The tensors of the file, after a check that the checkpoint fits the model."""
-    found = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
+    headers = [(path, name, each) for path in files for name, each in shard_headers(path).items()]
     config = source.config
-    check_tensors(source, Decoder(config, device="meta").checkpoint_tensors(), found)
+    check_tensors(source, Decoder(config, device="meta").checkpoint_tensors(), headers)
     permuted = ARCHITECTURES[config.family] == "llama"
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if permuted else {}
     plan: dict[str, Planned] = {}
-    for _, name, header in found:
+    for _, name, header in headers:
         shape = header.shape
         layer = LAYER.match(name)
         late = layer is not None and int(layer[1]) >= config.num_layers  # token prediction

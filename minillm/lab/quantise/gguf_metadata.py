@@ -166,18 +166,18 @@ def tokenizer_fields(folder: Path | None, vocab_size: int) -> dict[str, Any]:
 def vocabulary(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[int]]:
     """Token and type of each id; ids without a token are unused."""
     added: dict[int, AddedToken] = tokenizer._backend.get_added_tokens_decoder()
-    for each in added.values():
-        normalized = each.normalized and tokenizer._backend.normalizer is not None
-        if each.lstrip or each.rstrip or each.single_word or normalized:
+    for token in added.values():
+        normalized = token.normalized and tokenizer._backend.normalizer is not None
+        if token.lstrip or token.rstrip or token.single_word or normalized:
             raise UnsupportedFeatureError(
-                f"The added token {each.content!r} depends on the text around it or is found after "
-                "normalisation, which a GGUF file cannot say."
+                f"The added token {token.content!r} depends on the text around it or is found "
+                "after normalisation, which a GGUF file cannot say."
             )
     by_id = {i: t for t, i in tokenizer._backend.get_vocab(with_added_tokens=True).items()}
     count = max(vocab_size, tokenizer.vocab_size)
     kinds = [NORMAL if i in by_id else UNUSED for i in range(count)]
-    for i, each in added.items():
-        kinds[i] = CONTROL if each.special else USER_DEFINED
+    for i, token in added.items():
+        kinds[i] = CONTROL if token.special else USER_DEFINED
     return [by_id.get(i, f"[PAD{i}]") for i in range(count)], kinds
 
 
@@ -205,7 +205,7 @@ def described(splits: Splits) -> tuple[Any, Any, bool]:
 def steps(state: Any) -> list[dict[str, Any]]:
     """The steps of a pre-tokenizer, without settings that only change offsets."""
     found = state.get("pretokenizers", [state]) if state else []
-    return [{key: value for key, value in each.items() if key != "trim_offsets"} for each in found]
+    return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in found]
 
 
 def around(tokenizer: Tokenizer) -> tuple[bool, bool]:
@@ -217,7 +217,7 @@ def around(tokenizer: Tokenizer) -> tuple[bool, bool]:
         tokenizer._backend.token_to_id(tokenizer.special_tokens.get(name, ""))
         for name in ("bos_token", "eos_token")
     ]
-    if any(each not in ([], [due]) for each, due in zip(found, ids, strict=True)):
+    if any(got not in ([], [due]) for got, due in zip(found, ids, strict=True)):
         raise UnsupportedFeatureError(
             f"The tokenizer of {tokenizer.origin} adds other tokens than bos and eos around a "
             "text, which a GGUF file cannot say."

@@ -13,7 +13,7 @@ from minillm.gguf.types import TYPES, BlockType
 
 UINT32, INT32 = 4, 5
 ALIGNED = 32  # the default of general.alignment
-NUMBERS: Mapping[str, int] = {each.name: number for number, each in TYPES.items()}
+NUMBERS: Mapping[str, int] = {kind.name: number for number, kind in TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ def write_gguf(
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
             write_header(file, fields, tensors)
-            for tensor, each in zip(tensors, data, strict=True):
-                if len(each) != tensor.num_bytes:
-                    raise RuntimeError(f"{tensor.name} has {len(each)} bytes.")
-                file.write(bytes(-file.tell() % ALIGNED) + each)
+            for tensor, content in zip(tensors, data, strict=True):
+                if len(content) != tensor.num_bytes:
+                    raise RuntimeError(f"{tensor.name} has {len(content)} bytes.")
+                file.write(bytes(-file.tell() % ALIGNED) + content)
         os.replace(part, path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}.") from error
@@ -66,12 +66,12 @@ def write_header(file: BinaryIO, fields: Mapping[str, Any], tensors: list[NewTen
         kind = kind_of(value)
         file.write(text(key) + struct.pack("<I", kind) + packed(value, kind))
     start = 0
-    for each in tensors:
-        sizes = reversed(each.shape)  # innermost first
-        file.write(text(each.name) + struct.pack("<I", len(each.shape)))
+    for tensor in tensors:
+        sizes = reversed(tensor.shape)  # innermost first
+        file.write(text(tensor.name) + struct.pack("<I", len(tensor.shape)))
         file.write(b"".join(struct.pack("<Q", size) for size in sizes))
-        file.write(struct.pack("<IQ", NUMBERS[each.type.name], start))
-        start += -(-each.num_bytes // ALIGNED) * ALIGNED
+        file.write(struct.pack("<IQ", NUMBERS[tensor.type.name], start))
+        start += -(-tensor.num_bytes // ALIGNED) * ALIGNED
 
 
 def kind_of(value: Any) -> int:
@@ -90,7 +90,7 @@ def packed(value: Any, kind: int) -> bytes:
         item = kind_of(value[0]) if value else UINT32
         item = INT32 if item == UINT32 else item
         head = struct.pack("<IQ", item, len(value))
-        return head + b"".join(packed(each, item) for each in value)
+        return head + b"".join(packed(element, item) for element in value)
     return struct.pack(f"<{SCALARS[kind]}", value)
 
 

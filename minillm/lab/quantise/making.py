@@ -57,18 +57,18 @@ def quantize_parts(
     for (name, count), part in zip(names, weight.split(rows), strict=True):
         nested = None
         if whole is not None:
-            found = whole.rows(slice(start, start + count))
+            rounded = whole.rows(slice(start, start + count))
         elif recipe.method == "nf4":
-            found, nested = nf4(part, recipe.double)
+            rounded, nested = nf4(part, recipe.double)
         elif recipe.method == "fp8":
-            found = round_fp8(part, scale_dtype, blocks=group == BLOCK)
+            rounded = round_fp8(part, scale_dtype, blocks=group == BLOCK)
         elif recipe.grouped:
-            found = round_to_grid(
+            rounded = round_to_grid(
                 prepared(name, part, recipe, grid, group, statistics), grid, group
             )
         else:
-            found = round_symmetric(part, dtype=scale_dtype)
-        made.append(Made(name, found, relative_error(part, found, statistics), nested))
+            rounded = round_symmetric(part, dtype=scale_dtype)
+        made.append(Made(name, rounded, relative_error(part, rounded, statistics), nested))
         start += count
     return made
 
@@ -76,8 +76,8 @@ def quantize_parts(
 def eight_bit_head(matrix: Matrix, scale_dtype: torch.dtype) -> Made:
     """The output matrix in 8 bits, a scale per row."""
     weight = matrix.values().float()
-    found = round_symmetric(weight, dtype=scale_dtype)
-    return Made(matrix.parts[0].name, found, relative_error(weight, found, None))
+    rounded = round_symmetric(weight, dtype=scale_dtype)
+    return Made(matrix.parts[0].name, rounded, relative_error(weight, rounded, None))
 
 
 def enough(statistics: InputStatistics | None, in_features: int) -> bool:
@@ -103,9 +103,9 @@ def prepared(
     return clipped(weight, statistics.hessian, grid, group)  # type: ignore[union-attr]
 
 
-def relative_error(weight: Tensor, found: Quantized, statistics: InputStatistics | None) -> float:
+def relative_error(weight: Tensor, rounded: Quantized, statistics: InputStatistics | None) -> float:
     """The error of `Made`."""
-    difference = found.dense() - weight
+    difference = rounded.dense() - weight
     if statistics is None or not statistics.count:
         return float(difference.norm() / weight.norm().clamp(min=1e-30))
     hessian = statistics.hessian

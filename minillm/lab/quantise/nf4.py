@@ -33,8 +33,8 @@ class NestedScales:
 
     def values(self) -> Tensor:
         """The scales [n]."""
-        found = self.table[self.codes.long()]
-        return found * self.scales.repeat_interleave(NESTED_BLOCK)[: len(found)] + self.offset
+        values = self.table[self.codes.long()]
+        return values * self.scales.repeat_interleave(NESTED_BLOCK)[: len(values)] + self.offset
 
 
 def nf4_levels() -> Tensor:
@@ -83,5 +83,5 @@ def dynamic_map() -> Tensor:
     for k in range(7):
         edges = torch.linspace(0.1, 1, 2**k + 1, dtype=torch.float32)
         magnitudes.append((edges[1:] + edges[:-1]) / 2 * 10.0 ** (k - 6))
-    found = torch.cat(magnitudes)
-    return torch.cat((-found, found, torch.tensor([0.0, 1.0]))).sort().values
+    values = torch.cat(magnitudes)
+    return torch.cat((-values, values, torch.tensor([0.0, 1.0]))).sort().values

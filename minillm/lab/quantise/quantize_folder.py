@@ -203,7 +203,7 @@ class Run:
         """Write a shard completely or not at all, with the errors in its header."""
         part = path.with_name(f"{path.name}.part")
         with writable(self.out):
-            whole = {name: each.contiguous() for name, each in tensors.items()}
+            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
             save_file(whole, part, {"format": "pt", "errors": json.dumps(errors)})
             os.replace(part, path)
 
@@ -261,7 +261,7 @@ class Run:
 def restore(layer: Block, path: Path, settings: Mapping[str, Any]) -> None:
     """Read a finished layer back."""
     format = format_of(settings, shard_headers(path), READERS)
-    matrices = [each for each in layer.modules() if isinstance(each, Matrix)]
+    matrices = [module for module in layer.modules() if isinstance(module, Matrix)]
     for matrix in matrices:
         dtype, device = matrix.weight.dtype, matrix.weight.device
         matrix.method = LoadingMethod(format)

@@ -111,9 +111,9 @@ def quantize_layer(
     matrices = quantizable(layer)
     names = {f"{part.name}.weight" for matrix in matrices for part in matrix.parts}
     others = {
-        each.name: each.target.clone()
-        for each in checkpoint_tensors(layer)
-        if each.name not in names
+        tensor.name: tensor.target.clone()
+        for tensor in checkpoint_tensors(layer)
+        if tensor.name not in names
     }
     made = []
     for matrix in matrices:
@@ -134,19 +134,19 @@ def quantize_layer(
 
 def checkpoint_tensors(layer: Block) -> Iterator[CheckpointTensor]:
     """The tensors of a layer."""
-    for each in layer.modules():
-        if isinstance(each, Matrix | RMSNorm):
-            yield from each.checkpoint_tensors()
+    for module in layer.modules():
+        if isinstance(module, Matrix | RMSNorm):
+            yield from module.checkpoint_tensors()
 
 
 def replace(matrix: Matrix, made: list[Made]) -> None:
     """Compute with quantised parts from now on. Experts with and without an input order are stored
     dense."""
-    whole = stacked([each.quantized for each in made])
+    whole = stacked([rounding.quantized for rounding in made])
     if whole is not None:
         install(matrix, whole, torch.float32)
         return
-    dense = torch.cat([each.quantized.dense() for each in made])
+    dense = torch.cat([rounding.quantized.dense() for rounding in made])
     matrix.weight = frozen(dense.view(matrix.shape))
 
 
@@ -169,9 +169,9 @@ def group_size(model: Decoder, recipe: Recipe, finished: int = 0) -> int:
     matrices = [
         each for i in range(finished, len(model.layers)) for each in quantizable(layer_of(model, i))
     ]
-    if any(not isinstance(each.method, PlainLinearMethod) for each in matrices):
+    if any(not isinstance(matrix.method, PlainLinearMethod) for matrix in matrices):
         raise ConfigError("This model is quantised already; quantise the original checkpoint.")
-    return common_group(recipe, {each.parts[0].name: each.in_features for each in matrices})
+    return common_group(recipe, {matrix.parts[0].name: matrix.in_features for matrix in matrices})
 
 
 def common_group(recipe: Recipe, widths: Mapping[str, int]) -> int:

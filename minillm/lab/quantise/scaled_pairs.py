@@ -56,11 +56,11 @@ def joined(parts: tuple[InputStatistics, ...]) -> InputStatistics:
     if len(parts) == 1:
         return parts[0]
     total = InputStatistics(len(parts[0].total), parts[0].total.device)
-    for each in parts:
-        total.count += each.count
-        total.products += each.products
-        total.total += each.total
-        total.largest = torch.maximum(total.largest, each.largest)
+    for part in parts:
+        total.count += part.count
+        total.products += part.products
+        total.total += part.total
+        total.largest = torch.maximum(total.largest, part.largest)
     return total
 
 
@@ -78,10 +78,10 @@ def norm_pairs(layer: Block, recorded: Recorded) -> Iterator[Pair]:
         weights: list[Tensor] = []
         unrounded: list[Tensor] = []
         statistics: list[InputStatistics] = []
-        for each in readers:
-            rows = each.weight.data.flatten(0, -2)
-            (weights if each in recorded else unrounded).append(rows)
-            statistics += recorded.get(each, [])
+        for reader in readers:
+            rows = reader.weight.data.flatten(0, -2)
+            (weights if reader in recorded else unrounded).append(rows)
+            statistics += recorded.get(reader, [])
         distinct = tuple(dict.fromkeys(statistics))
         yield Pair((norm,), tuple(weights), distinct, tuple(unrounded))
 

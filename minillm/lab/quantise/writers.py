@@ -120,8 +120,8 @@ class FP8Writer(Writer):
 
     def _suffixed(self, made: Made) -> Mapping[str, Tensor]:
         """Codes, and a scale for each block: that of its first row."""
-        found = made.quantized
-        return {"weight": found.codes, "weight_scale_inv": found.scales[::BLOCK]}
+        weights = made.quantized
+        return {"weight": weights.codes, "weight_scale_inv": weights.scales[::BLOCK]}
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
         """`quantization_config`"""
@@ -141,22 +141,22 @@ class BitsAndBytesWriter(Writer):
 
     def _suffixed(self, made: Made) -> Mapping[str, Tensor]:
         """The tensors of a matrix in 4 or 8 bits."""
-        found = made.quantized
-        if found.table is None:
-            row = (found.scales * 127).flatten()
+        weights = made.quantized
+        if weights.table is None:
+            row = (weights.scales * 127).flatten()
             form = torch.zeros((), dtype=torch.uint8)
-            return {"weight": found.codes, "SCB": row, "weight_format": form}
-        swapped = (found.codes << 4) | (found.codes >> 4)  # the even element in the high half
+            return {"weight": weights.codes, "SCB": row, "weight_format": form}
+        swapped = (weights.codes << 4) | (weights.codes >> 4)  # the even element in the high half
         state: dict[str, Any] = {
             "quant_type": "nf4",
             "blocksize": NF4_BLOCK,
             "dtype": "bfloat16",
-            "shape": list(found.shape),
+            "shape": list(weights.shape),
         }
         tensors = {
             "weight": swapped.reshape(-1, 1),
-            "weight.absmax": found.scales.flatten(),
-            "weight.quant_map": found.table,
+            "weight.absmax": weights.scales.flatten(),
+            "weight.quant_map": weights.table,
         }
         if made.nested is not None:
             nested = made.nested
@@ -199,12 +199,12 @@ class CompressedTensorsWriter(Writer):
             skipped.add("index")
         return self._stored(made.quantized, skipped)
 
-    def _stored(self, found: Quantized, skipped: Set[str]) -> dict[str, Tensor]:
+    def _stored(self, weights: Quantized, skipped: Set[str]) -> dict[str, Tensor]:
         """The tensors of pack-quantized, except some fields; or of the other two."""
         if not self.recipe.grouped:
-            return {"weight": found.codes, "weight_scale": found.scales}
+            return {"weight": weights.codes, "weight_scale": weights.scales}
         fields = {k: field for k, field in CompressedTensors.fields.items() if k not in skipped}
-        return packed_tensors(fields, found) | {"weight_shape": torch.tensor(found.shape)}
+        return packed_tensors(fields, weights) | {"weight_shape": torch.tensor(weights.shape)}
 
     def head(self, made: Made) -> dict[str, Tensor]:
         """The tensors of an output matrix of 8 bits, a scale per row; packed if others are."""
@@ -244,7 +244,7 @@ class CompressedTensorsWriter(Writer):
 
 KINDS = (CompressedTensorsWriter, GPTQWriter, AWQWriter, BitsAndBytesWriter, FP8Writer)
 WRITERS: Mapping[str, Callable[[Recipe, int], Writer]] = MappingProxyType(
-    {each.name: each for each in KINDS}
+    {kind.name: kind for kind in KINDS}
 )
 
 
@@ -264,37 +264,37 @@ def arguments(
 
 def named(made: Made, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a matrix by their whole names."""
-    return {f"{made.name}.{suffix}": each.contiguous() for suffix, each in tensors.items()}
+    return {f"{made.name}.{suffix}": tensor.contiguous() for suffix, tensor in tensors.items()}
 
 
 def packed_tensors(
-    fields: Mapping[str, Field], found: Quantized, zero_shift: int = 0
+    fields: Mapping[str, Field], made: Quantized, zero_shift: int = 0
 ) -> dict[str, Tensor]:
     """The tensors of a format of words, by suffix. Zero points are stored less `zero_shift`."""
-    codes, zeros = unsigned(found)
+    codes, zeros = unsigned(made)
     numbers = {
         "codes": codes,
-        "scales": found.scales,
-        "zeros": (zeros - zero_shift) & ((1 << found.bits) - 1),
-        "index": group_index(found),
+        "scales": made.scales,
+        "zeros": (zeros - zero_shift) & ((1 << made.bits) - 1),
+        "index": group_index(made),
     }
-    return {each.suffix: each.write(numbers[name], found.bits) for name, each in fields.items()}
+    return {field.suffix: field.write(numbers[name], made.bits) for name, field in fields.items()}
 
 
-def unsigned(found: Quantized) -> tuple[Tensor, Tensor]:
+def unsigned(weights: Quantized) -> tuple[Tensor, Tensor]:
     """Codes [out, in] in the checkpoint's order of inputs, and zero points [out, groups], both from
     0 to 2^bits - 1 as int64."""
-    codes = (split_bytes(found.codes) if found.bits == 4 else found.codes).long()
-    zeros = torch.zeros_like(found.scales) if found.zeros is None else found.zeros
-    shift = 0 if found.bits == 4 else 128
-    if found.order is not None:
-        codes = codes[:, found.order.argsort()]
+    codes = (split_bytes(weights.codes) if weights.bits == 4 else weights.codes).long()
+    zeros = torch.zeros_like(weights.scales) if weights.zeros is None else weights.zeros
+    shift = 0 if weights.bits == 4 else 128
+    if weights.order is not None:
+        codes = codes[:, weights.order.argsort()]
     return codes + shift, zeros.long() + shift
 
 
-def group_index(found: Quantized) -> Tensor:
+def group_index(weights: Quantized) -> Tensor:
     """The group of each input, int32 [in], in the checkpoint's order of inputs."""
-    places = torch.arange(found.shape[1])
-    if found.order is not None:
-        places = found.order.argsort()
-    return (places // found.group_size).to(torch.int32)
+    places = torch.arange(weights.shape[1])
+    if weights.order is not None:
+        places = weights.order.argsort()
+    return (places // weights.group_size).to(torch.int32)

@@ -113,19 +113,19 @@ class EagleTask(Task):
         """Features begin as the target's last hidden state, and the layer as the target's last one
         where its matrices fit; what q, k and v do with embeddings begins as in its first one."""
         target, generator = self.target, torch.Generator().manual_seed(self.recipe.seed)
-        known = {name: each.target for name, each in target.checkpoint_tensors().items()}
+        known = {name: tensor.target for name, tensor in target.checkpoint_tensors().items()}
         first, last = "model.layers.0.", f"model.layers.{target.config.num_layers - 1}."
         norms = {"norm": "model.norm", "midlayer.input_layernorm": f"{first}input_layernorm",
                  "midlayer.hidden_norm": f"{last}input_layernorm"}  # fmt: skip
-        for name, each in tensors_of(self.heads).items():
-            own, (stem, kind), part = each.target, name.rsplit(".", 1), name.split(".", 1)[1]
+        for name, tensor in tensors_of(self.heads).items():
+            own, (stem, kind), part = tensor.target, name.rsplit(".", 1), name.split(".", 1)[1]
             if own.ndim == 1:
                 own.fill_(float(kind == "weight"))
             else:
                 own.normal_(0, own.shape[1] ** -0.5, generator=generator)
             halves = [first, last] if stem.endswith(("q_proj", "k_proj", "v_proj")) else [last]
             names = [f"{norms[stem]}.weight"] if stem in norms else [half + part for half in halves]
-            found = [known[each] for each in names if each in known]
+            found = [known[source] for source in names if source in known]
             if found and (joined := torch.cat(found, dim=-1)).shape == own.shape:
                 own.copy_(joined)
             elif stem == "fc":
@@ -140,7 +140,7 @@ class EagleTask(Task):
         with autocast(rows.device):
             x, rope = target.embedding(batch.input_ids), target.rope(batch.positions)
             run_layers(target.layers, x, rope, batch, causal_rows(target.config, window), taps)
-        states = torch.cat([each for each in taps.values() if each is not None], dim=-1)
+        states = torch.cat([state for state in taps.values() if state is not None], dim=-1)
         return states.bfloat16().unflatten(0, (-1, window))
 
     def drafts(self, rows: Tensor, hidden: Tensor, passes: int) -> Iterator[Tensor]:

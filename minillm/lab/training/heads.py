@@ -127,8 +127,8 @@ class Task:
         last n of each row belong together."""
         length, offset = rows.shape[1], 2  # the output matrix itself predicts the next token
         states = self.heads(hidden.flatten(0, 1)).unflatten(1, (len(rows), length))
-        for each in states:
-            yield self.target.logits(each[:, : length - offset]), rows[:, offset:]
+        for state in states:
+            yield self.target.logits(state[:, : length - offset]), rows[:, offset:]
             offset += 1
 
     def loss(self, rows: Tensor, hidden: Tensor, passes: int = 1) -> Tensor:
@@ -160,8 +160,8 @@ class Task:
                 seeds = part.repeat_interleave(logits.shape[1])
                 same = best(logits.flatten(0, 1).float(), seeds, positions) == wanted.flatten()
                 found[head] = [*found[head], same.float()]
-        means = [torch.cat(each, dim=1).mean(1).tolist() for each in found]
-        return [[round(rate, 3) for rate in each] for each in means]
+        means = [torch.cat(same_at, dim=1).mean(1).tolist() for same_at in found]
+        return [[round(rate, 3) for rate in head_rates] for head_rates in means]
 
     def accuracy(self, rows: Tensor, hidden: Tensor) -> dict[str, list[float]]:
         """By temperature: how often each head's best token is the one that follows."""
@@ -216,7 +216,7 @@ class HeadTrainer:
         # products take nearly all of the time.
         compiles = self.recipe.steps > COMPILED_FROM and has_bf16(task.target.device)
         self.loss = torch.compile(task.loss, dynamic=False) if compiles else task.loss
-        self.tensors = {name: each.target for name, each in tensors_of(task.heads).items()}
+        self.tensors = {name: tensor.target for name, tensor in tensors_of(task.heads).items()}
         self.matrices = [each for each in task.heads.parameters() if each.requires_grad]
         self.optimizer = task.optimizer(self.matrices)
 
@@ -316,7 +316,7 @@ def train_heads(
             "machine": f"{cpu_name()}, torch {version('torch')}",
         },
     }
-    tensors = {name: each.bfloat16().contiguous() for name, each in trainer.tensors.items()}
+    tensors = {name: tensor.bfloat16().contiguous() for name, tensor in trainer.tensors.items()}
     save_file(tensors, out / WEIGHTS, {"format": "pt"})
     (out / HEADS_FILE).write_text(json.dumps(card, indent=2) + "\n")
     say("Ranking tokens")

@@ -116,8 +116,8 @@ def own_text(llm: LLM, stream: np.ndarray, batch_numbers: Sequence[int]) -> np.n
         generator = np.random.default_rng(number)
         starts = generator.integers(len(stream) - OWN_PROMPT, size=OWN_ROWS)
         prompts = [stream[start : start + OWN_PROMPT].tolist() for start in starts]
-        found = llm.generate(prompts, greedy, use_tqdm=False)
-        rows = [p + list(o.outputs[0].token_ids) for p, o in zip(prompts, found, strict=True)]
+        outputs = llm.generate(prompts, greedy, use_tqdm=False)
+        rows = [p + list(o.outputs[0].token_ids) for p, o in zip(prompts, outputs, strict=True)]
         batches.append(np.array(rows, np.uint16).flatten())
     return np.stack(batches)
 

@@ -55,7 +55,7 @@ def pieces_of(llm: LLM, text: Path | None) -> list[Tensor]:
     if len(held_out) < 8 * PROMPT:
         raise ConfigError(f"--text has {len(ids):,} tokens; prompts need at least {80 * PROMPT:,}.")
     both = ids, held_out
-    return [torch.tensor(each[: len(each) // PROMPT * PROMPT]).view(-1, PROMPT) for each in both]
+    return [torch.tensor(part[: len(part) // PROMPT * PROMPT]).view(-1, PROMPT) for part in both]
 
 
 def generate(llm: LLM, pieces: Tensor, number: int, num_rows: int) -> Tensor:
@@ -71,7 +71,7 @@ def generate(llm: LLM, pieces: Tensor, number: int, num_rows: int) -> Tensor:
         )
         for i in range(count)
     ]
-    given = [{"prompt_token_ids": each} for each in prompts]
-    found = llm.generate(given, params, use_tqdm=False)
-    rows = [p + list(o.outputs[0].token_ids) for p, o in zip(prompts, found, strict=True)]
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(given, params, use_tqdm=False)
+    rows = [p + list(o.outputs[0].token_ids) for p, o in zip(prompts, outputs, strict=True)]
     return torch.tensor(rows, dtype=torch.int32)

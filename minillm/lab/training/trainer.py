@@ -248,7 +248,7 @@ class Trainer:
 
     def _weights(self) -> dict[str, Tensor]:
         """Weights under their Hugging Face names."""
-        return {k: each.target for k, each in self.model.checkpoint_tensors().items()}
+        return {k: tensor.target for k, tensor in self.model.checkpoint_tensors().items()}
 
 
 def save_state(
@@ -264,7 +264,7 @@ def save_state(
             for key, value in state.items():
                 tensors[f"optimizer/{number}/{index}/{key}"] = torch.as_tensor(value)
     unfinished = path.with_name("unfinished.safetensors")
-    save_file({name: each.contiguous() for name, each in tensors.items()}, unfinished, notes)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished, notes)
     os.replace(unfinished, path)
 
 

@@ -14,7 +14,7 @@ from minillm.quantization.gguf.blocks import DECODERS
 from minillm.quantization.quantized import Quantized
 
 BY_SUFFIX: Mapping[str, int] = {
-    each.name.lower(): each.weights for each in TYPES.values() if not each.is_plain
+    kind.name.lower(): kind.weights for kind in TYPES.values() if not kind.is_plain
 }
 
 
@@ -42,10 +42,10 @@ class GGUF(Format):
         index = slice(part.rows.start, part.rows.stop), blocks, slice(0, size)
         return {kind: Stored(TensorSlice((out, -(-width // unit), size), index), torch.uint8)}
 
-    def decode_packed(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized:
+    def decode_packed(self, part: WeightSlice, tensors: Mapping[str, Tensor]) -> Quantized:
         """The codes, scales and offsets of the blocks."""
         kind = self.kind(part)
-        return DECODERS[kind.upper()](found[kind])
+        return DECODERS[kind.upper()](tensors[kind])
 
     def kind(self, part: WeightSlice) -> str:
         """The type of a matrix. Raises CheckpointError if the file does not have it."""

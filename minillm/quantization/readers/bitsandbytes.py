@@ -58,13 +58,13 @@ class BitsAndBytes(Format):
         """`llm_int8_threshold` of 8-bit codes, by default 6."""
         if not self.is_eight_bits:
             return 0.0
-        found = self.settings.get("llm_int8_threshold", THRESHOLD)
-        if not isinstance(found, int | float) or not 0 <= found < math.inf:
+        limit = self.settings.get("llm_int8_threshold", THRESHOLD)
+        if not isinstance(limit, int | float) or not 0 <= limit < math.inf:
             raise CheckpointError(
-                f"quantization_config gives llm_int8_threshold as {found!r}; it is a number from 0 "
+                f"quantization_config gives llm_int8_threshold as {limit!r}; it is a number from 0 "
                 "on."
             )
-        return float(found)
+        return float(limit)
 
     @property
     def is_eight_bits(self) -> bool:
@@ -79,13 +79,13 @@ class BitsAndBytes(Format):
         """The tensors of 4-bit or 8-bit codes."""
         dtype = self.header(part, "weight").dtype
         if self.has(part, "SCB"):
-            found = {
+            stored = {
                 "weight": Stored(part.slice, torch.int8),
                 "SCB": Stored(part.slice_of_rows, torch.float32),
             }
             if self.has(part, "weight_format"):
-                found["weight_format"] = self.whole(part, "weight_format", torch.uint8)
-            return found
+                stored["weight_format"] = self.whole(part, "weight_format", torch.uint8)
+            return stored
         if dtype != torch.uint8:
             raise UnsupportedFeatureError(
                 f"{part.name} is stored with bnb_4bit_quant_storage {str(dtype)[6:]}; this version "
@@ -103,7 +103,7 @@ class BitsAndBytes(Format):
         codes = slice(first * width // 2, -(-stop * width // 2))
         blocks = slice(first * width // block, -(-stop * width // block))
         packed = TensorSlice((-(-out * width // 2), 1), (codes, slice(0, 1)))
-        found = {
+        stored = {
             "weight": Stored(packed, torch.uint8),
             "weight.absmax": Stored(TensorSlice((count,), (blocks,)), absmax.dtype),
             "weight.quant_map": Stored(TensorSlice.whole((16,)), torch.float32),
@@ -111,29 +111,29 @@ class BitsAndBytes(Format):
         }
         if absmax.dtype == torch.uint8:
             for name in NESTED:
-                found[f"weight.{name}"] = self.whole(part, f"weight.{name}", torch.float32)
+                stored[f"weight.{name}"] = self.whole(part, f"weight.{name}", torch.float32)
         elif absmax.dtype != torch.float32:
             raise CheckpointError(
                 f"{part.name}.weight.absmax is stored as {str(absmax.dtype)[6:]}; it is float32, "
                 "or uint8 with double quantisation."
             )
-        return found
+        return stored
 
-    def decode_packed(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized | Tensor:
+    def decode_packed(self, part: WeightSlice, tensors: Mapping[str, Tensor]) -> Quantized | Tensor:
         """Scales are computed in float32 as bitsandbytes does, bit for bit."""
-        if "SCB" in found:
-            if "weight_format" in found and bool(found["weight_format"].any()):
+        if "SCB" in tensors:
+            if "weight_format" in tensors and bool(tensors["weight_format"].any()):
                 raise UnsupportedFeatureError(
                     f"{part.name} has its 8-bit codes in tiles of a GPU (weight_format "
-                    f"{int(found['weight_format'].flatten()[0])}); save it row by row."
+                    f"{int(tensors['weight_format'].flatten()[0])}); save it row by row."
                 )
-            return Quantized(found["weight"], (found["SCB"] / 127)[:, None])
-        state = read_state(part, found[self.state(part)])
+            return Quantized(tensors["weight"], (tensors["SCB"] / 127)[:, None])
+        state = read_state(part, tensors[self.state(part)])
         width, block = part.shape[1], self.block(part)
         first, stop = self.held(part)
-        absmax = self.absmax(part, found, state, first * width // block)
+        absmax = self.absmax(part, tensors, state, first * width // block)
         check_state(part, state, self.header(part, "weight.absmax").shape[0], self.state(part))
-        codes, table = found["weight"].flatten(), found["weight.quant_map"]
+        codes, table = tensors["weight"].flatten(), tensors["weight.quant_map"]
         columns = slice(part.columns.start, part.columns.stop)
         if width % block:
             return crossing(codes, absmax, table, part.shape, block)[
@@ -151,15 +151,15 @@ class BitsAndBytes(Format):
         return Quantized(*kept, table=table)
 
     def absmax(
-        self, part: WeightSlice, found: Mapping[str, Tensor], state: Mapping[str, Any], start: int
+        self, part: WeightSlice, tensors: Mapping[str, Tensor], state: Mapping[str, Any], start: int
     ) -> Tensor:
         """The scale of each held block, of which the first is block `start` of the matrix."""
-        stored = found["weight.absmax"]
+        stored = tensors["weight.absmax"]
         if stored.dtype != torch.uint8:
             return stored
         size, offset = state.get("nested_blocksize"), state.get("nested_offset")
         count = self.header(part, "weight.absmax").shape[0]
-        nested, levels = (found[f"weight.{name}"].flatten() for name in NESTED)
+        nested, levels = (tensors[f"weight.{name}"].flatten() for name in NESTED)
         block = size if isinstance(size, int) and size > 0 else count + 1
         sizes = len(levels), len(nested)
         if sizes != (256, -(-count // block)) or not isinstance(offset, int | float):
@@ -204,12 +204,12 @@ class BitsAndBytes(Format):
 def read_state(part: WeightSlice, stored: Tensor) -> Mapping[str, Any]:
     """The JSON of a module. Raises CheckpointError if it is not an object."""
     try:
-        found = json.loads(bytes(stored.flatten().tolist()))
+        state = json.loads(bytes(stored.flatten().tolist()))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        state = None
+    if not isinstance(state, dict):
         raise CheckpointError(f"{part.name} has a quant_state that is not a JSON object.")
-    return found
+    return state
 
 
 def check_state(part: WeightSlice, state: Mapping[str, Any], count: int, name: str) -> None:

@@ -44,21 +44,21 @@ class CompressedTensors(PackedFormat):
 
     def __init__(self, settings: Mapping[str, Any], headers: Headers):
         super().__init__(settings, headers)
-        groups = [each for each in setting(settings, "config_groups", dict, {}).values()]
-        if any(not isinstance(each, dict) for each in groups):
+        groups = [group for group in setting(settings, "config_groups", dict, {}).values()]
+        if any(not isinstance(group, dict) for group in groups):
             raise CheckpointError("quantization_config has config_groups that are not objects.")
-        kinds = {str(each.get("format") or settings.get("format")) for each in groups}
+        kinds = {str(group.get("format") or settings.get("format")) for group in groups}
         if unknown := kinds - {*KINDS, "None", "dense"}:
             raise UnsupportedFeatureError(
                 f"config.json names the compressed-tensors format {sorted(unknown)[0]!r}; this "
                 f"version reads {', '.join(KINDS)}."
             )
-        self.schemes = [setting(each, "weights", dict, {}) for each in groups]
+        self.schemes = [setting(group, "weights", dict, {}) for group in groups]
         self.kinds = sorted(kinds)
 
     def describe(self) -> str:
         """For example "compressed-tensors pack-quantized, 4 bits"."""
-        bits = sorted({str(each.get("num_bits", "?")) for each in self.schemes})
+        bits = sorted({str(scheme.get("num_bits", "?")) for scheme in self.schemes})
         return f"compressed-tensors {' and '.join(self.kinds)}, {' and '.join(bits)} bits"
 
     @property
@@ -82,38 +82,38 @@ class CompressedTensors(PackedFormat):
                 "which this version reads."
             )
         slice_of_scales = self.blocks(part).slice
-        found = {
+        stored = {
             "weight": Stored(part.slice, dtype),
             "weight_scale": Stored(slice_of_scales, self.scales(part, "weight_scale").dtype),
         }
         if self.has(part, "weight_zero_point"):
-            found["weight_zero_point"] = Stored(slice_of_scales, torch.int8)
+            stored["weight_zero_point"] = Stored(slice_of_scales, torch.int8)
         if self.has(part, "weight_g_idx"):
             columns = slice(part.columns.start, part.columns.stop)
-            found["weight_g_idx"] = Stored(TensorSlice(part.shape[1:], (columns,)), torch.int32)
-        return found
+            stored["weight_g_idx"] = Stored(TensorSlice(part.shape[1:], (columns,)), torch.int32)
+        return stored
 
-    def decode_packed(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized | Tensor:
+    def decode_packed(self, part: WeightSlice, tensors: Mapping[str, Tensor]) -> Quantized | Tensor:
         """Codes with a scale, and a zero point, for each row and group of columns."""
-        if "weight_packed" not in found:
-            return self.decode_plain(part, found)
-        if found["weight_shape"].tolist() != list(part.shape):
+        if "weight_packed" not in tensors:
+            return self.decode_plain(part, tensors)
+        if tensors["weight_shape"].tolist() != list(part.shape):
             raise CheckpointError(
-                f"{part.name}.weight_shape says {found['weight_shape'].tolist()}; config.json "
+                f"{part.name}.weight_shape says {tensors['weight_shape'].tolist()}; config.json "
                 f"describes {list(part.shape)}."
             )
-        return super().decode_packed(part, found)
+        return super().decode_packed(part, tensors)
 
-    def decode_plain(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized | Tensor:
+    def decode_plain(self, part: WeightSlice, tensors: Mapping[str, Tensor]) -> Quantized | Tensor:
         """Codes in a byte each, which are signed and usually have no zero points."""
         blocks = self.blocks(part)
-        scales, index = blocks.by_row(found["weight_scale"])
-        zeros = found.get("weight_zero_point")
+        scales, index = blocks.by_row(tensors["weight_scale"])
+        zeros = tensors.get("weight_zero_point")
         if zeros is not None:
             zeros = blocks.by_row(zeros)[0]
-        if "weight_g_idx" in found:
-            index = self.groups(part).index(found["weight_g_idx"])
-        return arranged(index, scales, zeros, found["weight"], signed_bits)
+        if "weight_g_idx" in tensors:
+            index = self.groups(part).index(tensors["weight_g_idx"])
+        return arranged(index, scales, zeros, tensors["weight"], signed_bits)
 
     def bits(self, part: WeightSlice) -> int:
         """Bits of a code, from the width of the packed tensor."""
@@ -135,9 +135,9 @@ class CompressedTensors(PackedFormat):
         shape = self.scales(part, "weight_scale").shape
         if len(shape) == 2 and shape[0] == part.shape[0]:
             return ScaleBlocks(part, shape, (1, groups_of(part, shape[1]).size))
-        block = next((each["block_structure"] for each in self.schemes
-                      if isinstance(each.get("block_structure"), list)), (128, 128))  # fmt: skip
-        if len(block) != 2 or any(type(each) is not int or each < 1 for each in block):
+        block = next((scheme["block_structure"] for scheme in self.schemes
+                      if isinstance(scheme.get("block_structure"), list)), (128, 128))  # fmt: skip
+        if len(block) != 2 or any(type(side) is not int or side < 1 for side in block):
             raise CheckpointError(
                 f"quantization_config gives block_structure as {block!r}; it is two sizes."
             )

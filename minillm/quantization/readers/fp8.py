@@ -35,7 +35,7 @@ class FP8(Format):
     def __init__(self, settings: Mapping[str, Any], headers: Headers):
         super().__init__(settings, headers)
         block = settings.get("weight_block_size") or BLOCK
-        integers = isinstance(block, list | tuple) and all(type(each) is int for each in block)
+        integers = isinstance(block, list | tuple) and all(type(side) is int for side in block)
         if not integers or len(block) != 2 or min(block) < 1:
             raise CheckpointError(
                 f"quantization_config gives weight_block_size as {block!r}; it is two sizes."
@@ -67,14 +67,14 @@ class FP8(Format):
             self.suffix(part): Stored(blocks.slice, self.scales(part, self.suffix(part)).dtype),
         }
 
-    def decode_packed(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized | Tensor:
+    def decode_packed(self, part: WeightSlice, tensors: Mapping[str, Tensor]) -> Quantized | Tensor:
         """A scale for each row and group of columns."""
-        scales, index = self.blocks(part).by_row(found[self.suffix(part)])
-        return arranged(index, scales, None, found["weight"], signed_bits)
+        scales, index = self.blocks(part).by_row(tensors[self.suffix(part)])
+        return arranged(index, scales, None, tensors["weight"], signed_bits)
 
     def suffix(self, part: WeightSlice) -> str:
         """The name of the scales."""
-        return next((each for each in SCALES if self.has(part, each)), SCALES[0])
+        return next((name for name in SCALES if self.has(part, name)), SCALES[0])
 
     def blocks(self, part: WeightSlice) -> ScaleBlocks:
         """What a scale stands for."""

@@ -113,7 +113,7 @@ class GPTQ(PackedFormat):
 
     def option(self, part: WeightSlice, name: str) -> Any:
         """A setting of a module: of the first matching rule, else the general one."""
-        values = next((each for rule, each in self.rules if rule.match(part.name)), {})
+        values = next((of_rule for rule, of_rule in self.rules if rule.match(part.name)), {})
         return values.get(name, self.settings.get(name))
 
 
@@ -144,9 +144,9 @@ def check_version(
     if codes.numel() < 2 or float(values.std()) > SURE * codes.numel() ** 0.5:
         return
     mean = float(values.mean())
-    ours, theirs = (abs(mean - float(each.float()[:, index].mean())) for each in (read, other))
+    ours, theirs = (abs(mean - float(tensor.float()[:, index].mean())) for tensor in (read, other))
     if ours > 0.7 and theirs < 0.3:
-        right = next(each for each in VERSIONS if each != version)
+        right = next(known for known in VERSIONS if known != version)
         raise CheckpointError(
             f"{part.name} has zero points of {right}, but config.json says {version}: its weights "
             f'would be shifted by one code; set "checkpoint_format": "{right}" in config.json.'

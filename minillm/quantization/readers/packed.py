@@ -105,21 +105,21 @@ class PackedFormat(Format):
         shape = self.header(part, scales).shape
         if len(shape) != 2:
             raise CheckpointError(f"{part.name}.{scales} has shape {list(shape)}; it has 2 sides.")
-        found = {}
+        stored = {}
         for field in self.fields.values():
             if self.has(part, field.suffix) or not field.optional:
                 dtype = self.header(part, field.suffix).dtype
                 known = dtype if dtype in field.dtypes else field.dtypes[0]
-                found[field.suffix] = Stored(field.slice(part, groups, bits), known)
-        return found
+                stored[field.suffix] = Stored(field.slice(part, groups, bits), known)
+        return stored
 
-    def decode_packed(self, part: WeightSlice, found: Mapping[str, Tensor]) -> Quantized | Tensor:
+    def decode_packed(self, part: WeightSlice, tensors: Mapping[str, Tensor]) -> Quantized | Tensor:
         """Numbers with outputs first; with act order, columns of a group become neighbours."""
         bits = self.bits(part)
         read = {
-            name: field.read(found[field.suffix], part, bits)
+            name: field.read(tensors[field.suffix], part, bits)
             for name, field in self.fields.items()
-            if field.suffix in found
+            if field.suffix in tensors
         }
         codes, scales = read["codes"], read["scales"]
         index = self.groups(part).index(read.get("index"))

@@ -47,18 +47,18 @@ class ScaleBlocks:
         if self.is_single:
             return TensorSlice.whole(self.shape)
         held = zip((self.part.rows, self.part.columns), self.sides, strict=True)
-        index = tuple(slice(each.start // side, -(-each.stop // side)) for each, side in held)
+        index = tuple(slice(span.start // side, -(-span.stop // side)) for span, side in held)
         return TensorSlice(self.shape, index[: len(self.shape)])
 
-    def by_row(self, found: Tensor) -> tuple[Tensor, Tensor]:
+    def by_row(self, scales: Tensor) -> tuple[Tensor, Tensor]:
         """The held scales as [out, groups], and the group of each held column [in]."""
         rows, columns = self.part.rows, self.part.columns
         places = torch.arange(columns.start, columns.stop)
         if self.is_single:
-            return found.reshape(1, 1).expand(len(rows), 1).contiguous(), places * 0
+            return scales.reshape(1, 1).expand(len(rows), 1).contiguous(), places * 0
         row_side, column_side = self.sides
-        found = found.view(len(found), -1)
+        scales = scales.view(len(scales), -1)
         start = rows.start % row_side
         if row_side > 1:
-            found = found.repeat_interleave(row_side, 0)[start : start + len(rows)].contiguous()
-        return found, places // column_side - columns.start // column_side
+            scales = scales.repeat_interleave(row_side, 0)[start : start + len(rows)].contiguous()
+        return scales, places // column_side - columns.start // column_side

@@ -83,7 +83,7 @@ class Worker:
         while not timeline.done:
             self._pipeline.step()
             timeline.step(
-                (index, sum(len(each.generated_ids) for each in handle.read().values()))
+                (index, sum(len(output.generated_ids) for output in handle.read().values()))
                 for index, handle in enumerate(handles)
                 if handle.can_read()
             )
@@ -92,7 +92,7 @@ class Worker:
     def offline(self, prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
         """Time `generate` with all requests."""
         outputs = self._pipeline.generate(
-            [self._as_tensor(ids) for ids in prompts], [self._config(each) for each in new_tokens]
+            [self._as_tensor(ids) for ids in prompts], [self._config(count) for count in new_tokens]
         )
         return {"tokens": sum(len(output.m_generation_ids[0]) for output in outputs)}
 

@@ -106,7 +106,7 @@ class Bench:
         vocabulary = replace(self.writer.vocabulary, seed=seed)
         send = sender(self.client, replace(self.writer, vocabulary=vocabulary), conversations)
         load_plan = self.plan.load(load, repeat, count, self.polled)
-        progress = Progress(sum(len(each) for each in conversations))
+        progress = Progress(sum(len(turns) for turns in conversations))
         teller = asyncio.create_task(self.tell(progress, shown))
         try:
             start, replies = await offer(conversations, load_plan, send, progress)

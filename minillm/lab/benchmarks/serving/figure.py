@@ -35,19 +35,19 @@ WIDE = 20.0  # a wider range of loads gets a logarithmic axis
 CAPTION_WIDTH = 52  # characters
 
 
-def draw(found: Mapping[str, Any], name: str) -> None:
+def draw(result: Mapping[str, Any], name: str) -> None:
     """Plot the sweep to a file."""
     plt = need("matplotlib.pyplot", "--plot needs matplotlib")
     with plt.rc_context(dict(STYLE)):
-        figure = figure_of(found)
+        figure = figure_of(result)
         figure.savefig(name, dpi=130)
         plt.close(figure)
 
 
-def figure_of(found: Mapping[str, Any]) -> Any:
+def figure_of(result: Mapping[str, Any]) -> Any:
     """The sweep as a matplotlib figure: five panels and the caption."""
     plt = need("matplotlib.pyplot", "--plot needs matplotlib")
-    points = by_load(found["points"])
+    points = by_load(result["points"])
     figure, axes = plt.subplots(2, 3, figsize=SIZE, layout="constrained")
     for ax, (title, scale, lines) in zip(axes.flat, PANELS, strict=False):
         ax.set_title(title, loc="left")
@@ -57,22 +57,22 @@ def figure_of(found: Mapping[str, Any]) -> Any:
         if ax.lines:
             ax.set_yscale("log")
             plain_ticks(ax)
-        if name in found["slo"]:
-            bound(ax, 1e3 * found["slo"][name], "objective")
+        if name in result["slo"]:
+            bound(ax, 1e3 * result["slo"][name], "objective")
     if any(one["attainment"] is not None for one in points):
-        bound(axes[1][1], 100 * found["target_attainment"], "target")
+        bound(axes[1][1], 100 * result["target_attainment"], "target")
     axes[1][1].set_ylim(-4, 104)
     for ax, name, label in ((axes[0][2], "asked", "asked for (arrivals x output length)"),
                             (axes[1][0], "load", "offered")):  # fmt: skip
         ax.set_ylim(bottom=0)
-        if not found["plan"]["closed"] and points:
+        if not result["plan"]["closed"] and points:
             ax.set_ylim(0, 1.35 * max(max(each.get_ydata()) for each in ax.lines) or None)
             y = [one[name] if name == "load" else one[name]["median"] for one in points]
             ax.plot([one["load"] for one in points], y, ":", color=BLACK, linewidth=1.0,
                     label=label)  # fmt: skip
     for ax in axes.flat[:5]:
-        finish(ax, points, found)
-    caption(axes[1][2], found)
+        finish(ax, points, result)
+    caption(axes[1][2], result)
     return figure
 
 
@@ -104,43 +104,43 @@ def plain_ticks(ax: "Axes") -> None:
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
-def finish(ax: "Axes", points: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> None:
+def finish(ax: "Axes", points: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> None:
     """The axis of loads, the knee, and the legend."""
     from matplotlib.ticker import NullLocator
 
     loads = [one["load"] for one in points]
-    several = found["plan"]["workload"].startswith("chat")
+    several = result["plan"]["workload"].startswith("chat")
     what = "conversations" if several else "requests"
-    ax.set_xlabel("concurrency" if found["plan"]["closed"] else f"offered load [{what}/s]")
+    ax.set_xlabel("concurrency" if result["plan"]["closed"] else f"offered load [{what}/s]")
     if loads and max(loads) > WIDE * min(loads):
         ax.set_xscale("log")
         ax.xaxis.set_minor_locator(NullLocator())
         ax.set_xticks(loads, [f"{load:g}" for load in loads])
-    if found["knee"] is not None:
-        ax.axvline(found["knee"]["load"], color="#666666", linewidth=1.0, linestyle="-.",
+    if result["knee"] is not None:
+        ax.axvline(result["knee"]["load"], color="#666666", linewidth=1.0, linestyle="-.",
                    label="knee")  # fmt: skip
     ax.grid(alpha=0.25, linewidth=0.5)
     if ax.get_legend_handles_labels()[0]:
         ax.legend(fontsize=8, framealpha=0.85, edgecolor="none")
 
 
-def caption(ax: "Axes", found: Mapping[str, Any]) -> None:
+def caption(ax: "Axes", result: Mapping[str, Any]) -> None:
     """What was measured, as text."""
     from textwrap import fill
 
     ax.axis("off")
-    text = "\n\n".join(fill(each, CAPTION_WIDTH) for each in caption_lines(found))
+    text = "\n\n".join(fill(each, CAPTION_WIDTH) for each in caption_lines(result))
     ax.text(0.0, 1.0, text, va="top", fontsize=8.5, transform=ax.transAxes)
 
 
-def caption_lines(found: Mapping[str, Any]) -> list[str]:
+def caption_lines(result: Mapping[str, Any]) -> list[str]:
     """Model, hardware, dtype, distributions, prefix cache, and what the lines mean."""
-    plan, target = found["plan"], found["target"]
-    prompts = sum(run["summary"]["prompt_tokens"] for run in found["runs"])
-    cached = sum(run["summary"]["cached_tokens"] for run in found["runs"])
+    plan, target = result["plan"], result["target"]
+    prompts = sum(run["summary"]["prompt_tokens"] for run in result["runs"])
+    cached = sum(run["summary"]["cached_tokens"] for run in result["runs"])
     warmup = f" (the first {plan['warmup']} are warm-up)" if plan["warmup"] else ""
     lines = [
-        f"{target['model']}, {found['dtype']}, {found['hardware']}",
+        f"{target['model']}, {result['dtype']}, {result['hardware']}",
         f"{plan['process']}; {plan['workload'].replace(',', ', ')}",
         f"{plan['requests']}{warmup}, seed {plan['seed']}, {plan['repeats']} repeats "
         "(lines: median, bands: least and most)",
@@ -148,6 +148,6 @@ def caption_lines(found: Mapping[str, Any]) -> list[str]:
     ]
     if prompts:
         lines.append(f"{cached / prompts:.0%} of the prompt tokens came from the prefix cache.")
-    if found["knee"] is not None:
-        lines.append(f"Knee: {found['knee']['load']:g}, {found['knee']['why']}.")
+    if result["knee"] is not None:
+        lines.append(f"Knee: {result['knee']['load']:g}, {result['knee']['why']}.")
     return lines

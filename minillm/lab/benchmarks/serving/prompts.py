@@ -41,20 +41,20 @@ class Vocabulary:
     def _draw(self, segment: Segment, size: int) -> list[int]:
         """Positions in the pool. Equal keys give equal positions."""
         rng = np.random.default_rng([self.seed, zlib.crc32(segment.key.encode())])
-        return [int(each) for each in rng.integers(size, size=segment.length)]
+        return [int(number) for number in rng.integers(size, size=segment.length)]
 
     def as_ids(self, segments: Sequence[Segment]) -> list[int]:
         """The prompt as token ids."""
         return [
-            self.ids[each] for segment in segments for each in self._draw(segment, len(self.ids))
+            self.ids[place] for segment in segments for place in self._draw(segment, len(self.ids))
         ]
 
     def as_text(self, segments: Sequence[Segment]) -> str:
         """The prompt as text; a space precedes every word."""
         return "".join(
-            f" {self.words[each]}"
+            f" {self.words[place]}"
             for segment in segments
-            for each in self._draw(segment, len(self.words))
+            for place in self._draw(segment, len(self.words))
         )
 
 
@@ -66,7 +66,7 @@ def from_counts(counts: Sequence[Sequence[int]], seed: int) -> Vocabulary:
     """
     pairs = [(word, ids[0]) for word, ids in zip(WORDS, counts, strict=True) if len(ids) == 1]
     if len(pairs) < LEAST_WORDS:
-        pool = sorted({each for ids in counts for each in ids})
+        pool = sorted({token_id for ids in counts for token_id in ids})
         if not pool:
             raise ConfigError("The server's /tokenize returns no tokens; give --vocab-size N.")
         return Vocabulary(WORDS, tuple(pool), False, seed)

@@ -66,7 +66,7 @@ def row(reply: Reply, start: float) -> list[Any]:
     return [
         reply.index,
         reply.turn,
-        *(round(each - start, 6) for each in (reply.intended, reply.sent, reply.end)),
+        *(round(time - start, 6) for time in (reply.intended, reply.sent, reply.end)),
         reply.outcome,
         reply.status,
         reply.error,
@@ -74,6 +74,6 @@ def row(reply: Reply, start: float) -> list[Any]:
         reply.output_tokens,
         reply.cached_tokens,
         reply.finish_reason,
-        [round(1e6 * (each - reply.sent)) for each in reply.frames],
-        [place for place, each in enumerate(reply.frames) if each not in textual],
+        [round(1e6 * (time - reply.sent)) for time in reply.frames],
+        [place for place, time in enumerate(reply.frames) if time not in textual],
     ]

@@ -22,9 +22,9 @@ LEAST_FRAMES = 0.5  # per output token; fewer frames distort TPOT and ITL
 LATE_SHARE = 0.1  # of the median TTFT
 
 
-def show(found: Mapping[str, Any], terminal: Terminal) -> None:
+def show(result: Mapping[str, Any], terminal: Terminal) -> None:
     """Print a heading, a row per load, and the conclusions."""
-    target, plan = found["target"], found["plan"]
+    target, plan = result["target"], result["plan"]
     terminal.heading(f"serve: {target['model']} at {target['url']}")
     terminal.paragraph(
         f"{plan['process']}; workload {plan['workload']}; seed {plan['seed']}, "
@@ -32,17 +32,17 @@ def show(found: Mapping[str, Any], terminal: Terminal) -> None:
     )
     points = [
         (name_of(math.inf if one["load"] is None else one["load"], plan["closed"]), one)
-        for one in found["points"]
+        for one in result["points"]
     ]
     rows = [[load, *(shown(one[name]) for name in LATENCIES)] for load, one in points]
     terminal.table(("latency", *LATENCIES.values()), rows)
     terminal.line()
-    rates = [name for name in RATES if found["slo"] or name not in ("attainment", "goodput")]
+    rates = [name for name in RATES if result["slo"] or name not in ("attainment", "goodput")]
     rows = [[load, *(shown(one[name], name) for name in rates)] for load, one in points]
     terminal.table(("load", *(RATES[name] for name in rates)), rows)
-    if len(found["runs"]) == 1:
-        show_latencies(found["runs"][0]["summary"], terminal)
-    for line in statement(found):
+    if len(result["runs"]) == 1:
+        show_latencies(result["runs"][0]["summary"], terminal)
+    for line in statement(result):
         terminal.paragraph(line)
 
 
@@ -68,26 +68,26 @@ def show_latencies(summary: Mapping[str, Any], terminal: Terminal) -> None:
         terminal.line()
 
 
-def statement(found: Mapping[str, Any]) -> list[str]:
+def statement(result: Mapping[str, Any]) -> list[str]:
     """Lines about the SLO, the search, errors and the client."""
-    lines = [*slo_lines(found), *search_lines(found)]
-    if found["knee"] is not None:
-        load = name_of(found["knee"]["load"], found["plan"]["closed"])
-        lines.append(f"Knee: {load} ({found['knee']['why']}).")
-    if len(found["runs"]) == 1:
-        lines += run_lines(found["runs"][0]["summary"])
-    lines += error_lines(found)
-    return [*lines, *late_lines(found), *found["notes"]]
+    lines = [*slo_lines(result), *search_lines(result)]
+    if result["knee"] is not None:
+        load = name_of(result["knee"]["load"], result["plan"]["closed"])
+        lines.append(f"Knee: {load} ({result['knee']['why']}).")
+    if len(result["runs"]) == 1:
+        lines += run_lines(result["runs"][0]["summary"])
+    lines += error_lines(result)
+    return [*lines, *late_lines(result), *result["notes"]]
 
 
-def slo_lines(found: Mapping[str, Any]) -> list[str]:
+def slo_lines(result: Mapping[str, Any]) -> list[str]:
     """Attainment of each objective and goodput, of the last run of each load."""
-    if not found["slo"]:
+    if not result["slo"]:
         return []
-    wanted = ", ".join(f"{name} <= {seconds(most)}" for name, most in found["slo"].items())
+    wanted = ", ".join(f"{name} <= {seconds(most)}" for name, most in result["slo"].items())
     lines = [f"SLO: {wanted}; attainment counts all requests sent, failed ones as missed."]
-    if len(found["runs"]) == 1:
-        slo = found["runs"][0]["summary"]["slo"]
+    if len(result["runs"]) == 1:
+        slo = result["runs"][0]["summary"]["slo"]
         each = ", ".join(f"{name} {share:.1%}" for name, share in slo["attainment_of"].items())
         lines.append(
             f"Attainment {slo['attainment']:.1%} ({each}); goodput {digits(slo['goodput'])} "
@@ -96,9 +96,9 @@ def slo_lines(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def search_lines(found: Mapping[str, Any]) -> list[str]:
+def search_lines(result: Mapping[str, Any]) -> list[str]:
     """The result of --search."""
-    search = found["search"]
+    search = result["search"]
     if search is None:
         return []
     target = f"an attainment of {search['target']:.0%}"
@@ -132,32 +132,32 @@ def run_lines(summary: Mapping[str, Any]) -> list[str]:
     return [*lines, f"At most {plural(summary['peak_concurrency'], 'request')} at once."]
 
 
-def error_lines(found: Mapping[str, Any]) -> list[str]:
+def error_lines(result: Mapping[str, Any]) -> list[str]:
     """How often each error occurred, over all runs."""
     total: Counter[str] = Counter()
-    for run in found["runs"]:
+    for run in result["runs"]:
         total.update(run["summary"]["errors"])
     return [f"{plural(count, 'request')} failed: {what}" for what, count in total.items()]
 
 
-def late_lines(found: Mapping[str, Any]) -> list[str]:
+def late_lines(result: Mapping[str, Any]) -> list[str]:
     """A warning if the client itself was late, and tokens that were counted without usage."""
-    late = max(((run["summary"]["lateness"] or {}).get("p99", 0.0) for run in found["runs"]),
+    late = max(((run["summary"]["lateness"] or {}).get("p99", 0.0) for run in result["runs"]),
                default=0.0)  # fmt: skip
     lines = [f"The client sent its requests at most {seconds(max(late, 0.0))} late (p99)."]
-    first = [one["ttft_p50"]["median"] for one in found["points"] if one["ttft_p50"]]
-    if not found["plan"]["limited"] and late > LATE and late > LATE_SHARE * min(first, default=0):
+    first = [one["ttft_p50"]["median"] for one in result["points"] if one["ttft_p50"]]
+    if not result["plan"]["limited"] and late > LATE and late > LATE_SHARE * min(first, default=0):
         lines[0] += (
             " This is part of the latencies; run the client on another machine, or lower the rate."
         )
     frames, tokens = (
-        sum(run["summary"][name] for run in found["runs"]) for name in ("frames", "output_tokens")
+        sum(run["summary"][name] for run in result["runs"]) for name in ("frames", "output_tokens")
     )
     if frames < LEAST_FRAMES * tokens:
         lines.append(
             f"The server sent {frames:,} frames for {tokens:,} tokens; TPOT and ITL are those of "
             "frames with several tokens, and a TTFT includes all tokens of its frame."
         )
-    if any(run["summary"]["without_usage"] for run in found["runs"]):
+    if any(run["summary"]["without_usage"] for run in result["runs"]):
         lines.append("The server reports no usage; frames with text are counted as tokens.")
     return lines

@@ -80,22 +80,22 @@ def draw_lognormal(count: int, rng: np.random.Generator, p: Parameters) -> list[
 def draw_shared_prefix(count: int, rng: np.random.Generator, p: Parameters) -> list[Conversation]:
     """A tree of prefixes: each request has one of the roots, one of its branches, and own
     tokens."""
-    found = []
+    conversations = []
     for index in range(count):
         root, branch = int(rng.integers(int(p["roots"]))), int(rng.integers(int(p["branches"])))
         shared = (
             Segment(f"root {root}", int(p["prefix"])),
             Segment(f"branch {root} {branch}", int(p["prefix"])),
         )
-        found.append(single(index, int(p["input"]), int(p["output"]), *shared))
-    return found
+        conversations.append(single(index, int(p["input"]), int(p["output"]), *shared))
+    return conversations
 
 
 def draw_chat(count: int, rng: np.random.Generator, p: Parameters) -> list[Conversation]:
     """Conversations of several turns after one system prompt. Each request repeats the conversation
     so far, and follows the previous reply after an exponentially distributed time."""
     system = Segment("system", int(p["system"]))
-    found = []
+    conversations = []
     for index in range(count):
         turns = []
         for number in range(int(p["turns"])):
@@ -104,8 +104,8 @@ def draw_chat(count: int, rng: np.random.Generator, p: Parameters) -> list[Conve
             segments = (own,) if number else (system, own)
             output = lognormal(p["output"], p["output_sigma"], rng)
             turns.append(Turn(segments, output, think))
-        found.append(tuple(turns))
-    return found
+        conversations.append(tuple(turns))
+    return conversations
 
 
 def draw_long_short(count: int, rng: np.random.Generator, p: Parameters) -> list[Conversation]:
@@ -207,7 +207,7 @@ def fit(conversations: Sequence[Conversation], longest: int) -> tuple[list[Conve
     """Shorten conversations to `longest` tokens of prompt and output; also the number of those
     that were shortened. The output keeps at least half of the room left if it wants it; turns
     without room are left out."""
-    fitted = [fit_one(each, longest) for each in conversations]
+    fitted = [fit_one(conversation, longest) for conversation in conversations]
     changed = sum(one != other for one, other in zip(conversations, fitted, strict=True))
     return fitted, changed
 
