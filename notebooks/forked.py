@@ -21,8 +21,6 @@ import chapters
 NAME = "minillm-fork"
 # Chapters that load models of random weights for their times alone: one layer will do.
 ONLY_TIMED = ("03", "05", "08", "09", "12", "23")
-# Those with facts about such a model's size: all layers are there, and the first one computes.
-SIZED = ("00", "01")
 PRELOAD = [  # what a chapter and this file import
     *("torch", "matplotlib.pyplot", "matplotlib_inline.backend_inline", "ipywidgets"),
     *("ipykernel.kernelapp", "jupyter_client.provisioning"),
@@ -104,17 +102,7 @@ def _run_kernel(arguments: list[str], env: dict[str, str], cwd: str, stderr: str
 
         whole = checkpoint.preset
         vars(checkpoint)["preset"] = lambda n: replace(whole(n), num_layers=1, vocab_size=2048)
-    elif env.get("MINILLM_QUICK") and env.get("MINILLM_CHAPTER") in SIZED:
-        from minillm.models.decoder import Decoder
-
-        def initialize(model: Decoder, fill: Any = Decoder.initialize, **options: Any) -> None:
-            fill(model, **options)
-            for layer in model.layers[1:]:
-                vars(layer)["forward"] = lambda x, residual, *_: (x, residual)
-
-        Decoder.initialize = initialize  # type: ignore[method-assign]
-    quiet = f"--IPKernelApp.parent_handle={os.getppid()}"  # no advice for a terminal
-    launch_new_instance([*arguments, quiet])
+    launch_new_instance([*arguments, f"--IPKernelApp.parent_handle={os.getppid()}"])  # no advice
 
 
 def _end_with_parent() -> None:

@@ -83,9 +83,8 @@ def step_cost(
     dtype = dtype or config.dtype
     sizes = weights or WeightSizes.plain(dtype)
     products = all_products(config)
-    head = config.hidden_size * config.vocab_size
     used = sum(n * p.used * p.inputs * p.outputs for p, n in products.items())
-    macs = tokens * used + logits * head
+    macs = tokens * used + logits * config.hidden_size * config.vocab_size
     pairs, visible = attention_counts(config, query_lens, seq_lens)
     query_width, output_width = attention_widths(config)
     moved = tokens * sum(n * p.used * (p.inputs + p.outputs) for p, n in products.items())

@@ -186,12 +186,10 @@ class Simulation:
             name = next(one for one in (f"r{n}" for n in count(number)) if one not in self._answers)
         if name in self._answers:
             raise ConfigError(f"There was already a request {name!r}; give each its own name.")
-        one = type(n) is int and n == 1
-        params = ONE if one else SamplingParams(n=n, temperature=1.0)
+        params = ONE if type(n) is int and n == 1 else SamplingParams(n=n, temperature=1.0)
         request = Request(
-            name, ids, params, limit,
-            priority=priority, cache_salt=cache_salt, arrival=when,
-        )  # fmt: skip
+            name, ids, params, limit, priority=priority, cache_salt=cache_salt, arrival=when
+        )
         check_fits(request, self.scheduler.config, self.blocks)
         self._answers[name] = answer if isinstance(new, Sequence) else (-1,) * len(answer)
         heapq.heappush(self._later, (when, number, request))

@@ -36,8 +36,7 @@ class Product:
 
     def parameters_read(self, num_tokens: int) -> float:
         """Expected number of stored values that a step of `num_tokens` tokens reads."""
-        distinct = expected_distinct(self.copies, self.used, num_tokens)
-        return self.parameters / self.copies * distinct
+        return self.parameters / self.copies * expected_distinct(self.copies, self.used, num_tokens)
 
 
 def layer_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:

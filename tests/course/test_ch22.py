@@ -56,24 +56,22 @@ def shipped(**limits):
 
 
 def test_the_search_finds_the_last_rate_that_holds_and_ends_runs_early(monkeypatch):
-    asked, ended = {}, {}
+    ended = {}
 
     def run(model, config, rate, requests, seed):  # of ten requests one may be late
-        asked[rate] = requests
         for place in range(requests):
             ended[rate] = place + 1
-            late = place % 10 < (1 if rate <= 34 else 2)
-            yield ch22.answered(place, 0.0, (9.0, 9.1) if late else (0.1, 0.2), 30)
+            first = 9.0 if place % 10 < 1 + (rate > 34) else 0.1
+            yield ch22.answered(place, 0.0, (first, 9.1), 30)
 
     monkeypatch.setattr(ch22_ship, "run", run)
     sold = ch22_ship.highest_rate(LLAMA, shipped(), {"ttft": 0.5})
-    tokens = [new for _, _, new in ch22_ship.demand(680, 0)]
-    assert (sold.rate, sold.tokens) == (34, 34 * sum(tokens) / 680)
+    mean = sum(new for _, _, new in ch22_ship.demand(680, 0)) / 680
+    assert (sold.rate, sold.tokens) == (34, pytest.approx(34 * mean))
     assert sold.dollars == ch22_ship.price(shipped(), sold.tokens)
-    assert len(asked) <= 5
-    for rate, count in asked.items():  # a run ends with the first late answer too many
-        assert count == max(200, ch22_ship.ARRIVALS * rate)
-        assert ended[rate] == (count if rate <= 34 else count // 2 + 1)
+    assert len(ended) <= 5
+    for rate, number in ended.items():  # a run ends with the first late answer too many
+        assert number == (max(200, 20 * rate) if rate <= 34 else 10 * rate + 1)
     assert ch22_ship.highest_rate(LLAMA, shipped(), {"ttft": 0.05}).rate == 0
 
 
@@ -129,9 +127,8 @@ def test_requests_at_once_and_rates_by_hand():
 
 
 def test_the_prefix_cache_saves_the_system_prompt():
-    alone = {"requests": 1, "seed": 0}
     without, with_cache = (
-        next(ch22_ship.run(LLAMA, shipped(prefix_cache=cache), 1, **alone))
+        next(ch22_ship.run(LLAMA, shipped(prefix_cache=cache), 1, requests=1, seed=0))
         for cache in (False, True)
     )
     seconds = ch22_ship.StepSeconds(LLAMA, H100, 4, LINKS["nvlink"])
