@@ -94,7 +94,7 @@ def _run_kernel(arguments: list[str], env: dict[str, str], cwd: str, stderr: str
     from ipykernel.kernelapp import launch_new_instance
 
     gc.freeze()  # what was imported stays: searching it for garbage takes 0.1 s each time
-    gc.set_threshold(50_000, 20, 20)  # simulations make many objects, and few cycles
+    gc.set_threshold(20_000)  # simulations make many objects, and few cycles
     matplotlib.use("module://matplotlib_inline.backend_inline")
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", torch.get_num_threads())))
     if env.get("MINILLM_QUICK") and env.get("MINILLM_CHAPTER") in ONLY_TIMED:
