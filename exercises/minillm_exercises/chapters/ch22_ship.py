@@ -163,7 +163,8 @@ def run(
 ) -> Iterator[Reply]:
     """Serve Poisson arrivals: each prompt is the system prompt and own tokens. Yields replies as
     they end, with the times of their first and last token on the virtual clock, in seconds."""
-    sim, due, first, at = config.simulation(model), [], {}, 0.0
+    sim, due, at = config.simulation(model), [], 0.0
+    first: dict[int, float] = {}
     sim.add((*SYSTEM, MADE_UP - 1), 1, name="warm-up")  # the server has run before
     start = sim.run()[-1].delivered
     for number, (gap, own, new) in enumerate(demand(requests, seed)):
