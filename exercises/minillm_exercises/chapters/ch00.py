@@ -192,7 +192,7 @@ def draw_roofline(hardware: Hardware, runs: Sequence[Run], cache: int = 0) -> No
         if number == 0:  # the first may lie behind the second
             style["fillstyle"] = "none"
         place = [run.cost.intensity], [run.cost.flops / run.seconds / 1e9]
-        fits = " (fits the cache: not its bound)" if run.cost.total_bytes < cache else ""
+        fits = " (fits the cache)" if run.cost.total_bytes < cache else ""
         ax.plot(*place, label=f"{run.name}: {100 * share:.2g} % of the bound{fits}", **style)
     ax.set(xscale="log", yscale="log")
     ax.set_xticks(INTENSITIES[::2], [f"{tick:g}" for tick in INTENSITIES[::2]])
@@ -204,8 +204,7 @@ def draw_roofline(hardware: Hardware, runs: Sequence[Run], cache: int = 0) -> No
     show(
         fig,
         "No program that reads its weights from memory gets above the dashed lines. These tokens "
-        f"do {does} per byte, far left of the corner at {ridge:.0f}, so the slope of the bytes is "
-        "their bound, whatever the program.",
+        f"do {does} per byte, far left of the corner at {ridge:.0f}: under the slope of the bytes.",
     )
 
 

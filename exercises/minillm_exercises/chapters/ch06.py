@@ -92,8 +92,8 @@ def static_ends(lengths: Sequence[int], seats: int) -> list[int]:
 
 
 def continuous_ends(lengths: Sequence[int], seats: int) -> list[int]:
-    """The same when the next request takes the seat that is free first (list scheduling, Graham
-    1966); a heap knows which seat that is.
+    """The step in which each request ends when the next one takes the seat that is free first
+    (list scheduling, Graham 1966); a heap knows which seat that is.
 
     Raises:
         ExerciseError: no seats, or a length below 1.

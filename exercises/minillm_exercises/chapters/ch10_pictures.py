@@ -48,8 +48,7 @@ def draw_rescale(scores: Sequence[float], values: Sequence[float]) -> None:
         fig,
         f"One row after each of {len(scores)} scores; the newest is hatched. The score {largest:,} "
         f"is a new maximum, so the weights before it, with their sums z and o, shrink to "
-        f"{factor:.2f} of the dashed heights. The result is {summed:.1f} / {total:.2f} = "
-        f"{summed / total:.1f}.",
+        f"{factor:.2f} of the dashed heights. The result is o / z = {summed / total:.1f}.",
     )
 
 
