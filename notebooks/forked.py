@@ -94,6 +94,7 @@ def _run_kernel(arguments: list[str], env: dict[str, str], cwd: str, stderr: str
     from ipykernel.kernelapp import launch_new_instance
 
     gc.freeze()  # what was imported stays: searching it for garbage takes 0.1 s each time
+    gc.set_threshold(20_000)  # simulations make many objects, and few cycles
     matplotlib.use("module://matplotlib_inline.backend_inline")
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", torch.get_num_threads())))
     if env.get("MINILLM_QUICK") and env.get("MINILLM_CHAPTER") in ONLY_TIMED:
@@ -101,8 +102,7 @@ def _run_kernel(arguments: list[str], env: dict[str, str], cwd: str, stderr: str
 
         whole = checkpoint.preset
         vars(checkpoint)["preset"] = lambda n: replace(whole(n), num_layers=1, vocab_size=2048)
-    quiet = f"--IPKernelApp.parent_handle={os.getppid()}"  # no advice for a terminal
-    launch_new_instance([*arguments, quiet])
+    launch_new_instance([*arguments, f"--IPKernelApp.parent_handle={os.getppid()}"])  # no advice
 
 
 def _end_with_parent() -> None:

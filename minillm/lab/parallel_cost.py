@@ -166,7 +166,7 @@ def _with_whole_experts(
     load = moe.num_experts, moe.num_experts_per_token, size, tokens
     mean = moe.num_experts / size * (1 - (1 - load[1] / load[0]) ** tokens)
     more = most_experts_read(*load) / mean
-    products = [product for product in all_products(mine) if product.part == "experts"]
+    products = [product for product in all_products(mine).elements() if product.part == "experts"]
     read = sum(p.parameters_read(tokens) * more - p.parameters_read(own) for p in products)
     rows = tokens / expert_balance(*load, moe.num_groups, moe.topk_groups) - own
     macs = rows * sum(p.used * p.inputs * p.outputs for p in products)

@@ -82,12 +82,12 @@ def step_cost(
     logits = len(query_lens) if num_logits is None else num_logits
     dtype = dtype or config.dtype
     sizes = weights or WeightSizes.plain(dtype)
-    products = tuple(all_products(config))
-    head = config.hidden_size * config.vocab_size
-    macs = tokens * sum(p.used * p.inputs * p.outputs for p in products) + logits * head
+    products = all_products(config)
+    used = sum(n * p.used * p.inputs * p.outputs for p, n in products.items())
+    macs = tokens * used + logits * config.hidden_size * config.vocab_size
     pairs, visible = attention_counts(config, query_lens, seq_lens)
     query_width, output_width = attention_widths(config)
-    moved = tokens * sum(p.used * (p.inputs + p.outputs) for p in products)
+    moved = tokens * sum(n * p.used * (p.inputs + p.outputs) for p, n in products.items())
     moved += tokens * config.num_layers * (query_width + output_width)
     moved += logits * (config.hidden_size + config.vocab_size)
     value_bytes = dtype_bytes(dtype)
@@ -99,7 +99,7 @@ def step_cost(
         kv_read_bytes=visible * layer_bytes(config, 1, kv_dtype or dtype),
         kv_write_bytes=tokens * kv_bytes_per_token(config, kv_dtype or dtype),
         activation_bytes=moved * value_bytes,
-        num_operations=len(products) + config.num_layers + (1 if logits else 0),
+        num_operations=products.total() + config.num_layers + (1 if logits else 0),
         dtype=sizes.products or dtype,
     )
 

@@ -14,7 +14,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from itertools import count
+from itertools import count, islice
 from numbers import Real
 from typing import Any
 
@@ -40,6 +40,7 @@ from minillm.trace.recorder import Trace, TraceSettings
 
 StepTime = Callable[[StepRecord], float]  # a step-time model: seconds of a step from its record
 
+ONE = SamplingParams(temperature=1.0)  # of most requests; checking each takes long
 MADE_UP = 10**9  # first made-up token id, larger than any vocabulary
 PREFIX_CACHES = (None, "hash", "radix")
 COUNTS = (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("long_prefill_token_threshold", 0))
@@ -185,11 +186,10 @@ class Simulation:
             name = next(one for one in (f"r{n}" for n in count(number)) if one not in self._answers)
         if name in self._answers:
             raise ConfigError(f"There was already a request {name!r}; give each its own name.")
-        params = SamplingParams(n=n, temperature=1.0)
+        params = ONE if type(n) is int and n == 1 else SamplingParams(n=n, temperature=1.0)
         request = Request(
-            name, ids, params, limit,
-            priority=priority, cache_salt=cache_salt, arrival=when,
-        )  # fmt: skip
+            name, ids, params, limit, priority=priority, cache_salt=cache_salt, arrival=when
+        )
         check_fits(request, self.scheduler.config, self.blocks)
         self._answers[name] = answer if isinstance(new, Sequence) else (-1,) * len(answer)
         heapq.heappush(self._later, (when, number, request))
@@ -201,7 +201,7 @@ class Simulation:
             if whole and min(tokens, default=0) >= 0 and max(tokens, default=0) < MADE_UP:
                 return tuple(tokens)
         elif is_whole(tokens):
-            return tuple(next(self._tokens) for _ in range(tokens))
+            return tuple(islice(self._tokens, tokens))
         raise ConfigError(
             f"{what} is {shown(tokens)}; it must be a number of tokens, or a list of token ids, "
             f"which are whole numbers from 0 to {MADE_UP - 1:,}."
@@ -275,7 +275,7 @@ class Simulation:
         """The row's next tokens, up to the end of the answer. Forks get the same token if the
         answer was given as ids, else different made-up ids."""
         sequence = self.scheduler.sequences[row.seq_id]
-        place = sequence.num_tokens - len(sequence.request.prompt_token_ids)
+        place = sequence.num_tokens - sequence.num_prompt_tokens
         answer = self._answers[sequence.request.request_id]
         tokens = [answer[place]] * row.num_samples
         if self._speculation and row.num_logits > 1:
@@ -288,7 +288,7 @@ class Simulation:
         sequence = self.scheduler.sequences.get(seq_id)
         if sequence is None:
             return
-        written = sequence.num_tokens - len(sequence.request.prompt_token_ids)
+        written = sequence.num_tokens - sequence.num_prompt_tokens
         if written == len(self._answers[sequence.request.request_id]):
             self.scheduler.finish(seq_id, "stop")
 

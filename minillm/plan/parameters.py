@@ -4,8 +4,8 @@ Parameters, operations and bytes (`cost.py`) are all computed from the same list
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from minillm.config import ModelConfig
@@ -36,8 +36,7 @@ class Product:
 
     def parameters_read(self, num_tokens: int) -> float:
         """Expected number of stored values that a step of `num_tokens` tokens reads."""
-        distinct = expected_distinct(self.copies, self.used, num_tokens)
-        return self.parameters / self.copies * distinct
+        return self.parameters / self.copies * expected_distinct(self.copies, self.used, num_tokens)
 
 
 def layer_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
@@ -93,9 +92,10 @@ def _mlp_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
     )
 
 
-def all_products(config: ModelConfig) -> Iterator[Product]:
-    """The products of every layer, first to last."""
-    return (p for layer in range(config.num_layers) for p in layer_products(config, layer))
+@lru_cache(maxsize=128)  # a simulation asks for each of its steps
+def all_products(config: ModelConfig) -> Counter[Product]:
+    """The products of all layers, each with the number of times that it occurs."""
+    return Counter(p for layer in range(config.num_layers) for p in layer_products(config, layer))
 
 
 def expected_distinct(num_experts: int, per_token: int, num_tokens: int) -> float:
@@ -136,9 +136,9 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
     """Exact parameter counts, including DeepSeek-V3's router biases."""
     parts: Counter[str] = Counter()
     idle = 0
-    for product in all_products(config):
-        parts[product.part] += product.parameters
-        idle += product.parameters // product.copies * (product.copies - product.used)
+    for product, times in all_products(config).items():
+        parts[product.part] += times * product.parameters
+        idle += times * product.parameters // product.copies * (product.copies - product.used)
     table = config.vocab_size * config.hidden_size
     head = 0 if config.tie_word_embeddings else table
     norms = norm_parameters(config)

@@ -50,8 +50,8 @@ class WeightSizes:
     def read(self, config: ModelConfig, num_tokens: int, num_logits: int) -> int:
         """Bytes of the weights that a step reads: every matrix once, of experts those that its
         tokens are expected to choose, of the embedding one row per token."""
-        total = sum(getattr(self, p.part) * p.parameters_read(num_tokens)
-                    for p in all_products(config))  # fmt: skip
+        total = sum(times * getattr(self, p.part) * p.parameters_read(num_tokens)
+                    for p, times in all_products(config).items())  # fmt: skip
         total += self.norms * norm_parameters(config)
         total += self.embedding * num_tokens * config.hidden_size
         if num_logits:

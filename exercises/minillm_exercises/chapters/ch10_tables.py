@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from minillm_exercises.chapters.ch10 import Attention, Share, inputs
+from minillm_exercises.chapters.common import rounds
 from minillm_exercises.timing import measure
 
 State = tuple[float, float, float]
@@ -77,9 +78,10 @@ def times(
     device: str = "cpu",
     fastest: bool = False,
 ) -> list[float]:
-    """Median seconds of one head of each length on a device, or those of the fastest run."""
+    """Median seconds of one head of each length on a device, or those of the fastest run. In a
+    hurry all heads are as short as the first."""
     found = []
-    for tokens in lengths:
+    for tokens in lengths if rounds(2) > 1 else [lengths[0]] * len(lengths):
         q, k, v = inputs(tokens, width, device=device)
         timed = measure(lambda q=q, k=k, v=v: attend(q, k, v), repeats=5, budget=0.4, device=device)
         found.append(min(timed.times) if fastest else timed.median)

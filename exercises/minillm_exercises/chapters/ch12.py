@@ -275,7 +275,7 @@ def bandwidth(
     faster than its reading: then the earlier ceilings were disturbed.
     """
     best = before.bandwidth
-    for _ in range(attempts):
+    for _ in range(common.rounds(attempts + 1) - 1):  # in a hurry none
         best = max(best, again(refresh=True).bandwidth)
         if not too_fast(panels, sizes, best):
             break

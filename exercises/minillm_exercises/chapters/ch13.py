@@ -18,9 +18,10 @@ from minillm.quantization.methods import install
 from minillm.quantization.panels import pack_quantized
 from minillm.quantization.rounding import round_symmetric
 from minillm_exercises import measure
+from minillm_exercises.chapters.common import rounds
 from minillm_exercises.chapters.common import show_table as show_table
 
-ROTATED = 96 * 2**20  # bytes of each format that are read in turn, so that no cache holds them
+ROTATED = rounds(96 * 2**20)  # bytes of each format read in turn, so that no cache holds them
 SIDE = 4096  # inputs and outputs of the matrix that is timed
 
 
@@ -72,14 +73,14 @@ def q4_k(weight: Tensor) -> Tensor:
 
 def step_bytes(config: ModelConfig, bits: float, head_bits: float) -> float:
     """Bytes that a step for one token reads: the matrices of all layers, and the output matrix."""
-    layers = sum(product.parameters_read(1) for product in all_products(config))
+    layers = sum(n * product.parameters_read(1) for product, n in all_products(config).items())
     return (layers * bits + config.hidden_size * config.vocab_size * head_bits) / 8
 
 
 def file_bytes(config: ModelConfig, bits: float, rest_bits: float = 16) -> float:
     """Bytes of a file with the matrices of the layers in `bits` and both tables in `rest_bits`."""
     tables = config.hidden_size * config.vocab_size * (1 if config.tie_word_embeddings else 2)
-    layers = sum(product.parameters for product in all_products(config))
+    layers = sum(n * product.parameters for product, n in all_products(config).items())
     return (layers * bits + tables * rest_bits) / 8
 
 

@@ -250,12 +250,10 @@ def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int = 4) -> dict[s
     """Median seconds of each of `runs`. They are measured in turn, so that a disturbance that
     lasts for some time meets all of them."""
     found: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(common.rounds(rounds) + 1):
+    for _ in range(common.rounds(rounds + 1)):
         for name, run in runs.items():
-            (seconds, *_) = measure(run, repeats=1, warmup=0, budget=1e-9).times
-            if number:  # the first round is a warm-up
-                found[name].append(seconds)
-    return {name: median(times) for name, times in found.items()}
+            found[name] += measure(run, repeats=1, warmup=0, budget=1e-9).times
+    return {name: median(times[1:] or times) for name, times in found.items()}  # [0] is a warm-up
 
 
 def row_seconds(llm: LLM, counts: Sequence[int], batch: int = 1) -> dict[int, float]:
@@ -269,12 +267,16 @@ def row_seconds(llm: LLM, counts: Sequence[int], batch: int = 1) -> dict[int, fl
         hidden, _ = run.run([Chunk(b, CONTEXT, [1] * count) for b in range(batch)], cache)
         run.logits(hidden)
 
-    found: dict[int, list[float]] = {count: [] for count in counts}
-    for _ in range(2):  # two sweeps: the less disturbed one counts
-        for count in counts:
-            timing = measure(lambda c=count: verify(c), budget=0.25, device=str(run.device))
-            found[count].append(timing.median)
-    return {count: min(times) for count, times in found.items()}
+    return sweeps(verify, counts, str(run.device))
+
+
+def sweeps(run: Callable[[int], object], counts: Sequence[int], device: str) -> dict[int, float]:
+    """Median seconds of `run` for each of `counts`, in the less disturbed of two sweeps."""
+    found = [
+        [measure(lambda c=count: run(c), budget=0.25, device=device).median for count in counts]
+        for _ in range(common.rounds(2))
+    ]
+    return dict(zip(counts, map(min, zip(*found, strict=True)), strict=True))
 
 
 def row_cost(config: ModelConfig, rows: int, batch: int = 1) -> StepCost:

@@ -18,7 +18,6 @@ from minillm.speculative.heads import HEADS_FILE, heads_folder
 from minillm.speculative.proposer import Draft, DraftRow
 from minillm.speculative.trees import Path, Table
 from minillm_exercises.chapters import ch16
-from minillm_exercises.timing import measure
 
 
 @dataclass(frozen=True)
@@ -89,12 +88,7 @@ class Pass:
 def row_seconds(llm: LLM, trees: Mapping[int, Tree | None]) -> dict[int, float]:
     """Median seconds of a pass with so many rows over a tree, or over a chain."""
     passes = Pass(llm, [1] * ch16.CONTEXT)
-    found: dict[int, list[float]] = {rows: [] for rows in trees}
-    for _ in range(2):  # two sweeps: the less disturbed one counts
-        for rows, tree in trees.items():
-            timing = measure(lambda n=rows, tree=tree: passes.logits([1] * n, tree), budget=0.25)
-            found[rows].append(timing.median)
-    return {rows: min(times) for rows, times in found.items()}
+    return ch16.sweeps(lambda rows: passes.logits([1] * rows, trees[rows]), [*trees], "cpu")
 
 
 def paths_of(tree: Tree) -> list[list[int]]:

@@ -19,6 +19,7 @@ from minillm.layers.moe import Router
 from minillm.models.families import qwen3_moe
 from minillm.models.forward_pass import Chunk
 from minillm.plan.parameters import parameter_count
+from minillm_exercises.chapters.common import rounded as rounded
 from minillm_exercises.chapters.common import show_table as show_table
 
 Ids = NDArray[np.int64]
@@ -231,8 +232,3 @@ def pack(loads: Sequence[float], counts: Sequence[int], gpus: int) -> list[list[
         placement[gpu].append(expert)
         totals[gpu] += each[expert]
     return placement
-
-
-def rounded(value: float, digits: int = 1) -> str:
-    """A number with so many decimals, for a fact."""
-    return f"{float(value):.{digits}f}"

@@ -25,6 +25,8 @@ from minillm.parallel.communicator import Communicator, ThreadGroup
 from minillm.parallel.split import Split, rank_config
 from minillm.plan.cost import MemoryPlan, kv_bytes_per_token, weight_bytes
 from minillm_exercises.chapters.ch02 import logprobs
+from minillm_exercises.chapters.ch16 import distance as distance
+from minillm_exercises.chapters.common import rounded as rounded
 from minillm_exercises.chapters.common import show_table as show_table
 
 T = TypeVar("T")
@@ -211,11 +213,6 @@ def dist_of_local_noise(p: Sequence[Fraction], size: int) -> list[Fraction]:
     return dist
 
 
-def distance(one: Sequence[Fraction], other: Sequence[Fraction]) -> Fraction:
-    """Total variation: the largest error in the probability of any set of tokens."""
-    return sum((abs(a - b) for a, b in zip(one, other, strict=True)), Fraction(0)) / 2
-
-
 # Sums ----------------------------------------------------------------------------------------
 
 
@@ -290,8 +287,3 @@ def holds(config: ModelConfig, gpu: Hardware, ranks: int, batch: int = 0) -> boo
     """Whether so many GPUs hold the model in bfloat16 and the caches of a step of `seconds`."""
     tokens = batch * CONTEXT if batch else PROMPT
     return room(config, gpu, ranks, dtype="bfloat16").num_tokens >= tokens
-
-
-def rounded(value: Fraction | float, digits: int = 1) -> str:
-    """A number with so many decimals, for a fact."""
-    return f"{float(value):.{digits}f}"

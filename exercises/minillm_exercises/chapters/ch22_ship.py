@@ -158,25 +158,29 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-@without_collector()
 def run(
     model: ModelConfig, config: Configuration, rate: float, requests: int, seed: int
-) -> list[Reply]:
-    """Serve Poisson arrivals: each prompt is the system prompt and own tokens. The replies have
-    times of the virtual clock, in seconds."""
-    sim, due, at = config.simulation(model), {}, 0.0
+) -> Iterator[Reply]:
+    """Serve Poisson arrivals: each prompt is the system prompt and own tokens. Yields replies as
+    they end, with the times of their first and last token on the virtual clock, in seconds."""
+    sim, due, at = config.simulation(model), [], 0.0
+    first: dict[int, float] = {}
     sim.add((*SYSTEM, MADE_UP - 1), 1, name="warm-up")  # the server has run before
     start = sim.run()[-1].delivered
     for number, (gap, own, new) in enumerate(demand(requests, seed)):
         at += gap / rate
-        first = len(SYSTEM) + MOST["own"] * number
-        ids = (*SYSTEM, *range(first, first + own)) if config.prefix_cache else len(SYSTEM) + own
-        name = sim.add(ids, new, arrival=start + at)
-        due[name] = start + at
-    times = sim.run().token_times()
-    return [
-        answered(place, due[name], times[name], len(times[name])) for place, name in enumerate(due)
-    ]
+        other = len(SYSTEM) + MOST["own"] * number
+        ids = (*SYSTEM, *range(other, other + own)) if config.prefix_cache else len(SYSTEM) + own
+        sim.add(ids, new, arrival=start + at)
+        due.append(start + at)
+    while sim.has_work:
+        record = sim.step()
+        for row in record.rows:
+            if row.num_logits:
+                first.setdefault(row.seq_id, record.computed)
+        for one in record.ended:  # sequences are numbered as they arrive, from the warm-up on
+            place, times = one.seq_id - 1, (first[one.seq_id], record.computed)
+            yield answered(place, due[place], times, one.num_tokens)
 
 
 def least_price(
@@ -217,6 +221,7 @@ class Sold:
     dollars: float
 
 
+@without_collector()
 def highest_rate(
     model: ModelConfig,
     config: Configuration,
@@ -227,18 +232,20 @@ def highest_rate(
 ) -> Sold:
     """Halve the list of rates until the highest is found at which `share` of all requests are
     within the limits. Each rate is kept up for `ARRIVALS` seconds, or for `fewest` requests if
-    that takes longer. A rate ends early if a quarter too many of its first requests are late."""
+    that takes longer, and ends early when it is certain whether it holds."""
     low, high, best = 0, len(RATES), Sold(0, 0.0, float("inf"))
     while low < high:
         middle = (low + high) // 2
         rate = RATES[middle]
-        for count in sorted({fewest, max(fewest, ARRIVALS * rate)}):
-            replies = run(model, config, rate, count, seed)
-            attained = evaluate(replies, limits, 1.0)["attainment"]
-            if attained < share - 0.25:
+        count = max(fewest, ARRIVALS * rate)
+        good = late = 0
+        for reply in run(model, config, rate, count, seed):
+            within = evaluate([reply], limits, 1.0)["good"]
+            good, late = good + within, late + 1 - within
+            if good / count >= share or (count - late) / count < share:
                 break
-        if attained >= share:
-            tokens = rate * sum(reply.tokens for reply in replies) / len(replies)
+        if good / count >= share:
+            tokens = rate * sum(new for _, _, new in demand(count, seed)) / count
             best = Sold(rate, tokens, price(config, tokens))
             low = middle + 1
         else:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any, TypeVar
 
 from minillm.trace.recorder import Trace
@@ -15,6 +16,11 @@ def rounds(count: int) -> int:
     """How often to measure: `count` times, or once where only the facts are wanted, as by
     `timing.measure`."""
     return 1 if os.environ.get("MINILLM_QUICK") else count
+
+
+def rounded(value: Fraction | float, digits: int = 1) -> str:
+    """A number with so many decimals, for a fact."""
+    return f"{float(value):.{digits}f}"
 
 
 def chosen(what: str, name: str, known: Mapping[str, T]) -> T:
