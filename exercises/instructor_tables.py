@@ -70,6 +70,7 @@ DAYS = (  # plans of several days
 # What to say of a chapter that a plan leaves out and a later chapter needs: minutes, and what.
 INSTEAD = {
     "00": (10, "no step is faster than the larger of bytes / bandwidth and operations / rate"),
+    "01": (5, "a step of few tokens waits for bytes; above the knee it waits for operations"),
     "02": (5, "a model returns a score for each token, a logit; here the largest is chosen"),
     "03": (5, "keys and values of earlier tokens are kept, so a step computes only the new ones"),
     "05": (5, "a step of many rows reads the weights once, so a row more costs little"),
