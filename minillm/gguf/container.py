@@ -171,7 +171,7 @@ def placed(
                 f"has {len(cursor.data):,} (fetch it again if it was cut off)"
             )
         found[info.name] = TensorInfo(info.name, info.shape, info.type, start)
-    in_order = sorted(found.values(), key=lambda each: each.start)
+    in_order = sorted(found.values(), key=lambda tensor: tensor.start)
     for one, next_one in itertools.pairwise(in_order):
         if one.start + one.num_bytes > next_one.start:
             raise cursor.error(f"tensors {one.name!r} and {next_one.name!r} overlap")

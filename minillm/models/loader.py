@@ -103,7 +103,7 @@ def stored_format(source: ModelSource, headers: Headers) -> Format | None:
 
 def reading(format: Format | None) -> MethodOf | None:
     """How the matrices of a quantised checkpoint are read; the one that MLA absorbs is dense."""
-    return None if format is None else lambda each: LoadingMethod(format, each.is_absorbed)
+    return None if format is None else lambda matrix: LoadingMethod(format, matrix.is_absorbed)
 
 
 def check_model(format: Format | None, model: Decoder) -> None:

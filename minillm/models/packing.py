@@ -93,7 +93,7 @@ def packable(model: Decoder) -> list[Linear | Embedding]:
         and isinstance(module.method, PlainLinearMethod)
         and not module.is_absorbed
     ]
-    return sorted(modules, key=lambda each: isinstance(each, Embedding))
+    return sorted(modules, key=lambda module: isinstance(module, Embedding))
 
 
 @torch.inference_mode()
@@ -151,7 +151,7 @@ def pack_experts(layer: MoE) -> None:
         cpu.takes_panels(weight) and len(weight) % cpu.PANEL_STEP == 0 for weight in weights
     ):
         return
-    into_panels(experts, lambda each: PanelExpertsMethod(each.out_features))
+    into_panels(experts, lambda matrix: PanelExpertsMethod(matrix.out_features))
     if is_plain(layer.router):
         into_panels([layer.router])
 

@@ -138,7 +138,7 @@ class DataParallelScheduler:
         """Plan the next step of all copies."""
         if self._steps:
             raise AccountingError("The last plan was not committed.")
-        plan = self._plan(lambda each: each.schedule() if each.has_work else None)
+        plan = self._plan(lambda copy: copy.schedule() if copy.has_work else None)
         return StepPlan(self._num_steps) if plan is None else plan
 
     def schedule_ahead(self) -> StepPlan | None:

@@ -21,7 +21,7 @@ def scheduling_order(running: Collection[Sequence], config: SchedulerConfig) -> 
     """Running sequences in the order in which a plan takes them: decode first, then prefill. With
     several stages, each part is sorted by the age of the last row, the oldest first."""
     if config.num_stages > 1:
-        running = sorted(running, key=lambda each: each.last_step)
+        running = sorted(running, key=lambda sequence: sequence.last_step)
     decoding = [sequence for sequence in running if sequence.num_uncomputed == 1]
     prefilling = [sequence for sequence in running if sequence.num_uncomputed > 1]
     return chain(decoding, prefilling)
