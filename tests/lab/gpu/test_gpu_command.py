@@ -75,7 +75,7 @@ def test_shares_are_of_what_was_measured():
     told = summary.printed(found)
     assert "decode, decode qwen3-0.6b, 1 x 512: 1 ms, 1,500 GB/s, 50% of read, 60% of copy" in told
     assert "gemv, 8B down: 50.0 us, 80% of copy; torch x 1.25" in told
-    assert not found["wrong"]
+    assert not found["wrong"] and "driver 580; 3,000 read GB/s" in told
     assert "of read" not in summary.printed(summary.summary(records()[:2] + records()[3:]))
 
 
