@@ -210,7 +210,7 @@ JUNK = st.one_of(
 NAMES = [item.name for item in dataclasses.fields(SamplingParams)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), JUNK, max_size=3))
 def test_junk_never_causes_another_exception(arguments):
     try:
