@@ -44,7 +44,7 @@ lab: $(COURSE_STAMP) ## set up, then open the course in JupyterLab (ARGS="--help
 check: $(DEV_STAMP) ## set up, then lint and types only
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
+	$(PY) -m mypy -n $(WORKERS)
 
 # Tests first, chapters last: a chapter that fails is read best at the end of the screen. A file
 # of tests or a chapter stays with one process, because its cells stand on each other.
