@@ -44,7 +44,8 @@ LONGER = {
     "tests/matrix/test_cells.py": 5,  # the first cell of a model has what it answers alone
 }
 TOLERANCE = 2.0  # for a test, whose first call may import something
-LIST, OPEN, TIMES = os.listdir, open, os.times  # as they are before a test replaces them
+# As they are before a test replaces them; Windows has no sysconf.
+LIST, OPEN, TIMES, SYSCONF = os.listdir, open, os.times, getattr(os, "sysconf", None)
 REFERENCE = 0.0173  # CPU seconds of `some_work` where the budgets were measured
 
 
@@ -68,7 +69,7 @@ def descendants(process: int) -> Iterator[int]:
 def seconds_of(process: int) -> float:
     """Its user and system seconds, and those of its children that it has waited for."""
     fields = text_of(f"/proc/{process}/stat").rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, fields[11:15])) / SYSCONF("SC_CLK_TCK")
 
 
 def text_of(path: str) -> str:

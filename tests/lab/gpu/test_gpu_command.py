@@ -84,9 +84,8 @@ def test_old_and_new_stand_side_by_side():
     (rate,) = [each for each in found["compared"] if each["figure"] == "GB/s"]
     assert (rate["old"], rate["new"], rate["ratio"]) == (1500.0, 1800.0, 1.2)
     other = summary.summary(records(rate=1800.0), records(name="NVIDIA H200"))
-    assert other["compared"] == [
-        {"case": "cards differ", "old": "NVIDIA H200", "new": "NVIDIA H100"}
-    ]
+    differ = {"case": "cards differ", "old": "NVIDIA H200", "new": "NVIDIA H100"}
+    assert other["compared"] == [differ]
 
 
 def test_the_table_on_the_screen_has_at_most_80_lines():
