@@ -85,9 +85,9 @@ class Pass:
         return self.run.model.logits(self.run.model(batch, self.kv)).clone()
 
 
-def row_seconds(llm: LLM, trees: Mapping[int, Tree | None]) -> dict[int, float]:
-    """Median seconds of a pass with so many rows over a tree, or over a chain."""
-    passes = Pass(llm, [1] * ch16.CONTEXT)
+def row_seconds(llm: LLM, trees: Mapping[int, Tree | None], behind: int) -> dict[int, float]:
+    """Median seconds of a pass with so many rows over a tree, or a chain, `behind` some tokens."""
+    passes = Pass(llm, [1] * behind)
     return ch16.sweeps(lambda rows: passes.logits([1] * rows, trees[rows]), [*trees], "cpu")
 
 
