@@ -54,7 +54,7 @@ def draw_rows(
         label = "cost, a row costs so many plain steps" if price == prices[0] else None
         ax.plot([1, most], [1, 1 + price * (most - 1)], "k--", linewidth=1, label=label)
         at = min(most, 1 + (top - 1) / price)
-        note(ax, f"{price:g}", (at, 1 + price * (at - 1)), (5, -4))
+        note(ax, f"{price:g}", (at, 1 + price * (at - 1)), (0, -16))
     ax.set(ylim=(0.95, 1.04 * top))
     ax.legend(loc="lower right")
     show(fig, told)
