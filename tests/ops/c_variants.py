@@ -24,11 +24,11 @@ PATHS = {
     "native": (),
     "no tiles": NO_TILES,
     "no pairs": (*NO_TILES, "-mno-avx512bf16"),
-    "AVX2": ("-march=x86-64-v3", "-mprefer-vector-width=256"),
+    "AVX2": ("-march=x86-64-v3", "-mno-avx512f", "-mprefer-vector-width=256"),
 }
 PRODUCT_PATHS = PATHS | {  # of linear.c and layers.c
     "tiles in C": (*NO_TILES, "-include", str(Path(__file__).with_name("tiles_in_c.h"))),
-    "baseline": ("-march=x86-64", "-mprefer-vector-width=128"),
+    "baseline": ("-march=x86-64", "-mno-avx", "-mprefer-vector-width=128"),
 }
 QUICK = ("native", "AVX2")  # the others are slow
 NEEDS = {"no tiles": "avx512_bf16", "no pairs": "avx2", "AVX2": "avx2"}  # an instruction set
