@@ -46,7 +46,7 @@ FLOORS = {
 }
 # Lines of Python of each part, blanks included. Limits only go down; a feature comes with its own.
 LINES = {
-    "minillm": 53_880, "minillm without minillm/lab": 35_917, "minillm/lab": 17_963,
+    "minillm": 53_879, "minillm without minillm/lab": 35_917, "minillm/lab": 17_962,
     "kernels": 12_350, "notebooks": 2_198,
     "exercises/minillm_exercises": 17_870, "tests": 72_781,
 }  # fmt: skip

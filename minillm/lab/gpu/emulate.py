@@ -24,6 +24,7 @@ from minillm.ops.dispatch import Backend
 from minillm.parallel.split import stage_config
 
 ARCH, LAYERS = 90, 2  # layers of a model: the others launch the same kernels
+LARGE = 2**26  # bytes; the C library maps new pages for a tensor of 2**25 bytes or more
 
 
 class Again:
@@ -43,18 +44,16 @@ class Again:
 def few_layers(name: Any) -> ModelSource:
     """A model, a preset cut to `LAYERS` layers."""
     source = open_model(name)
-    layers = min(LAYERS, source.config.num_layers)
-    return (
-        source
-        if source.folder
-        else replace(source, config=stage_config(source.config, range(layers)))
-    )
+    layers = range(min(LAYERS, source.config.num_layers))
+    return source if source.folder else replace(source, config=stage_config(source.config, layers))
 
 
 def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`torch.empty` that fills with zeros. (`torch.zeros` itself calls `torch.empty` on some
-    devices.)"""
-    return lambda *shape, **options: make(*shape, **options).zero_()
+    devices.) Pages of a large tensor are new and zero, and take no memory until they are used."""
+    return lambda *shape, **options: (
+        made if (made := make(*shape, **options)).nbytes > LARGE else made.zero_()
+    )
 
 
 def no_product(x: torch.Tensor, weight: torch.Tensor, bias: object = None) -> torch.Tensor:
