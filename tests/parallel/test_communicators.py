@@ -192,8 +192,7 @@ def test_a_sum_does_not_meet_a_gather():
 
 
 def held() -> tuple[int, int, set[str]]:
-    """Open files, maps of shared memory, and names in /dev/shm but for those that any process's
-    `multiprocessing` makes and removes at once."""
+    """Open files, maps of shared memory, and names in /dev/shm but passing ones of any process."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("memfd:minillm-ranks")
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []

@@ -91,8 +91,8 @@ def lines(data: Mapping[str, Any]) -> list[str]:
     """The summary as lines of text, the most important first."""
     gpu = data["gpu"]
     machine = f"{gpu.get('name', 'no GPU')}, torch {gpu.get('torch')}, Triton {gpu.get('triton')}"
-    more = f", driver {gpu['driver']}; {figures(data['ceilings'])}" if gpu.get("driver") else ""
-    told = [machine + more]
+    machine += f", driver {gpu['driver']}" if gpu.get("driver") else ""
+    told = ["; ".join(filter(None, (machine, figures(data["ceilings"]))))]
     for stage, row in data["stages"].items():
         counts = ", ".join(f"{count} {status}" for status, count in row["cases"].items())
         took = f" in {row['seconds']:.0f} s" if row["seconds"] else ""
